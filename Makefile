@@ -1,0 +1,45 @@
+# Two commands set up everything: `make demo` and `make test`. Both make the environment once and re-use it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# xdist workers share two cores: one thread each is faster than two that fight.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE = 1
+# bf16 on some hosts dies with an illegal instruction above this instruction set.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+.PHONY: demo test nightly lint format types env clean
+
+demo: $(STAMP)
+	OMP_NUM_THREADS=2 $(BIN)/python -m factorized.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not nightly"
+
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m nightly
+
+lint: $(STAMP)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+env: $(STAMP)
+
+# torch goes in first and pinned: a looser requirement with none installed pulls gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "factorized needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

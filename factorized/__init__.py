@@ -1,0 +1,1 @@
+"""Train neural networks whose weights are products."""

@@ -1,0 +1,1 @@
+"""Modules that hold factors, and the surgery that puts them into a model."""

@@ -1,0 +1,3 @@
+"""The version of the package, stamped into every checkpoint."""
+
+__version__ = "0.1.0"
