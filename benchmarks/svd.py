@@ -1,6 +1,6 @@
 """Time the randomized decomposition against the exact one on a Gaussian matrix, the hardest spectrum.
 
-    python -m benchmarks.svd --out benchmarks/results/svd-cpu.json
+python -m benchmarks.svd --out benchmarks/results/svd-cpu.json
 """
 
 from __future__ import annotations

@@ -150,7 +150,8 @@ class FactorizedConv(FactorizedLayer):
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
         if self.execution != "auto":
             return self.execution
-        return cheapest_conv(self.shape, self.rank, self.depth, self.stride, self.U.device.type)
+        compiled = torch.compiler.is_compiling()
+        return cheapest_conv(self.shape, self.rank, self.depth, self.stride, self.U.device.type, compiled)
 
     def extra_repr(self) -> str:
         """Show shape, settings that differ from the defaults, rank and the parameters saved."""

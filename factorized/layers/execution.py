@@ -1,15 +1,65 @@
-"""Choosing how a factorized layer runs, by its cost. ``autotune.py`` chooses by measuring instead."""
+"""Choosing how a factorized layer runs, by its cost. ``autotune.py`` chooses by measuring instead.
+
+The choice depends on the layer and its device alone, never on the input, so that a compiled or exported program needs no
+guard on the batch size. Costs are in multiply-accumulates per output position; what a way of running spends on moving
+its tensors is a multiple of their channels. The multiples were fitted to ``benchmarks/executions.py``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from factorized.maths.kernel import KernelShape
 
+# Positions over which composing the weight is spread: a small training batch.
+POSITIONS = 8192
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What moving one channel of a position costs, in multiply-accumulates."""
+
+    convolution: int  # of the input and output, when there are two convolutions instead of one
+    product: int  # of the input and output, when there are two matrix products instead of one convolution
+    shift: int  # of the thin tensor that is shifted and stacked between the products
+
+
+TRAFFIC = {
+    "cpu": Traffic(convolution=100, product=55, shift=40),
+    "cuda": Traffic(convolution=1200, product=0, shift=1500),
+    "cuda compiled": Traffic(convolution=1200, product=0, shift=400),
+}
+
+
+def cheapest_conv(
+    shape: KernelShape, rank: int, depth: int, stride: tuple[int, ...], device: str, compiled: bool = False
+) -> str:
+    """Return ``"two_convs"``, ``"one_conv"`` or ``"two_products"``, whichever costs least for this layer."""
+    traffic = TRAFFIC["cpu" if device == "cpu" else "cuda compiled" if compiled else "cuda"]
+    channels = shape.in_channels + shape.out_channels
+    row_stride = prod(stride[: shape.row_dims])
+    unskipped = prod(s for s, k in zip(stride, shape.size, strict=True) if k > 1)
+    first, second = rank * shape.in_channels * prod(shape.column_size), rank * shape.out_channels * prod(shape.row_size)
+    inner = depth * shape.groups * rank * rank
+    thin = shape.groups * rank * (prod(shape.column_size) * unskipped + prod(shape.row_size))
+    if prod(shape.size) == 1:  # nothing to shift: as cheap to move as one convolution
+        channels = thin = 0
+    costs = {
+        "one_conv": shape.numel + _composing(shape, rank, depth),
+        "two_convs": first * row_stride + inner * row_stride + second + traffic.convolution * channels,
+        "two_products": first * unskipped + second + traffic.product * channels + traffic.shift * thin,
+    }
+    return min(costs, key=costs.__getitem__)
+
 
 def cheapest_linear(shape: KernelShape, rank: int, depth: int) -> str:
-    return "two_products"
+    """Return ``"two_products"`` or, where composing the weight first costs less, ``"one_product"``."""
+    thin = shape.factor_numel(rank, depth)
+    return "two_products" if thin <= shape.numel + _composing(shape, rank, depth) else "one_product"
 
 
-def cheapest_conv(shape: KernelShape, rank: int, depth: int, stride: tuple[int, ...], device: str) -> str:
-    return "one_conv"
+def _composing(shape: KernelShape, rank: int, depth: int) -> float:
+    shorter = min(shape.rows, shape.columns)
+    macs = shape.groups * rank * (shape.rows * shape.columns + depth * shorter * rank)
+    return macs / POSITIONS

@@ -70,9 +70,7 @@ def product_is_cheaper(m: int, n: int, rank: int, depth: int, products: int) -> 
     return by_product < by_grams
 
 
-def _gradients_from_product(
-    U: Tensor, V: Tensor, inner: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def _gradients_from_product(U: Tensor, V: Tensor, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     # heads[j] = U M₁…M_j and tails[j] = V M_dᵀ…M_{j+1}ᵀ; the last head and the first tail belong to the product.
     heads, tails = [U], [V]
     for M in inner:
@@ -81,8 +79,5 @@ def _gradients_from_product(
         tails.append(tails[-1] @ M.mT)
     tails.reverse()
     W = heads[-1] @ V.mT
-    inner_gradients = tuple(
-        head.mT @ W @ tail for head, tail in zip(heads[:-1], tails[1:], strict=True)
-    )
+    inner_gradients = tuple(head.mT @ W @ tail for head, tail in zip(heads[:-1], tails[1:], strict=True))
     return W @ tails[0], W.mT @ heads[-1], inner_gradients
-

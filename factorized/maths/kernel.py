@@ -104,9 +104,7 @@ def to_kernel(
     shape: KernelShape,
 ) -> Tensor:  # (out, in/groups, *size)
     """Undo ``to_matrix``."""
-    ordered = matrix.reshape(
-        shape.out_channels, *shape.row_size, shape.in_channels // shape.groups, *shape.column_size
-    )
+    ordered = matrix.reshape(shape.out_channels, *shape.row_size, shape.in_channels // shape.groups, *shape.column_size)
     row_dims = range(1, 1 + shape.row_dims)
     column_dims = range(2 + shape.row_dims, 2 + len(shape.size))
     return ordered.permute(0, 1 + shape.row_dims, *row_dims, *column_dims)

@@ -32,9 +32,13 @@ def two_products(
     unbatched = x.dim() == len(shape.size) + 1
     if unbatched:
         x = x.unsqueeze(0)
-    g, rank = shape.groups, U.shape[1]
+    g = shape.groups
     for M in inner:
         U = (grouped(U, g) @ grouped(M, g)).flatten(0, 1)
+    if x.is_cuda:  # the GPU multiplies, and moves, channels in aligned runs of eight
+        surplus = -U.shape[1] % 8
+        U, V = F.pad(U, (0, surplus)), F.pad(V, (0, surplus))
+    rank = U.shape[1]
     V_taps = grouped(V, g).unflatten(1, (shape.in_channels // g, -1))  # (groups, in/groups, column taps, rank)
     U_taps = grouped(U, g).unflatten(1, (shape.out_channels // g, -1))  # (groups, out/groups, row taps, rank)
     first = V_taps.permute(0, 2, 3, 1).flatten(1, 2)  # (groups, column taps·rank, in/groups)

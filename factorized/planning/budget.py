@@ -1,0 +1,63 @@
+"""The budget of a plan: exactly one of five, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from factorized.planning.scheme import LowRank, Scheme
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One budget as the user wrote it."""
+
+    name: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value:g}"
+
+
+def read_budget(scheme: Scheme, allocate: str, has_example: bool, given: dict[str, float | None]) -> Budget:
+    """Return the one budget that was given, or the scheme's own; raise when it makes no sense."""
+    if not isinstance(scheme, Scheme):
+        raise ValueError(f"scheme must be LowRank(...) or Overcomplete(...), got {scheme!r}")
+    if allocate not in ("uniform", "spectrum"):
+        raise ValueError(f'allocate must be "uniform" or "spectrum", got {allocate!r}')
+    budgets = [Budget(name, value) for name, value in given.items() if value is not None]
+    if not budgets and scheme.rank_scale is not None:
+        budgets = [Budget("rank_scale", scheme.rank_scale)]
+    if len(budgets) != 1:
+        got = ", ".join(map(str, budgets)) or "none"
+        raise ValueError(f"give exactly one of {', '.join(f'{name}=' for name in given)}, got {got}")
+    budget = budgets[0]
+    _check_value(scheme, budget)
+    if allocate == "spectrum" and (budget.name not in ("ratio", "macs") or not isinstance(scheme, LowRank)):
+        raise ValueError(f'allocate="spectrum" spends ratio= or macs= on LowRank layers, got {budget} and {scheme}')
+    if budget.name == "macs" and not has_example:
+        raise ValueError("macs= counts multiply-accumulates on an input: pass example_input= as well")
+    return budget
+
+
+def _check_value(scheme: Scheme, budget: Budget) -> None:
+    value = budget.value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+        raise ValueError(f"{budget.name} must be a number, got {value!r}")
+    if budget.name == "rank":
+        if value != int(value) or value < 1:
+            raise ValueError(f"rank must be a whole number of at least 1, got {value!r}")
+        return
+    if value <= 0:
+        raise ValueError(f"{budget} is not positive; {_allowed(scheme, budget)}")
+    if budget.name in ("energy", "macs") and not isinstance(scheme, LowRank):
+        raise ValueError(f"{budget} is for LowRank; Overcomplete takes ratio=, rank_scale= or rank=, or none")
+    if budget.name in ("ratio", "energy", "macs") and value > 1 and isinstance(scheme, LowRank):
+        raise ValueError(f"{budget} is above 1; {_allowed(scheme, budget)}")
+
+
+def _allowed(scheme: Scheme, budget: Budget) -> str:
+    if budget.name == "rank_scale" or not isinstance(scheme, LowRank):
+        return f"{budget.name} must be above 0"
+    hint = "; use Overcomplete(...) to train more parameters than the dense model has" if budget.name == "ratio" else ""
+    return f"{budget.name} must be in (0, 1]{hint}"

@@ -1,0 +1,126 @@
+"""What layers cost in multiply-accumulates (MACs), dense and factorized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from factorized.maths.kernel import KernelShape
+
+ExampleInput = Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The sizes one call of a layer saw."""
+
+    positions: int  # batch × output positions: what a pointwise layer multiplies at
+    row_positions: int  # the same before the rows' stride: what the first factor of a convolution multiplies at
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one forward pass on the example input did."""
+
+    macs: int  # of the whole model
+    calls: dict[nn.Module, list[Call]]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one weight costs at a rank, or dense (``rank=None``). Tied layers share it and add up their calls."""
+
+    shape: KernelShape
+    depth: int = 0
+    multiplied: tuple[Call, ...] = ()  # calls of layers that multiply by the weight
+    looked_up: tuple[Call, ...] = ()  # calls of embeddings, which multiply nothing when dense
+
+    def params(self, rank: int | None) -> int:
+        """Return the entries of the weight or of its factors."""
+        return self.shape.numel if rank is None else self.shape.factor_numel(rank, self.depth)
+
+    def macs(self, rank: int | None) -> int:
+        """Return the MACs of all calls: those of ``V`` and the inner matrices, then those of ``U``."""
+        positions = sum(call.positions for call in self.multiplied)
+        if rank is None:
+            return positions * self.shape.numel
+        row_positions = sum(call.row_positions for call in self.multiplied)
+        inner = self.shape.groups * self.depth * rank * rank
+        first = self.shape.groups * rank * self.shape.columns + inner
+        second = self.shape.groups * rank * self.shape.rows
+        return row_positions * first + positions * second + sum(call.positions for call in self.looked_up) * first
+
+
+def measure(model: nn.Module, example_input: ExampleInput, shapes: Mapping[nn.Module, KernelShape]) -> Measured:
+    """Run ``model`` once on ``example_input``, without gradients and in evaluation mode, and count."""
+    calls: dict[nn.Module, list[Call]] = {module: [] for module in shapes}
+    handles = [module.register_forward_hook(partial(_record, calls[module], shape)) for module, shape in shapes.items()]
+    arguments, keywords = _as_call(example_input, _device_of(model))
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), _evaluation_mode(model), _no_fused_attention(), counter:
+            model(*arguments, **keywords)
+    except Exception as error:
+        raise ValueError(
+            f"example_input does not run through {type(model).__name__}: {error}. Give what its forward takes: "
+            "a tensor, a tuple of arguments or a dict of keywords"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Measured(counter.get_total_flops() // 2, calls)
+
+
+def _record(calls: list[Call], shape: KernelShape, module: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+    if isinstance(module, nn.Embedding):
+        calls.append(Call(inputs[0].numel(), inputs[0].numel()))
+        return
+    positions = y.numel() // shape.out_channels
+    dims = len(shape.size)
+    rows_in, rows_out = (prod(t.shape[t.dim() - dims :][: shape.row_dims]) for t in (inputs[0], y))
+    calls.append(Call(positions, positions // rows_out * rows_in))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _as_call(example_input: ExampleInput, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    if isinstance(example_input, Tensor):
+        return [move(example_input)], {}
+    if isinstance(example_input, Mapping):
+        return [], {key: move(value) for key, value in example_input.items()}
+    return [move(value) for value in example_input], {}
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _no_fused_attention() -> Iterator[None]:
+    # The fused encoder layer is one opaque operation that no counter sees into.
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -1,0 +1,107 @@
+"""What a plan is: one entry per layer, with its rank or the reason why it is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from factorized.maths.kernel import KernelShape, Kind
+from factorized.planning.html import plan_page
+from factorized.planning.scheme import Scheme, scheme_from_dict, scheme_to_dict
+from factorized.planning.table import plan_table
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One layer of a plan: everything needed to build its replacement, and what that saves."""
+
+    name: str
+    type: str  # of the dense layer, as in torch.nn
+    shape: tuple[int, ...]  # of the dense weight
+    groups: int = 1
+    rank: int | None = None  # None: the layer stays dense
+    kind: Kind = "spatial"
+    depth: int = 0
+    reason: str | None = None  # why it stays dense
+    aliases: tuple[str, ...] = ()  # other names under which the model holds the same module
+    tied_to: str | None = None  # the earlier entry whose factors this layer shares
+    params: int = 0  # of the weight, dense; 0 where an earlier entry holds it
+    params_after: int = 0
+    macs: int | None = None  # None without an example input
+    macs_after: int | None = None
+
+    @property
+    def kernel(self) -> KernelShape:
+        """The weight's shape and the matrix it is read as."""
+        return KernelShape.of(self.shape, self.groups, self.kind)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers of a model are factorized and at which ranks; ``print`` it, or give it to ``fz.factorize``."""
+
+    model: str  # the class the plan was made for
+    scheme: Scheme
+    budget: str  # as the user wrote it: "ratio=0.1"
+    entries: tuple[PlanEntry, ...]
+    params: int  # of the whole model
+    params_after: int
+    macs: int | None = None
+    macs_after: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Parameters of the whole model after, over before."""
+        return self.params_after / self.params
+
+    @property
+    def selected(self) -> tuple[PlanEntry, ...]:
+        """The layers to factorize."""
+        return tuple(entry for entry in self.entries if entry.rank is not None)
+
+    @property
+    def skipped(self) -> tuple[PlanEntry, ...]:
+        """The layers that stay dense, each with its reason."""
+        return tuple(entry for entry in self.entries if entry.rank is None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready values."""
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "scheme": scheme_to_dict(self.scheme),
+            "budget": self.budget,
+            "params": self.params,
+            "params_after": self.params_after,
+            "macs": self.macs,
+            "macs_after": self.macs_after,
+            "entries": [
+                {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(entry).items()}
+                for entry in self.entries
+            ],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Plan:
+        """Undo ``to_dict``."""
+        if data.get("format") != FORMAT:
+            raise ValueError(f"plan format must be {FORMAT}, got {data.get('format')!r}; make the plan anew")
+        try:
+            entries = tuple(
+                PlanEntry(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+                for entry in data["entries"]
+            )
+            fields = {key: data[key] for key in ("model", "budget", "params", "params_after", "macs", "macs_after")}
+            return Plan(scheme=scheme_from_dict(data["scheme"]), entries=entries, **fields)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a plan made by Plan.to_dict(): {error}") from error
+
+    def to_html(self) -> str:
+        """Return one self-contained page that draws the plan."""
+        return plan_page(self)
+
+    def __str__(self) -> str:
+        return plan_table(self)

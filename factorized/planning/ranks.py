@@ -1,0 +1,108 @@
+"""Spending a budget on integer ranks. Costs are abstract: parameters or multiply-accumulates."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Ranks = list[int | None]  # None: the layer stays dense
+
+
+@dataclass(frozen=True)
+class Item:
+    """One layer to spend the budget on."""
+
+    cost: Callable[[int | None], int]  # of a rank, growing with it; of the dense layer for None
+    rank_at: Callable[[float], int]  # the scheme's rank at a rank scale, growing with it
+    reference: int  # what the scale multiplies, before rounding
+    may_stay_dense: bool  # a rank that costs more than the dense layer is no use, unless overcomplete
+
+    def settle(self, rank: int) -> int | None:
+        """Return ``rank``, or None where the dense layer costs no more."""
+        return None if self.may_stay_dense and self.cost(rank) >= self.cost(None) else rank
+
+    def next_step(self, rank: int | None) -> tuple[int | None, int] | None:
+        """Return the next rank up, or dense where that is no dearer, with its extra cost; None at the end."""
+        if rank is None:
+            return None
+        higher = self.settle(rank + 1)
+        return higher, self.cost(higher) - self.cost(rank)
+
+
+def total_cost(items: Sequence[Item], ranks: Ranks) -> int:
+    """Return what all layers cost together."""
+    return sum(item.cost(rank) for item, rank in zip(items, ranks, strict=True))
+
+
+def lowest_cost(items: Sequence[Item]) -> int:
+    """Return the least that all layers can cost: rank 1 everywhere that this helps."""
+    return total_cost(items, [item.settle(1) for item in items])
+
+
+def scaled_ranks(items: Sequence[Item], scale: float) -> Ranks:
+    """Return every layer's rank at one rank scale: the paper's rule."""
+    return [item.settle(item.rank_at(scale)) for item in items]
+
+
+def spend_uniformly(items: Sequence[Item], budget: int) -> Ranks:
+    """Return the ranks of the largest rank scale within ``budget``, then spend what is left one rank at a time.
+
+    What the common scale leaves is less than one rank step of all layers together; it goes to the layers whose rank
+    the rounding had cut most.
+    """
+    low, high = 0.0, 1.0
+    while total_cost(items, scaled_ranks(items, high)) <= budget and high < 2**20:
+        low, high = high, high * 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        if total_cost(items, scaled_ranks(items, middle)) <= budget:
+            low = middle
+        else:
+            high = middle
+    ranks = scaled_ranks(items, low)
+    cut = [low * item.reference - (rank or 0) for item, rank in zip(items, ranks, strict=True)]
+    order = sorted(range(len(items)), key=lambda index: -cut[index])
+    return _spend_remainder(items, ranks, budget, order)
+
+
+def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]], budget: int) -> Ranks:
+    """Return ranks that buy singular directions, the most energy per cost first, until ``budget`` is spent.
+
+    ``energies[i][k]`` is the squared k-th singular value of layer i. They fall with k, so taking the best next step
+    again and again keeps the sum of squared errors as low as whole steps allow.
+    """
+    ranks: Ranks = [item.settle(1) for item in items]
+    spent = total_cost(items, ranks)
+    heap: list[tuple[float, int]] = []
+
+    def offer(index: int) -> None:
+        step = items[index].next_step(ranks[index])
+        if step is None:
+            return
+        rank, cost = step
+        first = ranks[index] or 0
+        gain = sum(energies[index][first:] if rank is None else energies[index][first:rank])
+        heapq.heappush(heap, (-gain / max(cost, 1), index))
+
+    for index in range(len(items)):
+        offer(index)
+    while heap:
+        _, index = heapq.heappop(heap)
+        step = items[index].next_step(ranks[index])
+        if step is not None and spent + step[1] <= budget:
+            ranks[index], spent = step[0], spent + step[1]
+            offer(index)
+    return ranks
+
+
+def _spend_remainder(items: Sequence[Item], ranks: Ranks, budget: int, order: Sequence[int]) -> Ranks:
+    left = budget - total_cost(items, ranks)
+    progress = True
+    while progress:
+        progress = False
+        for index in order:
+            step = items[index].next_step(ranks[index])
+            if step is not None and step[1] <= left:
+                ranks[index], left, progress = step[0], left - step[1], True
+    return ranks

@@ -1,0 +1,116 @@
+"""The ways of factorizing a weight, and the rank each gives a layer at a given scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from factorized.maths.kernel import KernelShape, Kind
+
+Variant = Literal["full", "deep", "wide"]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """``W = U Vᵀ`` with a rank below full, for smaller and faster layers (section 2).
+
+    ``kind="spatial"`` is the paper's pair of one-dimensional convolutions; ``"channel"`` is k×k then 1×1.
+    """
+
+    kind: Kind = "spatial"
+
+    def __post_init__(self) -> None:
+        _check("kind", self.kind, ("spatial", "channel"))
+
+    @property
+    def depth(self) -> int:
+        """Inner matrices between the factors."""
+        return 0
+
+    @property
+    def rank_scale(self) -> float | None:
+        """The scale to use when no budget is given: there is none for low rank."""
+        return None
+
+    @property
+    def init(self) -> Literal["spectral"]:
+        """How the factors are filled unless the user says otherwise."""
+        return "spectral"
+
+    def rank(self, shape: KernelShape, scale: float) -> int:
+        """Return the paper's rank for ``scale``, at least 1 and at most full."""
+        return min(scaled_rank(shape, scale), shape.full_rank)
+
+
+@dataclass(frozen=True)
+class Overcomplete:
+    """``W = U Vᵀ`` (``"full"``, ``"wide"``) or ``U M Vᵀ`` (``"deep"``) at or above full rank (section 5).
+
+    Trained as a product and deployed as its composition: ``"full"`` and ``"deep"`` have rank scale 1, ``"wide"`` has
+    ``width``.
+    """
+
+    variant: Variant = "full"
+    width: float = 3
+    kind: Kind = "spatial"
+
+    def __post_init__(self) -> None:
+        _check("variant", self.variant, ("full", "deep", "wide"))
+        _check("kind", self.kind, ("spatial", "channel"))
+        if not self.width >= 1:
+            raise ValueError(f"width must be at least 1 (it multiplies full rank), got {self.width!r}")
+
+    @property
+    def depth(self) -> int:
+        """Inner matrices between the factors."""
+        return 1 if self.variant == "deep" else 0
+
+    @property
+    def rank_scale(self) -> float:
+        """The scale to use when no budget is given."""
+        return self.width if self.variant == "wide" else 1.0
+
+    @property
+    def init(self) -> Literal["default"]:
+        """How the factors are filled unless the user says otherwise."""
+        return "default"
+
+    def rank(self, shape: KernelShape, scale: float) -> int:
+        """Return the paper's rank for ``scale``, at least 1, with no upper limit."""
+        return scaled_rank(shape, scale)
+
+
+Scheme = LowRank | Overcomplete
+
+
+def scaled_rank(shape: KernelShape, scale: float) -> int:
+    """Return ``round(scale · out·kh)`` for convolutions and ``round(scale · min(m, n))`` for matrices, at least 1."""
+    return max(1, round(scale * reference_size(shape)))
+
+
+def reference_size(shape: KernelShape) -> int:
+    """Return what the rank scale multiplies: a convolution's matrix rows, a matrix's shorter side."""
+    return shape.rows if shape.size else shape.full_rank
+
+
+def scheme_to_dict(scheme: Scheme) -> dict[str, Any]:
+    """Return a JSON-ready description of ``scheme``."""
+    if isinstance(scheme, LowRank):
+        return {"name": "low_rank", "kind": scheme.kind}
+    return {"name": "overcomplete", "variant": scheme.variant, "width": scheme.width, "kind": scheme.kind}
+
+
+def scheme_from_dict(data: dict[str, Any]) -> Scheme:
+    """Undo ``scheme_to_dict``."""
+    fields = {key: value for key, value in data.items() if key != "name"}
+    if data.get("name") == "low_rank":
+        return LowRank(**fields)
+    if data.get("name") == "overcomplete":
+        return Overcomplete(**fields)
+    raise ValueError(f'scheme name must be "low_rank" or "overcomplete", got {data.get("name")!r}')
+
+
+def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        quoted = ", ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be one of {quoted}, got {value!r}")

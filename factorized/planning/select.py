@@ -1,0 +1,184 @@
+"""Finding the layers of a model that can be factorized, and saying why the others cannot."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
+
+from factorized.maths.kernel import KernelShape, Kind
+
+DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+Pattern = str | type[nn.Module]
+
+
+@dataclass
+class Candidate:
+    """One module with a weight matrix: what it is, and why it is left alone if it is."""
+
+    name: str
+    module: nn.Module
+    aliases: tuple[str, ...] = ()  # other names of the same module
+    shape: KernelShape | None = None  # None for what can never be factorized
+    reason: str | None = None
+    tied_to: str | None = None  # the first layer that holds the same weight, when both are factorized together
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every dotted name under which the model holds this module."""
+        return (self.name, *self.aliases)
+
+
+def find_candidates(
+    model: nn.Module,
+    kind: Kind,
+    include: Sequence[Pattern] | None,
+    exclude: Sequence[Pattern],
+    keep_first_and_last: bool,
+) -> list[Candidate]:
+    """Return every module of ``model`` with a weight matrix, in order; those to factorize have no ``reason``."""
+    candidates = _walk(model, kind)
+    _check_patterns("include", include or (), model, candidates)
+    _check_patterns("exclude", exclude, model, candidates)
+    if keep_first_and_last:
+        _keep_ends(candidates, include)
+    for candidate in candidates:
+        if candidate.reason is None and include is not None and not _matches(candidate, include):
+            candidate.reason = "not in include="
+        elif candidate.reason is None and _matches(candidate, exclude):
+            candidate.reason = "in exclude="
+    _join_tied(model, candidates)
+    return candidates
+
+
+def _walk(model: nn.Module, kind: Kind) -> list[Candidate]:
+    names: dict[nn.Module, list[str]] = {}
+    units: list[str] = []  # modules that are one thing, whose parts are not layers of their own
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(name.startswith(f"{unit}.") or unit == "" for unit in units):
+            continue
+        if _is_unit(module):
+            units.append(name)
+        if _is_unit(module) or _has_weight_matrix(module):
+            names.setdefault(module, []).append(name)
+    return [_inspect(module, found, kind) for module, found in names.items()]
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) or _is_factorized(module)
+
+
+def _is_factorized(module: nn.Module) -> bool:
+    # Layers come after planning on the data path, so they are recognized by the package that defines them.
+    return type(module).__module__.startswith("factorized.layers.")
+
+
+def _has_weight_matrix(module: nn.Module) -> bool:
+    if isinstance(module, (nn.RNNBase, *DENSE_TYPES)):
+        return True
+    weight = module._parameters.get("weight")
+    return weight is not None and not is_lazy(weight) and weight.dim() >= 2
+
+
+def _inspect(module: nn.Module, names: list[str], kind: Kind) -> Candidate:
+    candidate = Candidate(names[0], module, tuple(names[1:]), reason=_why_never(module))
+    if candidate.reason is None:
+        assert isinstance(module.weight, torch.Tensor)
+        groups = module.groups if isinstance(module, _ConvNd) else 1
+        candidate.shape = KernelShape.of(tuple(module.weight.shape), groups, kind)
+    return candidate
+
+
+def _why_never(module: nn.Module) -> str | None:
+    """Return why this module can never be factorized, or None."""
+    kind = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention is one unit that reads its projections' weights directly"
+    if _is_factorized(module):
+        return "already factorized"
+    if isinstance(module, _ConvTransposeNd):
+        return "transposed convolution"
+    weight = module._parameters.get("weight")
+    if weight is not None and is_lazy(weight):
+        return "not initialized yet; run the model once"
+    if type(module) not in DENSE_TYPES:
+        return f"{kind} is not a plain Linear, Conv or Embedding"
+    if weight is None:
+        return "its weight is computed by another rule (weight norm, pruning)"
+    if not weight.is_floating_point():
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not floating point"
+    if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
+        return "depthwise convolution"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "max_norm renormalizes rows of the table, which a product has not"
+    if any(getattr(module, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")):
+        return "has hooks that a replacement would lose"
+    return None
+
+
+def _keep_ends(candidates: list[Candidate], include: Sequence[Pattern] | None) -> None:
+    layers = [candidate for candidate in candidates if isinstance(candidate.module, DENSE_TYPES)]
+    named = {pattern for pattern in include or () if isinstance(pattern, str)}
+    for candidate, place in [(layers[0], "first"), (layers[-1], "last")] if layers else []:
+        if candidate.reason is None and not named.intersection(candidate.names):
+            candidate.reason = f"{place} layer (keep_first_and_last=True)"
+
+
+def _matches(candidate: Candidate, patterns: Sequence[Pattern]) -> bool:
+    return any(_matches_one(candidate, pattern) for pattern in patterns)
+
+
+def _matches_one(candidate: Candidate, pattern: Pattern) -> bool:
+    if not isinstance(pattern, str):
+        return isinstance(candidate.module, pattern)
+    # A container's name stands for everything inside it.
+    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for name in candidate.names)
+
+
+def _check_patterns(argument: str, patterns: Sequence[Pattern], model: nn.Module, candidates: list[Candidate]) -> None:
+    if isinstance(patterns, str) or not all(isinstance(p, (str, type)) for p in patterns):
+        raise ValueError(f"{argument} must be a list of names, globs or module types, got {patterns!r}")
+    for pattern in patterns:
+        if any(_matches_one(candidate, pattern) for candidate in candidates):
+            continue
+        names = [name for candidate in candidates for name in candidate.names]
+        near = difflib.get_close_matches(str(pattern), names, n=3, cutoff=0.4) or names[:3]
+        shown = pattern if isinstance(pattern, str) else pattern.__name__
+        raise ValueError(
+            f"{argument}={shown!r} matches no layer of {type(model).__name__}; "
+            f"its {len(names)} layers include {', '.join(map(repr, near))}"
+        )
+
+
+def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
+    """Let layers that share one weight be factorized together, or not at all."""
+    by_name = {candidate.name: candidate for candidate in candidates}
+    for owners in _shared_parameters(model):
+        members = {owner: by_name[owner] for owner, key in owners if key == "weight" and owner in by_name}
+        free = [member for member in members.values() if member.reason is None]
+        if not free:
+            continue
+        blockers = [f"{owner}.{key}" for owner, key in owners if owner not in members or members[owner].reason]
+        if len({member.shape for member in free}) > 1:
+            blockers = ["a layer that reads it in another shape"]
+        for member in free:
+            if blockers:
+                member.reason = f"weight is tied to {blockers[0]}, which stays dense"
+            elif member is not free[0]:
+                member.tied_to = free[0].name
+
+
+def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
+    """Return (module name, parameter name) of every place that holds a parameter which another module holds too."""
+    owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((name, key))
+    return [places for places in owners.values() if len(places) > 1]

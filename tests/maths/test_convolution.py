@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from factorized.maths.convolution import Geometry, composed_kernel, explicit_padding, one_conv, pad, two_convs
+from factorized.maths.kernel import KernelShape, to_kernel
+from factorized.maths.products import two_products
+
+# The dense layers that the ways are held against warn so; the ways themselves pad beforehand.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+
+Way = Callable[..., Tensor]
+WAYS = [two_convs, one_conv, two_products]
+CONV: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A dense layer, the factors of its kernel and an input."""
+
+    dense: nn.Module
+    shape: KernelShape
+    geometry: Geometry
+    x: Tensor
+    U: Tensor
+    V: Tensor
+    inner: list[Tensor]
+    bias: Tensor | None
+
+    def run(self, way: Way) -> Tensor:
+        return way(self.x, self.U, self.V, self.inner, self.bias, self.shape, self.geometry)
+
+    def run_dense(self) -> Tensor:
+        """Run torch's own layer with the kernel that a plain chain of products per group gives."""
+        g = self.shape.groups
+        chains = []
+        for parts in zip(*(factor.chunk(g) for factor in (self.U, *self.inner, self.V)), strict=True):
+            chains.append(torch.linalg.multi_dot([*parts[:-1], parts[-1].mT]))
+        parameters = {"weight": to_kernel(torch.stack(chains), self.shape)}
+        if self.bias is not None:
+            parameters["bias"] = self.bias
+        return torch.func.functional_call(self.dense, parameters, (self.x,))
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.U, self.V, *self.inner, *([] if self.bias is None else [self.bias])]
+
+
+def problem(
+    channels: tuple[int, int],  # in, out
+    kernel_size: Sequence[int],
+    extents: Sequence[int],
+    *,
+    rank: int = 3,
+    depth: int = 0,
+    batch: int | None = 2,
+    kind: str = "spatial",
+    row_dims: int | None = None,
+    layout: str = "first",
+    bias: bool = True,
+    **conv: Any,
+) -> Problem:
+    dims = len(kernel_size)
+    dense = CONV[dims](*channels, tuple(kernel_size), bias=bias, device="meta", dtype=torch.float64, **conv)
+    shape = KernelShape.of(dense.weight.shape, dense.groups, kind)
+    if row_dims is not None:
+        shape = KernelShape(shape.out_channels, shape.in_channels, shape.size, shape.groups, row_dims)
+    padding = explicit_padding(dense.padding, dense.kernel_size, dense.dilation)
+    geometry = Geometry(dense.stride, padding, dense.dilation, dense.padding_mode)
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*extents: int) -> Tensor:
+        return torch.randn(extents, generator=generator, dtype=torch.float64)
+
+    x = leaf(1 if batch is None else batch, channels[0], *extents)
+    if layout == "last":
+        x = x.contiguous(memory_format=LAST[dims])
+    if batch is None:
+        x = x.squeeze(0)
+    U, V = leaf(shape.groups * shape.rows, rank), leaf(shape.groups * shape.columns, rank)
+    inner = [leaf(shape.groups * rank, rank) for _ in range(depth)]
+    made = Problem(dense, shape, geometry, x, U, V, inner, leaf(channels[1]) if bias else None)
+    for tensor in made.leaves:
+        tensor.requires_grad_()
+    return made
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    largest = expected.abs().max().clamp(min=1).item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * largest)
+
+
+def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)  # no two outputs weigh the same
+    return torch.autograd.grad((y * weights).sum(), leaves)
+
+
+# channels (in, out), kernel size, spatial extents, and what is not the default of ``problem`` or of torch's layer
+CASES: dict[str, tuple[Any, ...]] = {
+    "1d": ((4, 5), (3,), (9,), {"padding": 1}),
+    "1d-stride-and-dilation": ((4, 5), (3,), (17,), {"stride": 3, "dilation": 2, "padding": 2}),
+    "1d-same-even": ((4, 5), (4,), (9,), {"padding": "same"}),
+    "1d-reflect": ((4, 5), (5,), (9,), {"padding": 2, "padding_mode": "reflect"}),
+    "1d-groups": ((4, 6), (3,), (9,), {"groups": 2, "depth": 1}),
+    "2d": ((4, 5), (3, 3), (6, 7), {}),
+    "2d-unequal-everything": (
+        (4, 5),
+        (3, 2),
+        (11, 12),
+        {"stride": (2, 3), "padding": (2, 1), "dilation": (1, 2)},
+    ),
+    "2d-same": ((4, 5), (3, 5), (6, 7), {"padding": "same"}),
+    "2d-same-even": ((4, 5), (2, 4), (6, 7), {"padding": "same"}),
+    "2d-same-even-dilated": ((4, 5), (4, 2), (9, 8), {"padding": "same", "dilation": (1, 3)}),
+    "2d-same-even-circular": ((4, 5), (2, 4), (6, 7), {"padding": "same", "padding_mode": "circular"}),
+    "2d-valid": ((4, 5), (3, 2), (6, 7), {"padding": "valid", "stride": 2}),
+    "2d-circular": ((4, 5), (3, 5), (6, 7), {"padding": (1, 2), "padding_mode": "circular", "stride": 2}),
+    "2d-reflect": ((4, 5), (3, 5), (6, 7), {"padding": (1, 2), "padding_mode": "reflect"}),
+    "2d-replicate": ((4, 5), (3, 5), (6, 7), {"padding": (2, 1), "padding_mode": "replicate"}),
+    "2d-groups": ((6, 4), (3, 3), (6, 7), {"padding": 1, "groups": 2, "stride": (1, 2)}),
+    "2d-groups-replicate": ((6, 4), (3, 2), (6, 7), {"padding": 1, "groups": 2, "padding_mode": "replicate"}),
+    "2d-depthwise": ((4, 8), (3, 3), (6, 7), {"padding": 1, "groups": 4, "rank": 2}),
+    "2d-one-inner": ((4, 5), (3, 3), (6, 7), {"padding": 1, "depth": 1}),
+    "2d-two-inner-groups": ((4, 6), (3, 2), (6, 7), {"padding": 1, "depth": 2, "groups": 2}),
+    "2d-channel": ((4, 5), (3, 2), (6, 7), {"padding": (1, 0), "stride": (2, 1), "kind": "channel"}),
+    "2d-channel-inner": ((4, 5), (3, 2), (6, 7), {"kind": "channel", "depth": 2, "padding": "same"}),
+    "2d-all-taps-in-U": ((4, 5), (3, 2), (6, 7), {"row_dims": 2, "padding": 1, "stride": (1, 2)}),
+    "2d-pointwise-strided": ((4, 5), (1, 1), (6, 7), {"stride": (2, 3)}),
+    "2d-pointwise-strided-padded": ((4, 5), (1, 1), (6, 7), {"stride": 2, "padding": (1, 0)}),
+    "2d-no-bias": ((4, 5), (3, 3), (6, 7), {"bias": False, "padding": 1}),
+    "2d-one-channel": ((1, 1), (3, 3), (6, 7), {"padding": 1}),
+    "2d-above-full-rank": ((2, 3), (2, 2), (6, 7), {"rank": 9}),
+    "3d": ((4, 5), (2, 3, 2), (4, 5, 6), {"padding": 1}),
+    "3d-unequal-everything": (
+        (4, 5),
+        (3, 2, 2),
+        (7, 6, 5),
+        {"stride": (1, 2, 3), "padding": (2, 0, 1), "dilation": (2, 1, 2)},
+    ),
+    "3d-same-even": ((4, 5), (2, 3, 4), (4, 5, 6), {"padding": "same"}),
+    "3d-reflect": ((4, 5), (3, 1, 3), (4, 5, 6), {"padding": (1, 0, 2), "padding_mode": "reflect"}),
+    "3d-circular-groups-inner": (
+        (4, 6),
+        (2, 3, 2),
+        (4, 5, 6),
+        {"padding": (0, 1, 1), "padding_mode": "circular", "groups": 2, "depth": 1},
+    ),
+    "3d-channel": ((4, 5), (2, 3, 2), (4, 5, 6), {"kind": "channel", "stride": (2, 1, 1)}),
+}
+# A batch, a single example, and where torch has such a layout a batch with its channels last.
+FORMS = {"batch": {}, "unbatched": {"batch": None}, "channels-last": {"layout": "last"}}
+FORMED_CASES = [
+    pytest.param(case, form, id=f"{case}-{form}")
+    for case in CASES
+    for form in FORMS
+    if not (form == "channels-last" and case.startswith("1d"))
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("case", "form"), FORMED_CASES)
+def test_every_way_equals_torchs_layer_forward_and_backward(case: str, form: str, way: Way) -> None:
+    channels, kernel_size, extents, options = CASES[case]
+    made = problem(channels, kernel_size, extents, **options, **FORMS[form])
+    y, expected = made.run(way), made.run_dense()
+    assert_same(y, expected)
+    for actual, reference in zip(gradients(y, made.leaves), gradients(expected, made.leaves), strict=True):
+        assert_same(actual, reference)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    dims = draw(st.integers(1, 3))
+
+    def per_dim(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(dims))
+
+    kernel_size, dilation, groups = per_dim(1, 4), per_dim(1, 2), draw(st.integers(1, 2))
+    mode = draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"]))
+    padding = draw(st.sampled_from(["same", "valid", None]))
+    # Extents exceed the reach of a kernel, so that all modes can pad and all kernels fit.
+    reach = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
+    return problem(
+        (groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))),
+        kernel_size,
+        tuple(r + extra for r, extra in zip(reach, per_dim(3, 4), strict=True)),
+        stride=1 if padding == "same" else per_dim(1, 3),
+        padding=padding or per_dim(0, 2),
+        dilation=dilation,
+        groups=groups,
+        padding_mode=mode,
+        rank=draw(st.integers(1, 3)),
+        depth=draw(st.integers(0, 2)),
+        batch=draw(st.sampled_from([None, 1, 2])),
+        row_dims=draw(st.integers(0, dims)),
+        layout=draw(st.sampled_from(["first", "last"])) if dims > 1 else "first",
+        bias=draw(st.booleans()),
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(made=problems())
+def test_every_way_equals_torchs_layer_on_drawn_geometries(made: Problem) -> None:
+    expected = made.run_dense()
+    reference = gradients(expected, made.leaves)
+    for way in WAYS:
+        y = made.run(way)
+        assert_same(y, expected)
+        for actual, wanted in zip(gradients(y, made.leaves), reference, strict=True):
+            assert_same(actual, wanted)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+@pytest.mark.parametrize(
+    ("kernel_size", "extents", "stride"),
+    [((3, 2), (6, 7), (1, 1)), ((1, 1), (6, 7), (2, 2)), ((2, 3, 2), (4, 5, 6), (1, 2, 1))],
+)
+def test_two_products_keep_the_layout_of_their_input(
+    kernel_size: tuple[int, ...], extents: tuple[int, ...], stride: tuple[int, ...], mode: str
+) -> None:
+    options: dict[str, Any] = {"stride": stride, "padding": [int(k > 1) for k in kernel_size], "padding_mode": mode}
+    last = LAST[len(extents)]
+    y = problem((4, 5), kernel_size, extents, layout="last", **options).run(two_products)
+    assert y.is_contiguous(memory_format=last)
+    assert not y.is_contiguous()
+    y = problem((4, 5), kernel_size, extents, **options).run(two_products)
+    assert y.is_contiguous()
+    assert not y.is_contiguous(memory_format=last)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("kernel_size", "extents"), [((4,), (2,)), ((3, 3), (2, 5)), ((3, 3), (5, 2)), ((2, 3, 2), (4, 2, 4))]
+)
+def test_a_kernel_that_does_not_fit_its_input_is_refused(
+    kernel_size: tuple[int, ...], extents: tuple[int, ...], way: Way
+) -> None:
+    made = problem((4, 5), kernel_size, extents)
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)kernel"):
+        made.run(way)
+
+
+def test_the_composed_kernel_is_a_dense_weight_that_passes_gradients_on() -> None:
+    made = problem((4, 6), (3, 2), (6, 7), groups=2, depth=2)
+    kernel = composed_kernel(made.U, made.V, made.inner, made.shape)
+    assert kernel.shape == made.dense.weight.shape
+    for gradient in torch.autograd.grad(kernel.square().sum(), [made.U, made.V, *made.inner]):
+        assert gradient.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("padding", "size", "dilation", "expected"),
+    [
+        ("valid", (3, 4), (1, 1), ((0, 0), (0, 0))),
+        ("same", (3, 5), (1, 1), ((1, 1), (2, 2))),
+        ("same", (2, 4), (1, 1), ((0, 1), (1, 2))),
+        ("same", (4, 4), (2, 3), ((3, 3), (4, 5))),
+        ("same", (1,), (5,), ((0, 0),)),
+        ((0, 2, 1), (3, 3, 3), (1, 1, 1), ((0, 0), (2, 2), (1, 1))),
+    ],
+)
+def test_padding_is_spelled_out_before_and_after_each_dimension(
+    padding: str | tuple[int, ...], size: tuple[int, ...], dilation: tuple[int, ...], expected: tuple[Any, ...]
+) -> None:
+    assert explicit_padding(padding, size, dilation) == expected
+
+
+def test_a_part_of_a_geometry_is_pointwise_elsewhere() -> None:
+    whole = Geometry((2, 3, 4), ((1, 1), (2, 2), (3, 4)), (5, 6, 7), "circular")
+    assert whole.part(1, 3) == Geometry((1, 3, 4), ((0, 0), (2, 2), (3, 4)), (1, 6, 7), "circular")
+    assert whole.part(0, 0) == Geometry((1, 1, 1), ((0, 0),) * 3, (1, 1, 1), "circular")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("zeros", [0, 1, 2, 3, 0, 0]),
+        ("circular", [3, 1, 2, 3, 1, 2]),
+        ("reflect", [2, 1, 2, 3, 2, 1]),
+        ("replicate", [1, 1, 2, 3, 3, 3]),
+    ],
+)
+def test_padding_one_dimension_leaves_the_other_alone(mode: str, expected: list[int]) -> None:
+    row = torch.tensor([[[[1.0, 2.0, 3.0]]]])
+    assert pad(row, [(0, 0), (1, 2)], mode)[0, 0].tolist() == [expected]
