@@ -1,1 +1,39 @@
-"""Train neural networks whose weights are products."""
+"""Train neural networks whose weights are products: plan, factorize, train, compose.
+
+The public names, in the order of the data path; see docs/path.md for the tour.
+"""
+
+from factorized.deploy.checkpoint import load, save
+from factorized.deploy.compose import compose
+from factorized.deploy.dense import load_dense
+from factorized.deploy.lower import lower
+from factorized.layers.autotune import autotune
+from factorized.layers.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.layers.embedding import FactorizedEmbedding
+from factorized.layers.linear import FactorizedLinear
+from factorized.layers.swap import factorize
+from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.planner import plan
+from factorized.planning.scheme import LowRank, Overcomplete
+from factorized.version import __version__
+
+__all__ = [  # noqa: RUF022, in path order
+    "plan",
+    "Plan",
+    "PlanEntry",
+    "LowRank",
+    "Overcomplete",
+    "factorize",
+    "FactorizedLinear",
+    "FactorizedConv1d",
+    "FactorizedConv2d",
+    "FactorizedConv3d",
+    "FactorizedEmbedding",
+    "autotune",
+    "compose",
+    "lower",
+    "save",
+    "load",
+    "load_dense",
+    "__version__",
+]

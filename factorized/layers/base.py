@@ -117,8 +117,10 @@ class FactorizedLayer(nn.Module):
         return weight
 
     def take_over(self, dense: nn.Module, init: Init | None) -> None:
-        """Fill the factors from ``dense.weight`` as ``init`` says (``None`` leaves them unfilled), copy its bias,
-        and follow its training mode and ``requires_grad``."""
+        """Fill the factors from ``dense.weight`` as ``init`` says; copy its bias, its mode and ``requires_grad``.
+
+        ``init=None`` leaves the factors unfilled.
+        """
         weight = dense.weight
         assert isinstance(weight, Tensor)
         if init is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class FactorizedConv(FactorizedLayer):
     """
 
     executions: ClassVar[tuple[str, ...]] = tuple(_RUN)
-    dense_type: ClassVar[type[_ConvNd]]
+    dense_type: ClassVar[type[Any]]
     dims: ClassVar[int]
 
     def __init__(
@@ -125,7 +125,7 @@ class FactorizedConv(FactorizedLayer):
 
     def dense_skeleton(self) -> _ConvNd:
         """Return a ``torch.nn`` convolution with this layer's settings on the meta device."""
-        return self.dense_type(
+        dense: _ConvNd = self.dense_type(
             self.in_channels,
             self.out_channels,
             self.kernel_size,
@@ -137,6 +137,7 @@ class FactorizedConv(FactorizedLayer):
             self.padding_mode,
             device="meta",
         )
+        return dense
 
     def forward(
         self,

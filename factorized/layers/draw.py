@@ -42,8 +42,8 @@ def draw(
     """Draw ``U`` (rows × rank) and ``Vᵀ`` (rank × columns) of every group as if each were a layer's weight.
 
     ``"kaiming"`` is Kaiming normal on the factor's own fan-in and ``"normal"`` is N(0, 2/(k²·out)) with the kernel size
-    and output channels of the whole layer, the paper's choices for ResNet and VGG; ``"default"`` is what torch does to a
-    fresh linear or convolution. A callable gets each matrix and fills it in place, like those of ``torch.nn.init``.
+    and output channels of the whole layer, the paper's choices for ResNet and VGG; ``"default"`` is what torch does to
+    a fresh linear or convolution. A callable gets each matrix and fills it in place, like those of ``torch.nn.init``.
     """
     fill = init if callable(init) else _named_fill(init, shape)
     for factor, transposed in ((U, False), (V, True)):

@@ -85,7 +85,7 @@ class FactorizedEmbedding(FactorizedLayer):
             x = x @ M
         x = F.linear(x, self.V)
         scale = self._gradient_scale(indices, x.dtype) if torch.is_grad_enabled() else None
-        return x if scale is None else _ScaleGradient.apply(x, scale)  # type: ignore[no-any-return, no-untyped-call]
+        return x if scale is None else _ScaleGradient.apply(x, scale)  # type: ignore[no-untyped-call]
 
     def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what the dense layer multiplies the gradient of each looked-up row by.

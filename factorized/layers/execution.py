@@ -1,8 +1,8 @@
 """Choosing how a factorized layer runs, by its cost. ``autotune.py`` chooses by measuring instead.
 
-The choice depends on the layer and its device alone, never on the input, so that a compiled or exported program needs no
-guard on the batch size. Costs are in multiply-accumulates per output position; what a way of running spends on moving
-its tensors is a multiple of their channels. The multiples were fitted to ``benchmarks/executions.py``.
+The choice depends on the layer and its device alone, never on the input, so that a compiled or exported program needs
+no guard on the batch size. Costs are in multiply-accumulates per output position; what a way of running spends on
+moving its tensors is a multiple of their channels. The multiples were fitted to ``benchmarks/executions.py``.
 """
 
 from __future__ import annotations

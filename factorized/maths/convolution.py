@@ -1,8 +1,8 @@
 """Convolving with a factorized kernel, by two convolutions or by one with the composed kernel.
 
-Of a kernel ``U M₁…M_d Vᵀ``, ``V`` acts on the trailing spatial dimensions and ``U`` on the leading ones (``kernel.py``),
-so padding and stride of a dimension can wait until the factor that spans it, where the tensors are thin. The third
-way, by two matrix products, is ``products.py``.
+Of a kernel ``U M₁…M_d Vᵀ``, ``V`` acts on the trailing spatial dimensions and ``U`` on the leading ones
+(``kernel.py``), so padding and stride of a dimension can wait until the factor that spans it, where the tensors are
+thin. The third way, by two matrix products, is ``products.py``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 Method = Literal["auto", "exact", "randomized"]
 
@@ -85,7 +86,7 @@ def _sketch_width(rank: int, smallest: int) -> int:
 def _exact_svd(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     try:
         U, S, Vh = torch.linalg.svd(W, full_matrices=False)
-    except torch.linalg.LinAlgError:  # divide and conquer can fail to converge in float32
+    except LinAlgError:  # divide and conquer can fail to converge in float32
         U, S, Vh = (part.to(W.dtype) for part in torch.linalg.svd(W.double(), full_matrices=False))
     return U[..., :rank], S[..., :rank], Vh[..., :rank, :].mT
 

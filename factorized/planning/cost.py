@@ -63,20 +63,27 @@ def measure(model: nn.Module, example_input: ExampleInput, shapes: Mapping[nn.Mo
     """Run ``model`` once on ``example_input``, without gradients and in evaluation mode, and count."""
     calls: dict[nn.Module, list[Call]] = {module: [] for module in shapes}
     handles = [module.register_forward_hook(partial(_record, calls[module], shape)) for module, shape in shapes.items()]
-    arguments, keywords = _as_call(example_input, _device_of(model))
     counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), _evaluation_mode(model), _no_fused_attention(), counter:
+        with counter:
+            run_once(model, example_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Measured(counter.get_total_flops() // 2, calls)
+
+
+def run_once(model: nn.Module, example_input: ExampleInput) -> None:
+    """Run ``model`` on ``example_input`` without gradients, in evaluation mode, every layer called as a module."""
+    arguments, keywords = _as_call(example_input, _device_of(model))
+    try:
+        with torch.no_grad(), _evaluation_mode(model), _no_fused_attention():
             model(*arguments, **keywords)
     except Exception as error:
         raise ValueError(
             f"example_input does not run through {type(model).__name__}: {error}. Give what its forward takes: "
             "a tensor, a tuple of arguments or a dict of keywords"
         ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Measured(counter.get_total_flops() // 2, calls)
 
 
 def _record(calls: list[Call], shape: KernelShape, module: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:

@@ -2,12 +2,140 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
+from factorized.planning.table import short_count
+
 if TYPE_CHECKING:
-    from factorized.planning.plan import Plan
+    from factorized.planning.plan import Plan, PlanEntry
+
+STYLE = """
+:root { color-scheme: light dark; --page: #fbfbfa; --text: #1d1f23; --soft: #686d76; --line: #e6e6e3;
+  --dense: #d6e0ee; --kept: #2f6db5; --idle: #e4e4e1; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #15171a; --text: #e8e9eb; --soft: #989ea8; --line: #2a2d32;
+    --dense: #2b3f5a; --kept: #6ea8ec; --idle: #32353a; }
+}
+body { margin: 0 auto; max-width: 1120px; padding: 40px 32px 64px; background: var(--page); color: var(--text);
+  font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums; }
+h1 { margin: 0; font-size: 28px; font-weight: 600; letter-spacing: -0.01em; overflow-wrap: anywhere; }
+code, .name { font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+header p, dt, th, small, .arrow, .about, tr.dense { color: var(--soft); }
+header p { margin: 4px 0 0; }
+dl { display: grid; grid-template-columns: repeat(3, 1fr); gap: 20px 32px; margin: 28px 0 32px; }
+dl > div { border-top: 1px solid var(--line); padding-top: 10px; }
+dd { margin: 0; }
+dd.big { font-size: 22px; font-weight: 600; letter-spacing: -0.01em; white-space: nowrap; }
+.arrow { font-weight: 400; padding: 0 0.3em; }
+table { width: 100%; border-collapse: collapse; }
+th { font-weight: 400; font-size: 12px; text-align: left; white-space: nowrap; }
+th, td { padding: 5px 0 5px 24px; border-bottom: 1px solid var(--line); vertical-align: baseline; }
+th:first-child, td:first-child { padding-left: 0; }
+.number { text-align: right; white-space: nowrap; }
+.about { font-size: 12px; }
+td.bars { width: 36%; }
+small { display: block; font-size: 12px; }
+.bar { position: relative; height: 12px; }
+.bar i { position: absolute; left: 0; top: 0; height: 12px; min-width: 2px; border-radius: 2px; background: var(--dense); }
+.bar i + i { top: 3px; height: 6px; border-radius: 1px; background: var(--kept); }
+.key i { display: inline-block; width: 22px; height: 10px; margin: 0 6px 0 0; border-radius: 2px;
+  background: var(--dense); vertical-align: -1px; }
+.key .kept { height: 6px; margin-left: 12px; border-radius: 1px; background: var(--kept); vertical-align: 1px; }
+tr.dense .bar i { background: var(--idle); }
+@media (max-width: 720px) {
+  body { padding: 24px 16px 40px; }
+  dl { grid-template-columns: repeat(2, auto); gap: 16px 20px; margin: 20px 0 24px; }
+  dd.big { font-size: 18px; }
+  table, tbody, thead { display: block; }
+  th:not(.key), td:empty { display: none; }
+  tr { display: grid; grid-template-columns: 1fr auto; gap: 2px 16px; padding: 8px 0;
+    border-bottom: 1px solid var(--line); }
+  th, td, td.bars { width: auto; padding: 0; border: 0; }
+  td.about { grid-area: 2 / 1; }
+  td.bars { grid-area: 3 / 1 / 4 / 3; padding: 4px 0 2px; }
+  td.number::before { content: attr(data-label) " "; color: var(--soft); font-size: 12px; }
+  td.bars ~ td.number { text-align: left; }
+}
+"""
 
 
 def plan_page(plan: Plan) -> str:
-    """Return one HTML page that draws the plan."""
-    return f"<html><body><pre>{plan}</pre></body></html>"
+    """Return one HTML page that draws the plan: its totals, then a bar per layer; it loads nothing and runs nothing."""
+    longest = max((max(entry.params, entry.params_after) for entry in plan.entries), default=0) or 1
+    macs = '<th class="number">MACs</th>' if plan.macs is not None else ""
+    rows = "\n".join(_row(entry, longest, plan.macs is not None) for entry in plan.entries)
+    model = escape(plan.model)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Plan for {model}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<header>
+<h1>{model}</h1>
+<p>Factorization plan: <code>{escape(str(plan.scheme))}</code>, <code>{escape(plan.budget)}</code></p>
+</header>
+<dl>
+{_totals(plan)}
+</dl>
+<table>
+<thead><tr><th>layer</th><th>type and shape</th><th class="number">rank</th>
+<th class="key"><i></i>dense<i class="kept"></i>kept</th><th class="number">parameters</th>{macs}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table>
+</body>
+</html>
+"""
+
+
+def _totals(plan: Plan) -> str:
+    kept = f"{plan.ratio:.2%} of {plan.params:,}"
+    figures = [("Parameters", _change(plan.params, plan.params_after), kept)]
+    if plan.macs and plan.macs_after is not None:
+        share = f"{plan.macs_after / plan.macs:.2%} of {plan.macs:,}"
+        figures.append(("Multiply-accumulates", _change(plan.macs, plan.macs_after), share))
+    figures.append(("Layers factorized", str(len(plan.selected)), f"{len(plan.skipped)} left dense"))
+    return "\n".join(
+        f'<div><dt>{title}</dt><dd class="big">{value}</dd><dd><small>{note}</small></dd></div>'
+        for title, value, note in figures
+    )
+
+
+def _row(entry: PlanEntry, longest: int, with_macs: bool) -> str:
+    sizes = (entry.params,) if entry.rank is None else (entry.params, entry.params_after)
+    bars = "".join(f'<i style="width:{size / longest:.2%}"></i>' for size in sizes if size)
+    title = f"{entry.params:,} parameters dense, {entry.params_after:,} planned"
+    params = "shared" if entry.tied_to else _change(entry.params, entry.params_after)
+    cells = [
+        f'<td><span class="name">{escape(entry.name or "(model)")}</span></td>',
+        f'<td class="about">{escape(f"{entry.type} {'×'.join(map(str, entry.shape))}")}</td>',
+        _number("rank", str(entry.rank or "")),
+        f'<td class="bars"><div class="bar" title="{title}">{bars}</div>{_note(entry)}</td>',
+        _number("parameters", params),
+        _number("MACs", _change(entry.macs, entry.macs_after)) if with_macs else "",
+    ]
+    return f"<tr{'' if entry.rank else ' class="dense"'}>{''.join(cells)}</tr>"
+
+
+def _number(label: str, value: str) -> str:
+    return f'<td class="number" data-label="{label}">{value}</td>'
+
+
+def _note(entry: PlanEntry) -> str:
+    tied = f"shares the factors of {entry.tied_to}" if entry.tied_to else ""
+    also = f"also {', '.join(entry.aliases)}" if entry.aliases else ""
+    note = "; ".join(filter(None, (entry.reason, tied, also)))
+    return f"<small>{escape(note)}</small>" if note else ""
+
+
+def _change(before: int | None, after: int | None) -> str:
+    if before is None or after is None:
+        return ""
+    arrow = f'<span class="arrow">→</span>{short_count(after)}' if before != after else ""
+    return short_count(before) + arrow

@@ -90,10 +90,7 @@ class Plan:
         if data.get("format") != FORMAT:
             raise ValueError(f"plan format must be {FORMAT}, got {data.get('format')!r}; make the plan anew")
         try:
-            entries = tuple(
-                PlanEntry(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
-                for entry in data["entries"]
-            )
+            entries = tuple(_entry_from_dict(entry) for entry in data["entries"])
             fields = {key: data[key] for key in ("model", "budget", "params", "params_after", "macs", "macs_after")}
             return Plan(scheme=scheme_from_dict(data["scheme"]), entries=entries, **fields)
         except (KeyError, TypeError) as error:
@@ -105,3 +102,8 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_table(self)
+
+
+def _entry_from_dict(data: Mapping[str, Any]) -> PlanEntry:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return PlanEntry(**fields)

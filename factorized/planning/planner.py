@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from factorized.maths.kernel import to_matrix
 from factorized.planning.budget import Budget, read_budget
-from factorized.planning.cost import ExampleInput, LayerCost, Measured, measure
+from factorized.planning.cost import Call, ExampleInput, LayerCost, Measured, measure
 from factorized.planning.plan import Plan, PlanEntry
 from factorized.planning.ranks import Item, Ranks, lowest_cost, scaled_ranks, spend_by_spectrum, spend_uniformly
 from factorized.planning.scheme import LowRank, Scheme, reference_size
@@ -85,7 +85,7 @@ def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
 def _cost(tied: Tied, scheme: Scheme, measured: Measured | None) -> LayerCost:
     shape = tied[0].shape
     assert shape is not None
-    calls = {False: (), True: ()}
+    calls: dict[bool, tuple[Call, ...]] = {False: (), True: ()}
     for candidate in tied if measured is not None else ():
         assert measured is not None
         calls[isinstance(candidate.module, nn.Embedding)] += tuple(measured.calls[candidate.module])
@@ -106,9 +106,15 @@ def _solve(
     if budget.name == "rank_scale":
         return scaled_ranks(items, budget.value)
     if budget.name == "rank":
-        return [item.settle(_checked_rank(tied[0], scheme, int(budget.value))) for item, tied in zip(items, weights)]
+        return [
+            item.settle(_checked_rank(tied[0], scheme, int(budget.value)))
+            for item, tied in zip(items, weights, strict=True)
+        ]
     if budget.name == "energy":
-        return [item.settle(_rank_for_energy(_energies(tied[0]), budget.value)) for item, tied in zip(items, weights)]
+        return [
+            item.settle(_rank_for_energy(_energies(tied[0]), budget.value))
+            for item, tied in zip(items, weights, strict=True)
+        ]
     whole = measured.macs if by_macs and measured is not None else sum(p.numel() for p in model.parameters())
     rest = whole - sum(item.cost(None) for item in items)
     target = round(budget.value * whole) - rest
@@ -148,7 +154,8 @@ def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> int:
 def _energies(candidate: Candidate) -> Tensor:  # (full rank,)
     """Return the squared singular values of a weight, summed over its groups."""
     weight = candidate.module.weight
-    assert isinstance(weight, Tensor) and candidate.shape is not None
+    assert isinstance(weight, Tensor)
+    assert candidate.shape is not None
     if weight.is_meta:
         raise ValueError(
             f"{candidate.name}: singular values need weights, but the model is on the meta device; "

@@ -10,65 +10,85 @@ if TYPE_CHECKING:
     from factorized.planning.plan import Plan, PlanEntry
 
 HEADINGS = ("layer", "type", "shape", "rank", "params", "MACs")
+FIRST_TO_GO = ("type", "MACs", "shape")  # columns given up, in this order, where the terminal is narrow
+NARROWEST_NAME = 12
+NARROWEST_NOTE = 24
+GAP = "  "
+
+Row = tuple[str, ...]
 
 
 def plan_table(plan: Plan, width: int | None = None) -> str:
-    """Return the plan as lines no longer than ``width``, the terminal's unless given."""
+    """Return the plan as lines no longer than ``width``, the terminal's unless given; names and reasons are whole."""
     width = width or shutil.get_terminal_size((120, 24)).columns
     rows = [_row(entry) for entry in plan.entries]
-    rows.append(
-        ("total", plan.model, "", "", _change(plan.params, plan.params_after), _change(plan.macs, plan.macs_after))
+    total = ("total", plan.model, "", "", _change(plan.params, plan.params_after), _change(plan.macs, plan.macs_after))
+    widths = _fit(
+        {h: max(len(row[i]) for row in (HEADINGS, *rows, total)) for i, h in enumerate(HEADINGS)}, plan, width
     )
-    used = [column for column in range(len(HEADINGS)) if column < 5 or plan.macs is not None]
-    widths = [max(len(row[column]) for row in [HEADINGS, *rows]) for column in used]
-    # What does not fit is taken from the layer names, which are still told apart by their ends.
-    surplus = sum(widths) + 2 * (len(widths) - 1) - width
-    widths[0] = max(12, widths[0] - max(0, surplus))
-    lines = [_line(HEADINGS, used, widths), "-" * min(width, sum(widths) + 2 * (len(widths) - 1))]
-    for row, entry in zip(rows, plan.entries, strict=False):
-        lines.append(_line(row, used, widths))
-        if entry.reason is not None:
-            start = sum(widths[:3]) + 6
-            lines[-1] = f"{lines[-1][:start]}{entry.reason}"[:width].rstrip()
-    lines += [lines[1], _line(rows[-1], used, widths), *textwrap.wrap(_summary(plan), width)]
+    rule = "-" * min(width, _length(widths))
+    lines = [*_lines(HEADINGS, widths, width), rule]
+    for entry, row in zip(plan.entries, rows, strict=True):
+        lines += _lines(row, widths, width, _note(entry))
+    lines += [rule, *_lines(total, widths, width), *textwrap.wrap(_summary(plan), width)]
     return "\n".join(line[:width].rstrip() for line in lines)
 
 
-def _row(entry: PlanEntry) -> tuple[str, ...]:
-    shape = "x".join(map(str, entry.shape))
-    tied = f" (tied to {entry.tied_to})" if entry.tied_to else ""
-    return (
-        (entry.name or "(model)") + tied,
-        entry.type,
-        shape,
-        str(entry.rank or ""),
-        _change(entry.params, entry.params_after) if not entry.tied_to else "shared",
-        _change(entry.macs, entry.macs_after),
-    )
+def short_count(count: int) -> str:
+    """Return a count in at most five characters or so: 3,456 or 36.9k or 7.43M."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if count >= limit:
+            scaled = count / (1e3 if unit == "k" else limit)
+            return f"{scaled:.3g}{unit}" if scaled < 999.5 else f"{scaled:.0f}{unit}"
+    return f"{count:,}"
+
+
+def _row(entry: PlanEntry) -> Row:
+    shape, name = "x".join(map(str, entry.shape)), entry.name or "(model)"
+    if entry.rank is None:
+        return name, entry.type, shape, "", "", ""
+    params = "shared" if entry.tied_to else _change(entry.params, entry.params_after)
+    return name, entry.type, shape, str(entry.rank), params, _change(entry.macs, entry.macs_after)
+
+
+def _note(entry: PlanEntry) -> str:
+    return entry.reason or (f"tied to {entry.tied_to}" if entry.tied_to else "")
 
 
 def _change(before: int | None, after: int | None) -> str:
     if before is None or after is None:
         return ""
-    return f"{_short(before)} -> {_short(after)}" if before != after else _short(before)
+    return f"{short_count(before)} -> {short_count(after)}" if before != after else short_count(before)
 
 
-def _short(count: int) -> str:
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if count >= limit:
-            scaled = count / (1e3 if unit == "k" else limit)
-            return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:.0f}{unit}"
-    return f"{count:,}"
+def _fit(widths: dict[str, int], plan: Plan, width: int) -> dict[str, int]:
+    """Drop columns, then narrow the names', until a row fits."""
+    if plan.macs is None:
+        widths = {heading: extent for heading, extent in widths.items() if heading != "MACs"}
+    for heading in FIRST_TO_GO:
+        if _length(widths) > width:
+            widths = {kept: extent for kept, extent in widths.items() if kept != heading}
+    return widths | {"layer": max(NARROWEST_NAME, widths["layer"] - max(0, _length(widths) - width))}
 
 
-def _line(row: tuple[str, ...], used: list[int], widths: list[int]) -> str:
-    cells = []
-    for column, width in zip(used, widths, strict=True):
-        text = row[column]
-        if len(text) > width:
-            text = "…" + text[-(width - 1) :]
-        cells.append(text.rjust(width) if column >= 3 else text.ljust(width))
-    return "  ".join(cells)
+def _length(widths: dict[str, int]) -> int:
+    return sum(widths.values()) + len(GAP) * (len(widths) - 1)
+
+
+def _lines(row: Row, widths: dict[str, int], width: int, note: str = "") -> list[str]:
+    """Return one row; a name or a note that does not fit beside the rest takes lines of its own."""
+    cells = {heading: cell for heading, cell in zip(HEADINGS, row, strict=True) if heading in widths}
+    above = []
+    if len(cells["layer"]) > widths["layer"]:
+        above, cells["layer"] = textwrap.wrap(cells["layer"], width), ""
+    figures = ("rank", "params", "MACs")
+    line = GAP.join(c.rjust(widths[h]) if h in figures else c.ljust(widths[h]) for h, c in cells.items())
+    start = _length({heading: extent for heading, extent in widths.items() if heading not in figures}) + len(GAP)
+    beside = not any(cells.get(heading) for heading in figures) and width - start >= NARROWEST_NOTE
+    notes = textwrap.wrap(note, width - start if beside else max(width - 4, 8))
+    if beside and notes:
+        line = line[:start].ljust(start) + notes.pop(0)
+    return [*above, line, *((" " * (start if beside else 4)) + more for more in notes)]
 
 
 def _summary(plan: Plan) -> str:

@@ -45,7 +45,7 @@ class Problem:
         chains = []
         for parts in zip(*(factor.chunk(g) for factor in (self.U, *self.inner, self.V)), strict=True):
             chains.append(torch.linalg.multi_dot([*parts[:-1], parts[-1].mT]))
-        parameters = {"weight": to_kernel(torch.stack(chains), self.shape)}
+        parameters = {"weight": to_kernel(torch.stack(chains), self.shape).contiguous()}
         if self.bias is not None:
             parameters["bias"] = self.bias
         return torch.func.functional_call(self.dense, parameters, (self.x,))
@@ -113,6 +113,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "1d-reflect": ((4, 5), (5,), (9,), {"padding": 2, "padding_mode": "reflect"}),
     "1d-groups": ((4, 6), (3,), (9,), {"groups": 2, "depth": 1}),
     "2d": ((4, 5), (3, 3), (6, 7), {}),
+    "2d-tall": ((4, 5), (3, 1), (6, 7), {"padding": (1, 0)}),
+    "2d-wide": ((4, 5), (1, 3), (6, 7), {"padding": (0, 1), "stride": (2, 1)}),
     "2d-unequal-everything": (
         (4, 5),
         (3, 2),

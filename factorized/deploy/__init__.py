@@ -1,0 +1,1 @@
+"""From a factorized model to plain PyTorch, and to files."""

@@ -1,0 +1,60 @@
+"""``fz.compose``: a factorized model as plain dense ``torch.nn`` modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from factorized.layers.base import FactorizedLayer
+from factorized.layers.swap import replace_module
+
+
+class SharedWeights:
+    """The plain parameters made so far, so that layers with the same factors get the very same parameter."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[nn.Parameter, str], nn.Parameter] = {}
+
+    def parameter(self, layer: FactorizedLayer, role: str, value: Tensor) -> nn.Parameter:
+        """Return the parameter that plays ``role`` for the factors of ``layer``: ``value`` the first time it is asked."""
+        trains = any(factor.requires_grad for factor in layer.factors)
+        made = nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format), requires_grad=trains)
+        return self._made.setdefault((layer.U, role), made)
+
+
+def compose(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
+
+    The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. The given model is not touched, and nothing of
+    this package is left in the copy.
+    """
+    return convert(model, dense_layer)
+
+
+def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
+    """Return the dense ``torch.nn`` layer for ``layer``, with its very bias."""
+    dense = layer.dense_skeleton()
+    dense.weight = shared.parameter(layer, "weight", layer.weight)
+    if layer.bias is not None:
+        dense.bias = layer.bias
+    return dense.train(layer.training)
+
+
+def convert(model: nn.Module, to_plain: Callable[[FactorizedLayer, SharedWeights], nn.Module]) -> nn.Module:
+    """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names."""
+    copy = deepcopy(model)
+    places: dict[FactorizedLayer, list[str]] = {}
+    for name, module in copy.named_modules(remove_duplicate=False):
+        if isinstance(module, FactorizedLayer):
+            places.setdefault(module, []).append(name)
+    if not places:
+        raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
+    shared = SharedWeights()
+    for layer, names in places.items():
+        plain = to_plain(layer, shared)
+        for name in names:
+            copy = replace_module(copy, name, plain)
+    return copy

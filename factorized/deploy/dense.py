@@ -1,0 +1,74 @@
+"""``fz.load_dense``: a dense checkpoint into a factorized model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from factorized.deploy.describe import plain_name
+from factorized.deploy.state import Shapes, check_same, named_slots, unwrapped
+from factorized.layers.base import FactorizedLayer
+from factorized.layers.batch import decompose_all
+
+
+def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
+    """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
+
+    Factorized layers take the spectral factors of their dense weight (section 3.1), the rest is copied. Names with the
+    prefix of ``torch.compile`` are understood; of tied weights one name is enough. Names, shapes and values are checked
+    before anything is changed.
+    """
+    inside = unwrapped(model)
+    state = {plain_name(key): value for key, value in state_dict.items()}
+    layers = {
+        plain_name(name): module
+        for name, module in inside.named_modules(remove_duplicate=False)
+        if isinstance(module, FactorizedLayer)
+    }
+    if not layers:
+        raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")
+    plain = {name: tensor for name, _, _, tensor in named_slots(inside) if not _belongs_to_factors(name, layers)}
+    weights = {_weight_key(name): layer for name, layer in layers.items()}
+    expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
+    expected |= {key: layer.shape.weight_shape for key, layer in weights.items()}
+    found = {key: tuple(value.shape) for key, value in state.items()}
+    check_same("the dense checkpoint", expected, found, optional=_given_elsewhere(plain, weights, state))
+
+    leaders: dict[nn.Parameter, str] = {}
+    for key, layer in weights.items():
+        if key in state:
+            leaders.setdefault(layer.U, key)
+    dense = {key: state[key].to(layer_of.U.device) for key in leaders.values() for layer_of in [weights[key]]}
+    factors = decompose_all(dense, {key: weights[key] for key in dense})
+    for key, (U, V) in factors.items():
+        weights[key].set_factors(U, V)
+    with torch.no_grad():
+        for name, tensor in plain.items():
+            if name in state:
+                tensor.copy_(state[name])
+    return model
+
+
+def _weight_key(layer_name: str) -> str:
+    return f"{layer_name}.weight" if layer_name else "weight"
+
+
+def _belongs_to_factors(name: str, layers: Mapping[str, FactorizedLayer]) -> bool:
+    owner, _, attribute = name.rpartition(".")
+    if owner in layers:
+        return attribute in ("U", "V")
+    container, _, last = owner.rpartition(".")
+    return last == "inner" and container in layers
+
+
+def _given_elsewhere(
+    plain: Mapping[str, Tensor], weights: Mapping[str, FactorizedLayer], state: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the names that may be missing, because the state dict gives the same tensor under another name."""
+    given = {tensor for name, tensor in plain.items() if name in state}
+    factors = {layer.U for key, layer in weights.items() if key in state}
+    return [name for name, tensor in plain.items() if tensor in given] + [
+        key for key, layer in weights.items() if layer.U in factors
+    ]

@@ -1,0 +1,68 @@
+"""The plan that would rebuild a factorized model as it stands."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from factorized.layers.base import FactorizedLayer
+from factorized.layers.conv import FactorizedConv
+from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.scheme import LowRank, Overcomplete
+
+COMPILED = "_orig_mod."  # what torch.compile puts into the names of everything inside it
+
+
+def describe(model: nn.Module) -> Plan:
+    """Return a plan with one entry per factorized layer of ``model``, from the layers themselves.
+
+    It holds however the layers came to be: by several calls of ``fz.factorize``, or by hand.
+    """
+    places: dict[FactorizedLayer, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, FactorizedLayer):
+            places.setdefault(module, []).append(plain_name(name))
+    if not places:
+        raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
+    leaders: dict[nn.Parameter, str] = {}
+    entries = []
+    for layer, names in places.items():
+        leader = leaders.setdefault(layer.U, names[0])
+        entries.append(_entry(layer, names, leader if leader != names[0] else None))
+    saved = sum(entry.params - entry.params_after for entry in entries)
+    after = sum(parameter.numel() for parameter in model.parameters())
+    return Plan(
+        model=type(model).__name__,
+        scheme=_scheme(list(places)),
+        budget="as built",
+        entries=tuple(entries),
+        params=after + saved,
+        params_after=after,
+    )
+
+
+def plain_name(name: str) -> str:
+    """Return a dotted name without the prefix that ``torch.compile`` puts in."""
+    return name.replace(COMPILED, "").removesuffix(COMPILED.rstrip("."))
+
+
+def _entry(layer: FactorizedLayer, names: list[str], tied_to: str | None) -> PlanEntry:
+    return PlanEntry(
+        name=names[0],
+        type=type(layer.dense_skeleton()).__name__,
+        shape=layer.shape.weight_shape,
+        groups=layer.shape.groups,
+        rank=layer.rank,
+        kind=layer.kind if isinstance(layer, FactorizedConv) else "spatial",
+        depth=layer.depth,
+        aliases=tuple(names[1:]),
+        tied_to=tied_to,
+        params=layer.shape.numel if tied_to is None else 0,
+        params_after=layer.shape.factor_numel(layer.rank, layer.depth) if tied_to is None else 0,
+    )
+
+
+def _scheme(layers: list[FactorizedLayer]) -> LowRank | Overcomplete:
+    if any(layer.depth for layer in layers):
+        return Overcomplete("deep")
+    overcomplete = all(layer.rank >= layer.shape.full_rank for layer in layers)
+    return Overcomplete("full") if overcomplete else LowRank()

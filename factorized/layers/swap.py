@@ -1,0 +1,164 @@
+"""``fz.factorize``: putting factorized layers into a model, all of them or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from factorized.layers.base import FactorizedLayer
+from factorized.layers.batch import decompose_all
+from factorized.layers.conv import FactorizedConv, FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.layers.draw import Init, check_init
+from factorized.layers.embedding import FactorizedEmbedding
+from factorized.layers.linear import FactorizedLinear
+from factorized.planning.cost import ExampleInput
+from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.planner import Allocate
+from factorized.planning.planner import plan as make_plan
+from factorized.planning.scheme import Scheme
+from factorized.planning.select import Pattern
+
+_CONVOLUTIONS: dict[type[nn.Module], type[FactorizedConv]] = {
+    nn.Conv1d: FactorizedConv1d,
+    nn.Conv2d: FactorizedConv2d,
+    nn.Conv3d: FactorizedConv3d,
+}
+
+
+def factorize(
+    model: nn.Module,
+    plan: Plan | Scheme | None = None,
+    *,
+    init: Init | None = None,
+    ratio: float | None = None,
+    rank_scale: float | None = None,
+    rank: int | None = None,
+    energy: float | None = None,
+    macs: float | None = None,
+    example_input: ExampleInput | None = None,
+    allocate: Allocate = "uniform",
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] = (),
+    keep_first_and_last: bool = True,
+) -> nn.Module:
+    """Replace layers of ``model`` by factorized ones, in place, and return it.
+
+    Takes a plan, or a scheme and the arguments of ``fz.plan``, which then plans first. ``init`` fills the factors:
+    ``"spectral"`` from the weights the layers have, random or trained (the default for ``LowRank``); ``"default"``,
+    ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for ``Overcomplete``). Every new
+    layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself one
+    layer cannot be changed in place: use what is returned.
+    """
+    given = [ratio, rank_scale, rank, energy, macs]
+    if not isinstance(plan, Plan):
+        plan = make_plan(
+            model,
+            plan,
+            ratio=ratio,
+            rank_scale=rank_scale,
+            rank=rank,
+            energy=energy,
+            macs=macs,
+            example_input=example_input,
+            allocate=allocate,
+            include=include,
+            exclude=exclude,
+            keep_first_and_last=keep_first_and_last,
+        )
+    elif any(value is not None for value in given):
+        raise ValueError("the plan already holds the budget: give a plan, or a scheme with a budget, not both")
+    init = init if init is not None else plan.scheme.init
+    check_init(init)
+    return install(model, plan, build_layers(model, plan, init))
+
+
+def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, FactorizedLayer]:
+    """Return the new layer of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
+    dense = _matching_layers(model, plan)
+    layers = {entry.name: _build(dense[entry.name], entry) for entry in plan.selected}
+    leaders = [entry.name for entry in plan.selected if entry.tied_to is None]
+    filled = {name: layers[name] for name in leaders if not layers[name].U.is_meta}
+    if init == "spectral":
+        factors = decompose_all({name: _weight(dense[name]) for name in filled}, filled)
+        for name, layer in filled.items():
+            layer.set_factors(*factors[name])
+    elif init is not None:
+        for layer in filled.values():
+            layer.draw_factors(init)
+    for entry in plan.selected:
+        if entry.tied_to is not None:
+            tie(layers[entry.name], layers[entry.tied_to])
+    return layers
+
+
+def install(model: nn.Module, plan: Plan, layers: dict[str, FactorizedLayer]) -> nn.Module:
+    """Put built layers into ``model`` under all of their names, each with the very bias of the layer it replaces."""
+    for entry in plan.selected:
+        layer = layers[entry.name]
+        replaced = model.get_submodule(entry.name)
+        if layer.bias is not None:
+            layer.bias = replaced.bias  # type: ignore[assignment]
+        for name in (entry.name, *entry.aliases):
+            model = replace_module(model, name, layer)
+    return model
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
+    """Put ``new`` in the place of the submodule ``name``; return the model, which is ``new`` for the empty name."""
+    if not name:
+        return new
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
+    return model
+
+
+def tie(follower: FactorizedLayer, leader: FactorizedLayer) -> None:
+    """Let ``follower`` hold the very factors of ``leader``."""
+    follower.U, follower.V, follower.inner = leader.U, leader.V, leader.inner
+
+
+def _build(dense: nn.Module, entry: PlanEntry) -> FactorizedLayer:
+    assert entry.rank is not None
+    if isinstance(dense, nn.Embedding):
+        return FactorizedEmbedding.from_dense(dense, entry.rank, init=None, depth=entry.depth)
+    if isinstance(dense, nn.Linear):
+        return FactorizedLinear.from_dense(dense, entry.rank, init=None, depth=entry.depth)
+    assert isinstance(dense, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    factorized = _CONVOLUTIONS[type(dense)]
+    return factorized.from_dense(dense, entry.rank, init=None, kind=entry.kind, depth=entry.depth)
+
+
+def _matching_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """Return the dense layers a plan names, or say what differs between the model and the one it was made for."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found, wrong = {}, []
+    for entry in plan.selected:
+        names = [name for name in (entry.name, *entry.aliases) if name not in modules]
+        if names:
+            wrong.append(f"{names[0]} is missing")
+            continue
+        module = modules[entry.name]
+        weight = module._parameters.get("weight")
+        if type(module).__name__ != entry.type or weight is None:
+            wrong.append(f"{entry.name} is {type(module).__name__}, not {entry.type}")
+        elif tuple(weight.shape) != entry.shape:
+            wrong.append(f"{entry.name} has shape {_times(weight.shape)}, not {_times(entry.shape)}")
+        found[entry.name] = module
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"the plan was made for another model ({plan.model}): {'; '.join(wrong[:3])}{more}. "
+            f"Make a plan for this {type(model).__name__}; nothing was changed"
+        )
+    return found
+
+
+def _weight(dense: nn.Module) -> Tensor:
+    weight = dense.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _times(extents: Sequence[int]) -> str:
+    return "x".join(map(str, extents))

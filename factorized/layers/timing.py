@@ -1,0 +1,77 @@
+"""Timing the forward and backward pass of one layer on the device at hand."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Key = TypeVar("Key", bound=Hashable)
+Step = Callable[[], object]
+
+
+def training_step(layer: nn.Module, x: Tensor, compiled: bool = False) -> Step:
+    """Return a function that runs ``layer`` on ``x``, forward and, where anything needs a gradient, backward.
+
+    ``compiled`` compiles the layer and, on CUDA, replays the pass as one graph, as a compiled training loop would.
+    """
+    run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+    inputs = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad]
+    with torch.no_grad():
+        gradient = torch.randn_like(layer(x))
+
+    def step() -> None:
+        y = run(x)
+        if inputs:
+            torch.autograd.grad(y, inputs, gradient)
+
+    return _as_graph(step) if compiled and x.is_cuda else step
+
+
+def median_milliseconds(steps: Mapping[Key, Step], cuda: bool, rounds: int = 5, repeats: int = 1) -> dict[Key, float]:
+    """Time all steps, interleaved so that a busy moment hits them alike, and return their medians; warms up first."""
+    times: dict[Key, list[float]] = {key: [] for key in steps}
+    for round_ in range(rounds + 1):
+        for key, step in steps.items():
+            elapsed = _cuda_milliseconds(step, repeats) if cuda else _cpu_milliseconds(step, repeats)
+            if round_ > 0:
+                times[key].append(elapsed)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def _as_graph(step: Step) -> Step:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay(keep_alive: Step = step) -> None:  # the graph reads the memory of the step's tensors
+        graph.replay()
+
+    return replay
+
+
+def _cpu_milliseconds(step: Step, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def _cuda_milliseconds(step: Step, repeats: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
