@@ -19,7 +19,7 @@ class SharedWeights:
         self._made: dict[tuple[nn.Parameter, str], nn.Parameter] = {}
 
     def parameter(self, layer: FactorizedLayer, role: str, value: Tensor) -> nn.Parameter:
-        """Return the parameter that plays ``role`` for the factors of ``layer``: ``value`` the first time it is asked."""
+        """Return the parameter that plays ``role`` for the layer's factors, made from ``value`` when first asked for."""
         trains = any(factor.requires_grad for factor in layer.factors)
         made = nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format), requires_grad=trains)
         return self._made.setdefault((layer.U, role), made)

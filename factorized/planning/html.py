@@ -30,14 +30,15 @@ dd.big { font-size: 22px; font-weight: 600; letter-spacing: -0.01em; white-space
 .arrow { font-weight: 400; padding: 0 0.3em; }
 table { width: 100%; border-collapse: collapse; }
 th { font-weight: 400; font-size: 12px; text-align: left; white-space: nowrap; }
-th, td { padding: 5px 0 5px 24px; border-bottom: 1px solid var(--line); vertical-align: baseline; }
+th, td { padding: 5px 0 5px 24px; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td:first-child { padding-left: 0; }
 .number { text-align: right; white-space: nowrap; }
+.about, .name { line-height: 20px; }
 .about { font-size: 12px; }
 td.bars { width: 36%; }
-small { display: block; font-size: 12px; }
-.bar { position: relative; height: 12px; }
-.bar i { position: absolute; left: 0; top: 0; height: 12px; min-width: 2px; border-radius: 2px; background: var(--dense); }
+small { display: block; font-size: 12px; line-height: 20px; }
+.bar { position: relative; height: 12px; margin: 4px 0; }
+.bar i { position: absolute; height: 12px; min-width: 2px; border-radius: 2px; background: var(--dense); }
 .bar i + i { top: 3px; height: 6px; border-radius: 1px; background: var(--kept); }
 .key i { display: inline-block; width: 22px; height: 10px; margin: 0 6px 0 0; border-radius: 2px;
   background: var(--dense); vertical-align: -1px; }
@@ -53,9 +54,10 @@ tr.dense .bar i { background: var(--idle); }
     border-bottom: 1px solid var(--line); }
   th, td, td.bars { width: auto; padding: 0; border: 0; }
   td.about { grid-area: 2 / 1; }
-  td.bars { grid-area: 3 / 1 / 4 / 3; padding: 4px 0 2px; }
+  td.bars { grid-area: 3 / 1 / 4 / 3; }
+  td[data-label="parameters"] { grid-area: 4 / 1; text-align: left; }
+  td[data-label="MACs"] { grid-area: 4 / 2; }
   td.number::before { content: attr(data-label) " "; color: var(--soft); font-size: 12px; }
-  td.bars ~ td.number { text-align: left; }
 }
 """
 
@@ -111,16 +113,17 @@ def _row(entry: PlanEntry, longest: int, with_macs: bool) -> str:
     sizes = (entry.params,) if entry.rank is None else (entry.params, entry.params_after)
     bars = "".join(f'<i style="width:{size / longest:.2%}"></i>' for size in sizes if size)
     title = f"{entry.params:,} parameters dense, {entry.params_after:,} planned"
+    drawing = f'<div class="bar" title="{title}">{bars}</div>' if bars else ""
     params = "shared" if entry.tied_to else _change(entry.params, entry.params_after)
     cells = [
         f'<td><span class="name">{escape(entry.name or "(model)")}</span></td>',
-        f'<td class="about">{escape(f"{entry.type} {'×'.join(map(str, entry.shape))}")}</td>',
+        f'<td class="about">{escape(entry.type)} {"×".join(map(str, entry.shape))}</td>',
         _number("rank", str(entry.rank or "")),
-        f'<td class="bars"><div class="bar" title="{title}">{bars}</div>{_note(entry)}</td>',
+        f'<td class="bars">{drawing}{_note(entry)}</td>',
         _number("parameters", params),
         _number("MACs", _change(entry.macs, entry.macs_after)) if with_macs else "",
     ]
-    return f"<tr{'' if entry.rank else ' class="dense"'}>{''.join(cells)}</tr>"
+    return f'<tr class="{"factorized" if entry.rank else "dense"}">{"".join(cells)}</tr>'
 
 
 def _number(label: str, value: str) -> str:

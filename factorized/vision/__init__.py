@@ -1,0 +1,1 @@
+"""Image models, their data and their training loop."""

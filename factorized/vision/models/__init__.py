@@ -1,0 +1,1 @@
+"""The image models of the paper."""
