@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from factorized.deploy.describe import describe, plain_name
 from factorized.deploy.state import Shapes, check_same, distinct_tensors, fill, named_slots, plain_state, unwrapped
 from factorized.layers.base import FactorizedLayer
-from factorized.layers.swap import build_layers, install
+from factorized.layers.swap import build_layers, install, replace_module
 from factorized.planning.plan import Plan
 from factorized.version import __version__
 
@@ -82,11 +83,15 @@ def load(
     expected = _shapes_after(inside, layers)
     check_same(f"the checkpoint in {folder}", expected, {key: tuple(value.shape) for key, value in tensors.items()})
     _check_no_lost_buffers(inside)
+    _check_ties(inside, layers, tensors)
     filled = install(inside, plan, layers)
     if not any(parameter.is_meta for parameter in filled.parameters()):
         filled.to(device=device, dtype=dtype)
     fill(filled, tensors, device or "cpu", dtype)
-    return filled if model is inside else model
+    if filled is inside:
+        return model
+    wrapped = next(name for name, module in model.named_modules() if module is inside)
+    return replace_module(model, wrapped, filled)
 
 
 def _write_and_rename(path: Path, write: Callable[[Path], object]) -> None:
@@ -102,9 +107,15 @@ def _write_and_rename(path: Path, write: Callable[[Path], object]) -> None:
 
 def _current_weights(folder: Path) -> Path | None:
     try:
-        return folder / str(json.loads((folder / MANIFEST).read_text())["weights"])
+        name = json.loads((folder / MANIFEST).read_text())["weights"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return folder / name if _is_weights_name(name) else None
+
+
+def _is_weights_name(name: object) -> bool:
+    """Return whether ``save`` could have written a file of this name: never one of another folder, or of the user."""
+    return isinstance(name, str) and fnmatchcase(name, "weights-*.safetensors") and Path(name).name == name
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -125,6 +136,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     missing = [key for key in ("weights", "aliases", "plan") if key not in manifest]
     if missing:
         raise ValueError(f"{path} is damaged: {', '.join(missing)} is missing")
+    if not isinstance(manifest["aliases"], dict) or not _is_weights_name(manifest["weights"]):
+        raise ValueError(f"{path} is damaged: weights or aliases is not what fz.save writes. Save the model again")
     return manifest
 
 
@@ -168,9 +181,24 @@ def _shapes_after(model: nn.Module, layers: dict[str, FactorizedLayer]) -> Shape
     return shapes
 
 
+def _check_ties(model: nn.Module, layers: dict[str, FactorizedLayer], tensors: dict[str, Tensor]) -> None:
+    """Raise where ``model`` holds one tensor under two names and the checkpoint two different ones."""
+    replaced = {id(model.get_submodule(name)) for name in layers}
+    first: dict[Tensor, str] = {}
+    for name, module, attribute, slot in named_slots(model):
+        if id(module) in replaced and attribute == "weight":
+            continue
+        other = first.setdefault(slot, name)
+        if not torch.equal(tensors[name], tensors[other]):
+            raise ValueError(
+                f"{other} and {name} are one tensor in the model and two in the checkpoint, with different values. "
+                f"Untie them in the model first. Nothing was changed"
+            )
+
+
 def _check_no_lost_buffers(model: nn.Module) -> None:
     lost = [
-        f"{prefix}.{name}"
+        f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
         if (buffer := module._buffers.get(name)) is not None and buffer.is_meta
@@ -178,5 +206,5 @@ def _check_no_lost_buffers(model: nn.Module) -> None:
     if lost:
         raise ValueError(
             f"{', '.join(lost[:3])} would have no values: checkpoints hold no non-persistent buffers, and the model "
-            "is on the meta device. Build it on a real one"
+            "is on the meta device. Build it on a real one. Nothing was changed"
         )

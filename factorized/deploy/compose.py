@@ -16,13 +16,13 @@ class SharedWeights:
     """The plain parameters made so far, so that layers with the same factors get the very same parameter."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[nn.Parameter, str], nn.Parameter] = {}
+        self._made: dict[tuple[tuple[nn.Parameter, ...], str], nn.Parameter] = {}
 
     def parameter(self, layer: FactorizedLayer, role: str, value: Tensor) -> nn.Parameter:
-        """Return the parameter that plays ``role`` for the layer's factors, made from ``value`` when first asked for."""
+        """Return the parameter that plays ``role`` for the layer's factors, made from ``value`` at the first call."""
         trains = any(factor.requires_grad for factor in layer.factors)
         made = nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format), requires_grad=trains)
-        return self._made.setdefault((layer.U, role), made)
+        return self._made.setdefault((layer.factors, role), made)
 
 
 def compose(model: nn.Module) -> nn.Module:

@@ -29,6 +29,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     }
     if not layers:
         raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")
+    _check_real(inside)
     plain = {name: tensor for name, _, _, tensor in named_slots(inside) if not _belongs_to_factors(name, layers)}
     weights = {_weight_key(name): layer for name, layer in layers.items()}
     expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
@@ -49,6 +50,15 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
             if name in state:
                 tensor.copy_(state[name])
     return model
+
+
+def _check_real(model: nn.Module) -> None:
+    empty = [name for name, _, _, tensor in named_slots(model) if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"{empty[0]} is on the meta device and cannot be filled: give the model memory first, with "
+            'model.to_empty(device="cpu"). Nothing was changed'
+        )
 
 
 def _weight_key(layer_name: str) -> str:

@@ -9,7 +9,7 @@ from factorized.layers.conv import FactorizedConv
 from factorized.planning.plan import Plan, PlanEntry
 from factorized.planning.scheme import LowRank, Overcomplete
 
-COMPILED = "_orig_mod."  # what torch.compile puts into the names of everything inside it
+COMPILED = "_orig_mod"  # what torch.compile calls the module inside it, and so a part of every name in there
 
 
 def describe(model: nn.Module) -> Plan:
@@ -23,10 +23,10 @@ def describe(model: nn.Module) -> Plan:
             places.setdefault(module, []).append(plain_name(name))
     if not places:
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
-    leaders: dict[nn.Parameter, str] = {}
+    leaders: dict[tuple[nn.Parameter, ...], str] = {}
     entries = []
     for layer, names in places.items():
-        leader = leaders.setdefault(layer.U, names[0])
+        leader = leaders.setdefault(layer.factors, names[0])
         entries.append(_entry(layer, names, leader if leader != names[0] else None))
     saved = sum(entry.params - entry.params_after for entry in entries)
     after = sum(parameter.numel() for parameter in model.parameters())
@@ -41,8 +41,8 @@ def describe(model: nn.Module) -> Plan:
 
 
 def plain_name(name: str) -> str:
-    """Return a dotted name without the prefix that ``torch.compile`` puts in."""
-    return name.replace(COMPILED, "").removesuffix(COMPILED.rstrip("."))
+    """Return a dotted name without the parts that ``torch.compile`` puts in."""
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def _entry(layer: FactorizedLayer, names: list[str], tied_to: str | None) -> PlanEntry:

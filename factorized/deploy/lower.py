@@ -18,13 +18,21 @@ def lower(model: nn.Module) -> nn.Module:
     layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tied embedding and
     output layer go on sharing ``U``; ``V`` stands transposed in one of them and is copied. The given model is not
     touched. Code that reads ``layer.weight`` of a lowered layer finds a pair there: such a model wants
-    ``fz.compose``. Torch's own encoder layer, which does so on its fast path, is kept off that path.
+    ``fz.compose``. Torch's own encoder, which does so on its fast paths, is kept off them; like in training, its output
+    at padded positions is then no longer zero.
     """
     lowered = convert(model, _pair_or_dense)
     for module in lowered.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.linear1, nn.Sequential):
+        if isinstance(module, nn.TransformerEncoderLayer) and _has_pair(module):
             module.activation_relu_or_gelu = 0  # torch's own switch for "not on the fast path"
+        elif isinstance(module, nn.TransformerEncoder) and _has_pair(module.layers[0]):
+            module.use_nested_tensor = False  # the same for the whole encoder, which asks its first layer
     return lowered
+
+
+def _has_pair(encoder_layer: nn.Module) -> bool:
+    linears = [getattr(encoder_layer, name, None) for name in ("linear1", "linear2")]
+    return any(isinstance(linear, nn.Sequential) for linear in linears)
 
 
 def _pair_or_dense(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:

@@ -48,7 +48,8 @@ def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
             aliases[key] = first[identity]
             continue
         first[identity] = key
-        tensors[key] = tensor.clone() if storage in storages else tensor.contiguous()
+        whole = tensor.contiguous()
+        tensors[key] = whole.clone() if storage in storages else whole
         storages.add(storage)
     return tensors, aliases
 
@@ -91,7 +92,7 @@ def fill(
             continue
         if slot not in made:
             target = dtype if dtype is not None and slot.is_floating_point() else slot.dtype
-            value = tensors[name].to(device=device, dtype=target)
+            value = tensors[name].to(device=device, dtype=target, copy=True)  # names may share one tensor of the file
             made[slot] = nn.Parameter(value, slot.requires_grad) if isinstance(slot, nn.Parameter) else value
         setattr(module, attribute, made[slot])
 

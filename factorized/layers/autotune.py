@@ -36,7 +36,7 @@ def autotune(
             f"{type(model).__name__} has no factorized linear or convolution to tune; call fz.factorize first"
         )
     seen: dict[Tunable, Tensor] = {}
-    handles = [module.register_forward_pre_hook(partial(_remember, seen)) for module in names]
+    handles = [module.register_forward_pre_hook(partial(_remember, seen), with_kwargs=True) for module in names]
     try:
         run_once(model, example_input)
     finally:
@@ -53,9 +53,12 @@ def autotune(
     return result
 
 
-def _remember(seen: dict[Tunable, Tensor], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _remember(
+    seen: dict[Tunable, Tensor], module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]
+) -> None:
     assert isinstance(module, Tunable)
-    seen.setdefault(module, inputs[0].detach())
+    x = inputs[0] if inputs else keywords["input"]
+    seen.setdefault(module, x.detach())
 
 
 def _what_matters(layer: Tunable, x: Tensor) -> tuple[object, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from factorized.layers.draw import Init, check_init, decompose, draw, draw_dense, fill_identity
+from factorized.layers.draw import Init, check_init, decompose, draw, draw_bias, draw_dense, fill_identity
 from factorized.maths.convolution import composed_kernel
 from factorized.maths.kernel import KernelShape
 
@@ -67,13 +68,13 @@ class FactorizedLayer(nn.Module):
         """Return the plain ``torch.nn`` layer that computes the same, sharing nothing with this one."""
         dense = self.dense_skeleton()
         trains = any(factor.requires_grad for factor in self.factors)
-        dense.weight = nn.Parameter(self.weight.detach().clone(), requires_grad=trains)
+        dense.weight = nn.Parameter(self.weight.detach().clone(memory_format=torch.contiguous_format), trains)
         if self.bias is not None:
             dense.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=self.bias.requires_grad)
         return dense.train(self.training)
 
     def reset_parameters(self, init: Init = "spectral") -> None:
-        """Fill the factors anew; ``"spectral"`` decomposes a fresh dense initialization. The bias is left alone."""
+        """Fill the factors anew, ``"spectral"`` from a fresh dense initialization, and the bias as torch does."""
         check_init(init)
         if self.U.is_meta:
             return
@@ -81,6 +82,7 @@ class FactorizedLayer(nn.Module):
             self.set_weight(self.draw_dense_weight())
         else:
             self.draw_factors(init)
+        draw_bias(self.bias, fan_in=prod(self.shape.weight_shape[1:]))
 
     @torch.no_grad()
     def set_weight(

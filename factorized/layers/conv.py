@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from factorized.layers.base import FactorizedLayer, check_choice
-from factorized.layers.draw import Init, draw_bias
+from factorized.layers.draw import Init
 from factorized.layers.execution import cheapest_conv
 from factorized.maths.convolution import Geometry, explicit_padding, one_conv, two_convs
 from factorized.maths.kernel import KernelShape, Kind
@@ -88,7 +88,6 @@ class FactorizedConv(FactorizedLayer):
         self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
         if init is not None:
             self.reset_parameters(init)
-            draw_bias(self.bias, fan_in=dense.weight[0].numel())
 
     @classmethod
     def from_dense(
@@ -141,11 +140,11 @@ class FactorizedConv(FactorizedLayer):
 
     def forward(
         self,
-        x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+        input: Tensor,  # (batch, in, *spatial) or (in, *spatial)
     ) -> Tensor:  # (batch, out, *spatial)
         """Apply the layer."""
         run = _RUN[self.chosen_execution()]
-        return run(x, self.U, self.V, list(self.inner), self.bias, self.shape, self.geometry)
+        return run(input, self.U, self.V, list(self.inner), self.bias, self.shape, self.geometry)
 
     def chosen_execution(self) -> str:
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""

@@ -77,14 +77,14 @@ class FactorizedEmbedding(FactorizedLayer):
 
     def forward(
         self,
-        indices: Tensor,  # (...)
+        input: Tensor,  # (...)
     ) -> Tensor:  # (..., dim)
         """Look up rows of the product."""
-        x = F.embedding(indices, self.U, self.padding_idx, sparse=self.sparse)
+        x = F.embedding(input, self.U, self.padding_idx, sparse=self.sparse)
         for M in self.inner:
             x = x @ M
-        x = F.linear(x, self.V)
-        scale = self._gradient_scale(indices, x.dtype) if torch.is_grad_enabled() else None
+        x = F.linear(x, self.V).to(self.U.dtype)  # a table's dtype, also under autocast
+        scale = self._gradient_scale(input, x.dtype) if torch.is_grad_enabled() else None
         return x if scale is None else _ScaleGradient.apply(x, scale)  # type: ignore[no-untyped-call]
 
     def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -97,7 +97,8 @@ class FactorizedEmbedding(FactorizedLayer):
             return None
         scale = torch.ones_like(indices, dtype=dtype)
         if self.scale_grad_by_freq:
-            counts = scale.new_zeros(self.num_embeddings).index_add(0, indices.reshape(-1), scale.reshape(-1))
+            flat = indices.reshape(-1)  # counted in whole numbers: half types stop at 256
+            counts = flat.new_zeros(self.num_embeddings).index_add(0, flat, torch.ones_like(flat))
             scale = scale / counts[indices]
         if self.padding_idx is not None:
             scale = scale * (indices != self.padding_idx)
@@ -128,6 +129,8 @@ class FactorizedEmbedding(FactorizedLayer):
 
 class _ScaleGradient(torch.autograd.Function):
     """The identity, whose gradient is multiplied by ``scale``."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor) -> Tensor:

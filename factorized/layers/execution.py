@@ -27,29 +27,37 @@ class Traffic:
 
 TRAFFIC = {
     "cpu": Traffic(convolution=100, product=55, shift=40),
-    "cuda": Traffic(convolution=1200, product=0, shift=1500),
-    "cuda compiled": Traffic(convolution=1200, product=0, shift=400),
+    "cuda": Traffic(convolution=1200, product=0, shift=200),
 }
+# cuDNN takes as long for fewer channels than this; matrix products and shifts run on multiples of eight.
+CUDA_CHANNELS, CUDA_RANKS = 64, 8
 
 
 def cheapest_conv(
     shape: KernelShape, rank: int, depth: int, stride: tuple[int, ...], device: str, compiled: bool = False
 ) -> str:
     """Return ``"two_convs"``, ``"one_conv"`` or ``"two_products"``, whichever costs least for this layer."""
-    traffic = TRAFFIC["cpu" if device == "cpu" else "cuda compiled" if compiled else "cuda"]
-    channels = shape.in_channels + shape.out_channels
+    on_cpu = device == "cpu"
+    traffic = TRAFFIC["cpu" if on_cpu else "cuda"]
+    row_taps, column_taps = prod(shape.row_size), prod(shape.column_size)
     row_stride = prod(stride[: shape.row_dims])
-    unskipped = prod(s for s, k in zip(stride, shape.size, strict=True) if k > 1)
-    first, second = rank * shape.in_channels * prod(shape.column_size), rank * shape.out_channels * prod(shape.row_size)
-    inner = depth * shape.groups * rank * rank
-    thin = shape.groups * rank * (prod(shape.column_size) * unskipped + prod(shape.row_size))
+    unskipped = prod([s for s, k in zip(stride, shape.size, strict=True) if k > 1])
+    least = 1 if on_cpu or shape.groups > 1 else CUDA_CHANNELS
+    dense = max(shape.out_channels, least) * max(shape.in_channels // shape.groups, least) * prod(shape.size)
+    aligned = rank if on_cpu else -(-rank // CUDA_RANKS) * CUDA_RANKS
+    first, second = shape.in_channels * column_taps, shape.out_channels * row_taps
+    channels = shape.in_channels + shape.out_channels
+    moved = traffic.product * channels + traffic.shift * shape.groups * aligned * (column_taps * unskipped + row_taps)
     if prod(shape.size) == 1:  # nothing to shift: as cheap to move as one convolution
-        channels = thin = 0
+        moved = 0
+    inner = depth * shape.groups * rank * rank
     costs = {
-        "one_conv": shape.numel + _composing(shape, rank, depth),
-        "two_convs": first * row_stride + inner * row_stride + second + traffic.convolution * channels,
-        "two_products": first * unskipped + second + traffic.product * channels + traffic.shift * thin,
+        "one_conv": dense + _composing(shape, rank, depth),
+        "two_convs": (rank * first + inner) * row_stride + rank * second + traffic.convolution * channels,
+        "two_products": aligned * (first * unskipped + second) + moved,
     }
+    if not (on_cpu or compiled):  # without a compiler each of the products' many small operations is a launch
+        del costs["two_products"]
     return min(costs, key=costs.__getitem__)
 
 

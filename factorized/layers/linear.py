@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.layers.base import FactorizedLayer, check_choice
-from factorized.layers.draw import Init, draw_bias
+from factorized.layers.draw import Init
 from factorized.layers.execution import cheapest_linear
 from factorized.maths.kernel import KernelShape
 
@@ -40,7 +40,6 @@ class FactorizedLinear(FactorizedLayer):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         if init is not None:
             self.reset_parameters(init)
-            draw_bias(self.bias, fan_in=in_features)
 
     @classmethod
     def from_dense(
@@ -67,12 +66,12 @@ class FactorizedLinear(FactorizedLayer):
 
     def forward(
         self,
-        x: Tensor,  # (..., in)
+        input: Tensor,  # (..., in)
     ) -> Tensor:  # (..., out)
         """Apply the layer."""
         if self.chosen_execution() == "one_product":
-            return F.linear(x, self.weight, self.bias)
-        x = F.linear(x, self.V.mT)
+            return F.linear(input, self.weight, self.bias)
+        x = F.linear(input, self.V.mT)
         for M in reversed(self.inner):
             x = F.linear(x, M)
         return F.linear(x, self.U, self.bias)

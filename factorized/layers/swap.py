@@ -50,7 +50,6 @@ def factorize(
     layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself one
     layer cannot be changed in place: use what is returned.
     """
-    given = [ratio, rank_scale, rank, energy, macs]
     if not isinstance(plan, Plan):
         plan = make_plan(
             model,
@@ -66,8 +65,10 @@ def factorize(
             exclude=exclude,
             keep_first_and_last=keep_first_and_last,
         )
-    elif any(value is not None for value in given):
+    elif any(value is not None for value in (ratio, rank_scale, rank, energy, macs)):
         raise ValueError("the plan already holds the budget: give a plan, or a scheme with a budget, not both")
+    elif any((include is not None, exclude, example_input is not None, allocate != "uniform", not keep_first_and_last)):
+        raise ValueError("the plan already says which layers: give include=, exclude= and the like to fz.plan instead")
     init = init if init is not None else plan.scheme.init
     check_init(init)
     return install(model, plan, build_layers(model, plan, init))
@@ -75,7 +76,7 @@ def factorize(
 
 def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, FactorizedLayer]:
     """Return the new layer of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
-    dense = _matching_layers(model, plan)
+    dense = _matching_layers(model, plan, same_ties=init is not None)
     layers = {entry.name: _build(dense[entry.name], entry) for entry in plan.selected}
     leaders = [entry.name for entry in plan.selected if entry.tied_to is None]
     filled = {name: layers[name] for name in leaders if not layers[name].U.is_meta}
@@ -109,7 +110,10 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
     if not name:
         return new
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
+    holder = model.get_submodule(parent)
+    if child == "_orig_mod":  # torch.compile binds the module it is given: a new one needs a new wrapper
+        return replace_module(model, parent, type(holder)(new, holder.dynamo_ctx))
+    setattr(holder, child, new)
     return model
 
 
@@ -129,9 +133,15 @@ def _build(dense: nn.Module, entry: PlanEntry) -> FactorizedLayer:
     return factorized.from_dense(dense, entry.rank, init=None, kind=entry.kind, depth=entry.depth)
 
 
-def _matching_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """Return the dense layers a plan names, or say what differs between the model and the one it was made for."""
+def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str, nn.Module]:
+    """Return the dense layers a plan names, or say what differs between the model and the one it was made for.
+
+    With ``same_ties`` the layers must share weights as the plan says: else a weight would be dropped, or untied.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
+    planned = {entry.name for entry in plan.selected}
+    tied = _tied_names(plan)
+    holders = _holders(model)
     found, wrong = {}, []
     for entry in plan.selected:
         names = [name for name in (entry.name, *entry.aliases) if name not in modules]
@@ -140,10 +150,18 @@ def _matching_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
             continue
         module = modules[entry.name]
         weight = module._parameters.get("weight")
+        places = {name for name, other in modules.items() if other is module}
         if type(module).__name__ != entry.type or weight is None:
             wrong.append(f"{entry.name} is {type(module).__name__}, not {entry.type}")
         elif tuple(weight.shape) != entry.shape:
             wrong.append(f"{entry.name} has shape {_times(weight.shape)}, not {_times(entry.shape)}")
+        elif places != {entry.name, *entry.aliases}:
+            wrong.append(f"{_listed(places)} is one module, not {_listed({entry.name, *entry.aliases})}")
+        elif entry.tied_to is not None and entry.tied_to not in planned:
+            wrong.append(f"{entry.name} is tied to {entry.tied_to}, which the plan does not factorize")
+        elif same_ties and holders[weight] != tied[entry.tied_to or entry.name]:
+            has, wants = holders[weight] - {entry.name}, tied[entry.tied_to or entry.name] - {entry.name}
+            wrong.append(f"{entry.name} shares its weight with {_listed(has)}, not with {_listed(wants)}")
         found[entry.name] = module
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -154,10 +172,32 @@ def _matching_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     return found
 
 
+def _tied_names(plan: Plan) -> dict[str, set[str]]:
+    """Return, by the first of them, the names of the layers that share one weight."""
+    tied: dict[str, set[str]] = {}
+    for entry in plan.selected:
+        tied.setdefault(entry.tied_to or entry.name, set()).add(entry.name)
+    return tied
+
+
+def _holders(model: nn.Module) -> dict[Tensor, set[str]]:
+    """Return, of every parameter, the modules that hold it as their weight, and its full names elsewhere."""
+    holders: dict[Tensor, set[str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, set()).add(name if key == "weight" else f"{name}.{key}")
+    return holders
+
+
 def _weight(dense: nn.Module) -> Tensor:
     weight = dense.weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def _listed(names: set[str]) -> str:
+    return " and ".join(sorted(names)) or "no other layer"
 
 
 def _times(extents: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ def training_step(layer: nn.Module, x: Tensor, compiled: bool = False) -> Step:
         if inputs:
             torch.autograd.grad(y, inputs, gradient)
 
-    return _as_graph(step) if compiled and x.is_cuda else step
+    return capture(step) if compiled and x.is_cuda else step
 
 
 def median_milliseconds(steps: Mapping[Key, Step], cuda: bool, rounds: int = 5, repeats: int = 1) -> dict[Key, float]:
@@ -43,7 +43,8 @@ def median_milliseconds(steps: Mapping[Key, Step], cuda: bool, rounds: int = 5, 
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def _as_graph(step: Step) -> Step:
+def capture(step: Step) -> Step:
+    """Return ``step`` as one CUDA graph, after warming it up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -108,7 +108,9 @@ def composed_kernel(
 ) -> Tensor:  # (out, in/groups, *size)
     """Return the dense kernel that the factors stand for."""
     g = shape.groups
-    return to_kernel(compose(grouped(U, g), grouped(V, g), [grouped(M, g) for M in inner]), shape)
+    if g > 1:
+        U, V, inner = grouped(U, g), grouped(V, g), [grouped(M, g) for M in inner]
+    return to_kernel(compose(U, V, inner), shape)
 
 
 def one_conv(

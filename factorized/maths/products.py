@@ -85,7 +85,7 @@ def _channels_first(
     S = torch.stack(shift.taps(parts, shape), dim=2)  # (batch, groups, row taps, rank, *out)
     y = (second @ S.flatten(4).flatten(2, 3)).flatten(1, 2)  # (batch, out, positions)
     if bias is not None:
-        y = y + bias[:, None]
+        y = y + bias[:, None].to(y.dtype)  # under autocast the products are thinner than the bias
     return y.unflatten(2, S.shape[4:])
 
 

@@ -116,7 +116,7 @@ def _gaussian(rows: int, columns: int, like: Tensor) -> Tensor:
     # A generator of its own: every process of a distributed job must draw the same factors, and the
     # user's random state must not move. It draws on the CPU so that devices agree.
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, columns, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(rows, columns, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
 
 
 def _surplus_columns(

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from factorized.maths.kernel import KernelShape
 
+# Torch's counter knows attention on every device but this one, where it would count nothing.
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 ExampleInput = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -61,9 +64,13 @@ class LayerCost:
 
 def measure(model: nn.Module, example_input: ExampleInput, shapes: Mapping[nn.Module, KernelShape]) -> Measured:
     """Run ``model`` once on ``example_input``, without gradients and in evaluation mode, and count."""
+    _refuse_lazy(model)
     calls: dict[nn.Module, list[Call]] = {module: [] for module in shapes}
-    handles = [module.register_forward_hook(partial(_record, calls[module], shape)) for module, shape in shapes.items()]
-    counter = FlopCounterMode(display=False)
+    handles = [
+        module.register_forward_hook(partial(_record, calls[module], shape), with_kwargs=True)
+        for module, shape in shapes.items()
+    ]
+    counter = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
     try:
         with counter:
             run_once(model, example_input)
@@ -86,13 +93,39 @@ def run_once(model: nn.Module, example_input: ExampleInput) -> None:
         ) from error
 
 
-def _record(calls: list[Call], shape: KernelShape, module: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+def count_parameters(module: nn.Module) -> int:
+    """Return the entries of all parameters; those of lazy layers, which have no size yet, count nothing."""
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    *batch, queries, width = query
+    return 2 * prod(batch) * queries * key[-2] * (width + value[-1])
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"{lazy} is not initialized yet, and counting on example_input= would do that; run the model once first"
+        )
+
+
+def _record(
+    calls: list[Call],
+    shape: KernelShape,
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    keywords: dict[str, Tensor],
+    y: Tensor,
+) -> None:
+    x = inputs[0] if inputs else keywords["input"]
     if isinstance(module, nn.Embedding):
-        calls.append(Call(inputs[0].numel(), inputs[0].numel()))
+        calls.append(Call(x.numel(), x.numel()))
         return
     positions = y.numel() // shape.out_channels
     dims = len(shape.size)
-    rows_in, rows_out = (prod(t.shape[t.dim() - dims :][: shape.row_dims]) for t in (inputs[0], y))
+    rows_in, rows_out = (prod(t.shape[t.dim() - dims :][: shape.row_dims]) for t in (x, y))
     calls.append(Call(positions, positions // rows_out * rows_in))
 
 

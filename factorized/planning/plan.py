@@ -87,13 +87,15 @@ class Plan:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Plan:
         """Undo ``to_dict``."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"not a plan made by Plan.to_dict(): {data!r}")
         if data.get("format") != FORMAT:
             raise ValueError(f"plan format must be {FORMAT}, got {data.get('format')!r}; make the plan anew")
         try:
             entries = tuple(_entry_from_dict(entry) for entry in data["entries"])
             fields = {key: data[key] for key in ("model", "budget", "params", "params_after", "macs", "macs_after")}
             return Plan(scheme=scheme_from_dict(data["scheme"]), entries=entries, **fields)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan made by Plan.to_dict(): {error}") from error
 
     def to_html(self) -> str:

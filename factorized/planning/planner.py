@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import ceil
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from factorized.maths.kernel import to_matrix
 from factorized.planning.budget import Budget, read_budget
-from factorized.planning.cost import Call, ExampleInput, LayerCost, Measured, measure
+from factorized.planning.cost import Call, ExampleInput, LayerCost, Measured, count_parameters, measure
 from factorized.planning.plan import Plan, PlanEntry
 from factorized.planning.ranks import Item, Ranks, lowest_cost, scaled_ranks, spend_by_spectrum, spend_uniformly
 from factorized.planning.scheme import LowRank, Scheme, reference_size
@@ -115,19 +117,28 @@ def _solve(
             item.settle(_rank_for_energy(_energies(tied[0]), budget.value))
             for item, tied in zip(items, weights, strict=True)
         ]
-    whole = measured.macs if by_macs and measured is not None else sum(p.numel() for p in model.parameters())
+    whole = measured.macs if by_macs and measured is not None else count_parameters(model)
     rest = whole - sum(item.cost(None) for item in items)
-    target = round(budget.value * whole) - rest
+    target = _largest_within(budget.value, whole) - rest
     if target < lowest_cost(items):
-        lowest = (rest + lowest_cost(items)) / whole
+        lowest = ceil((rest + lowest_cost(items)) / whole * 1e4) / 1e4  # rounded up, so that asking for it works
+        allowed = f"{lowest:.4f}..1" if isinstance(scheme, LowRank) else f"{lowest:.4f} or more"
         raise ValueError(
             f"{budget} is out of reach for {type(model).__name__}: with rank 1 everywhere it still keeps {lowest:.4f} "
-            f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {lowest:.4f}..1, or "
+            f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "
             "factorize more layers: see include=, exclude= and keep_first_and_last="
         )
     if allocate == "spectrum":
         return spend_by_spectrum(items, [_energies(tied[0]).tolist() for tied in weights], target)
     return spend_uniformly(items, target)
+
+
+def _largest_within(share: float, whole: int) -> int:
+    """Return the largest count whose share of ``whole`` is at most ``share``."""
+    count = int(share * whole) + 1
+    while count / whole > share:
+        count -= 1
+    return count
 
 
 def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
@@ -184,8 +195,8 @@ def _assemble(
     measured: Measured | None,
 ) -> Plan:
     solved = {tied[0].name: (cost, rank) for tied, cost, rank in zip(weights, costs, ranks, strict=True)}
-    entries = [_entry(candidate, scheme, solved, measured) for candidate in candidates]
-    params = sum(parameter.numel() for parameter in model.parameters())
+    entries = [_entry(candidate, scheme, solved, measured, held) for candidate, held in _held_before(candidates)]
+    params = count_parameters(model)
     saved = sum(cost.params(None) - cost.params(rank) for cost, rank in solved.values())
     macs = measured.macs if measured is not None else None
     saved_macs = sum(cost.macs(None) - cost.macs(rank) for cost, rank in solved.values())
@@ -201,20 +212,31 @@ def _assemble(
     )
 
 
+def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]]:
+    """Yield every candidate with whether an earlier one holds the same weight."""
+    seen: set[Tensor] = set()
+    for candidate in candidates:
+        weight = candidate.module._parameters.get("weight")
+        yield candidate, weight in seen
+        if weight is not None:
+            seen.add(weight)
+
+
 def _entry(
     candidate: Candidate,
     scheme: Scheme,
     solved: dict[str, tuple[LayerCost, int | None]],
     measured: Measured | None,
+    held_elsewhere: bool,
 ) -> PlanEntry:
     weight = candidate.module._parameters.get("weight")
-    held_elsewhere = candidate.tied_to is not None
+    weight = None if weight is not None and is_lazy(weight) else weight
     cost, rank = solved.get(candidate.tied_to or candidate.name, (None, None))
     reason = candidate.reason
     if reason is None and cost is not None and rank is None:
         reason = "would grow: the factors would cost more than the dense layer"
     own = _cost([candidate], scheme, measured) if candidate.shape is not None else None
-    dense_params = weight.numel() if weight is not None else sum(p.numel() for p in candidate.module.parameters())
+    dense_params = weight.numel() if weight is not None else count_parameters(candidate.module)
     return PlanEntry(
         name=candidate.name,
         type=type(candidate.module).__name__,

@@ -69,8 +69,8 @@ def spend_uniformly(items: Sequence[Item], budget: int) -> Ranks:
 def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]], budget: int) -> Ranks:
     """Return ranks that buy singular directions, the most energy per cost first, until ``budget`` is spent.
 
-    ``energies[i][k]`` is the squared k-th singular value of layer i. They fall with k, so taking the best next step
-    again and again keeps the sum of squared errors as low as whole steps allow.
+    ``energies[i][k]`` is the squared k-th singular value of layer i. Taking the best next step again and again is
+    nearly the best; where whole steps mislead it so that the uniform ranks lose less energy, those are returned.
     """
     ranks: Ranks = [item.settle(1) for item in items]
     spent = total_cost(items, ranks)
@@ -93,7 +93,11 @@ def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]]
         if step is not None and spent + step[1] <= budget:
             ranks[index], spent = step[0], spent + step[1]
             offer(index)
-    return ranks
+
+    def lost(found: Ranks) -> float:
+        return sum(sum(energy[rank:]) for energy, rank in zip(energies, found, strict=True) if rank is not None)
+
+    return min(ranks, spend_uniformly(items, budget), key=lost)
 
 
 def _spend_remainder(items: Sequence[Item], ranks: Ranks, budget: int, order: Sequence[int]) -> Ranks:

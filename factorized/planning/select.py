@@ -16,6 +16,7 @@ from factorized.maths.kernel import KernelShape, Kind
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 Pattern = str | type[nn.Module]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -80,7 +81,7 @@ def _is_factorized(module: nn.Module) -> bool:
 
 
 def _has_weight_matrix(module: nn.Module) -> bool:
-    if isinstance(module, (nn.RNNBase, *DENSE_TYPES)):
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase, *DENSE_TYPES)):
         return True
     weight = module._parameters.get("weight")
     return weight is not None and not is_lazy(weight) and weight.dim() >= 2
@@ -117,7 +118,7 @@ def _why_never(module: nn.Module) -> str | None:
         return "depthwise convolution"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "max_norm renormalizes rows of the table, which a product has not"
-    if any(getattr(module, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")):
+    if any(getattr(module, hooks) for hooks in HOOKS):
         return "has hooks that a replacement would lose"
     return None
 
@@ -150,10 +151,8 @@ def _check_patterns(argument: str, patterns: Sequence[Pattern], model: nn.Module
         names = [name for candidate in candidates for name in candidate.names]
         near = difflib.get_close_matches(str(pattern), names, n=3, cutoff=0.4) or names[:3]
         shown = pattern if isinstance(pattern, str) else pattern.__name__
-        raise ValueError(
-            f"{argument}={shown!r} matches no layer of {type(model).__name__}; "
-            f"its {len(names)} layers include {', '.join(map(repr, near))}"
-        )
+        found = f"its {len(names)} layers include {', '.join(map(repr, near))}" if names else "it has none"
+        raise ValueError(f"{argument}={shown!r} matches no layer of {type(model).__name__}; {found}")
 
 
 def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
@@ -164,7 +163,9 @@ def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
         free = [member for member in members.values() if member.reason is None]
         if not free:
             continue
-        blockers = [f"{owner}.{key}" for owner, key in owners if owner not in members or members[owner].reason]
+        blockers = [
+            f"{owner}.{key}".removeprefix(".") for owner, key in owners if owner not in members or members[owner].reason
+        ]
         if len({member.shape for member in free}) > 1:
             blockers = ["a layer that reads it in another shape"]
         for member in free:

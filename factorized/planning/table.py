@@ -68,7 +68,8 @@ def _fit(widths: dict[str, int], plan: Plan, width: int) -> dict[str, int]:
     for heading in FIRST_TO_GO:
         if _length(widths) > width:
             widths = {kept: extent for kept, extent in widths.items() if kept != heading}
-    return widths | {"layer": max(NARROWEST_NAME, widths["layer"] - max(0, _length(widths) - width))}
+    surplus = max(0, _length(widths) - width)
+    return widths | {"layer": max(min(NARROWEST_NAME, widths["layer"]), widths["layer"] - surplus)}
 
 
 def _length(widths: dict[str, int]) -> int:

@@ -144,10 +144,27 @@ def test_the_gram_way_is_for_small_ranks_and_the_product_for_large_ones(
     assert product_is_cheaper(n, m, rank, depth, products) is cheaper
 
 
-@pytest.mark.parametrize(("products", "turn"), [(1, 50), (3, 75)])
-def test_without_inner_matrices_the_product_wins_above_the_rank_that_a_hand_finds(products: int, turn: int) -> None:
-    # 100² r against 200 r² turns at r = 50; 3·100² r against 400 r² at r = 75.
-    assert [product_is_cheaper(100, 100, r, 0, products) for r in (turn - 1, turn, turn + 1)] == [False, False, True]
+@pytest.mark.parametrize(
+    ("depth", "products", "turn"),
+    [
+        (0, 1, 50),  # 100² r = 200 r² at 50
+        (0, 3, 75),  # 3·100² r = 400 r² at 75
+        (1, 1, 39),  # 100² r + 100 r² = 200 r² + 4 r³ at 39.04
+        (1, 3, 56),  # 3·100² r + 100 r² = 400 r² + 4 r³ at 56.9
+    ],
+)
+def test_the_product_wins_above_the_rank_that_a_hand_finds(depth: int, products: int, turn: int) -> None:
+    assert not product_is_cheaper(100, 100, turn, depth, products)
+    assert product_is_cheaper(100, 100, turn + 1, depth, products)
+
+
+@pytest.mark.parametrize(("m", "n"), [(6, 40), (40, 6)])
+def test_composing_multiplies_the_inner_matrices_into_the_shorter_factor(m: int, n: int) -> None:
+    U, V, *inner = factors(m, n, 3, 2)
+    with Sizes() as sizes:
+        compose(U, V, inner)
+    assert (6, 3) in sizes.seen
+    assert (40, 3) not in sizes.seen
 
 
 def test_the_gram_way_never_holds_a_tensor_larger_than_its_factors() -> None:

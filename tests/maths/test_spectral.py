@@ -57,13 +57,13 @@ def test_the_error_of_the_exact_way_is_the_tail_of_the_singular_values(rank: int
 
 @pytest.mark.parametrize("seed", [3, 4])
 @pytest.mark.parametrize("shape", [(512, 384), (384, 512)])
-def test_the_randomized_error_on_a_flat_spectrum_is_within_one_percent_of_the_optimum(
+def test_the_randomized_error_on_a_flat_spectrum_is_within_half_a_percent_of_the_optimum(
     shape: tuple[int, int], seed: int
 ) -> None:
     W = gaussian(*shape, seed=seed, dtype=torch.float32)
     optimum = torch.linalg.svdvals(W)[32:].norm() / W.norm()
     error = relative_error(W, *spectral_factors(W, 32, "randomized"))
-    assert optimum * (1 - 1e-5) <= error <= optimum * 1.01
+    assert optimum * (1 - 1e-5) <= error <= optimum * 1.005  # plain power iterations leave 0.55 %
 
 
 def test_the_randomized_error_on_a_decaying_spectrum_is_the_optimum() -> None:

@@ -1,0 +1,84 @@
+"""Time a training step of ResNet-32x2, dense and low-rank: forward, backward and SGD, compiled, as one CUDA graph.
+
+    python -m benchmarks.training_step --out benchmarks/results/training-step-h200.json
+
+bf16 autocast, channels-last, batch 128, random images. Times are medians of interleaved rounds, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import factorized as fz
+from benchmarks.machine import describe_machine
+from factorized.layers.timing import capture, median_milliseconds
+from factorized.vision.models.resnet import resnet32x2
+
+VARIANTS = [(None, "dense"), (0.1, "auto"), (0.1, "one_conv"), (0.1, "two_products"), (0.02, "auto")]
+
+
+def build(ratio: float | None, execution: str) -> nn.Module:
+    """Return the model of one variant, on the GPU."""
+    torch.manual_seed(0)
+    model: nn.Module = resnet32x2().cuda().to(memory_format=torch.channels_last)
+    if ratio is not None:
+        model = fz.factorize(model, ratio=ratio)
+        for module in model.modules():
+            if isinstance(module, fz.FactorizedConv2d):
+                module.execution = execution
+    return model
+
+
+def whole_step(model: nn.Module, batch: int, compiled: bool) -> Callable[[], object]:
+    """Return a captured training step on a fixed batch."""
+    x = torch.randn(batch, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    target = torch.randint(0, 10, (batch,), device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, foreach=True)
+    run = torch.compile(model, fullgraph=True) if compiled else model
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = F.cross_entropy(run(x), target)
+        loss.backward()
+        optimizer.step()
+
+    return capture(step)
+
+
+def main() -> None:
+    """Parse the command line, time every variant and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--eager", action="store_true", help="capture the graph without compiling first")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    steps = {}
+    for ratio, execution in VARIANTS:
+        torch._dynamo.reset()
+        model = build(ratio, execution)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        steps[ratio, execution, parameters] = whole_step(model, arguments.batch, not arguments.eager)
+        print("captured", ratio, execution, flush=True)
+    times = median_milliseconds(steps, cuda=True, rounds=arguments.rounds, repeats=20)
+    rows = [
+        {"ratio": ratio, "execution": execution, "parameters": parameters, "ms": round(ms, 3)}
+        for (ratio, execution, parameters), ms in times.items()
+    ]
+    for row in rows:
+        print(row)
+    report = {"machine": describe_machine("cuda"), "compiled": not arguments.eager, "batch": arguments.batch}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({**report, "rounds": arguments.rounds, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from factorized.layers.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.layers.embedding import FactorizedEmbedding
+from factorized.layers.linear import FactorizedLinear
+from factorized.maths.kernel import KernelShape
+from factorized.planning.cost import LayerCost, measure
+from factorized.planning.planner import plan
+from factorized.planning.scheme import LowRank
+from tests.planning.models_for_planning import EXAMPLES, Attends, ConvNet, Mlp, Reader, TiedReader
+
+WHOLE = {"keep_first_and_last": False}
+
+
+def counted(module: nn.Module, x: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(x)
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("kind", ["spatial", "channel"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("dense", "extent"),
+    [
+        (nn.Conv2d(8, 12, 3, padding=1), (2, 8, 10, 9)),
+        (nn.Conv2d(8, 12, (3, 5), stride=(2, 3), padding=(1, 2)), (2, 8, 12, 15)),
+        (nn.Conv2d(8, 12, (5, 1), stride=2, dilation=(2, 1)), (1, 8, 17, 6)),
+        (nn.Conv2d(8, 12, 3, padding=1, groups=2), (2, 8, 6, 6)),
+        (nn.Conv2d(8, 12, 3, padding="same", padding_mode="circular"), (2, 8, 6, 6)),
+        (nn.Conv2d(8, 12, 3), (8, 7, 7)),
+        (nn.Conv1d(6, 10, 3, stride=2), (2, 6, 11)),
+        (nn.Conv3d(4, 6, 3, stride=(2, 1, 2), padding=1), (1, 4, 6, 5, 6)),
+    ],
+)
+def test_planned_macs_are_those_the_factorized_convolution_spends(
+    dense: nn.Conv2d, extent: tuple[int, ...], kind: str, depth: int
+) -> None:
+    factorized_type = {nn.Conv1d: FactorizedConv1d, nn.Conv2d: FactorizedConv2d, nn.Conv3d: FactorizedConv3d}
+    x = torch.zeros(extent)
+    shape = KernelShape.of(dense.weight.shape, dense.groups, kind)
+    cost = LayerCost(shape, depth, multiplied=tuple(measure(dense, x, {dense: shape}).calls[dense]))
+    assert cost.macs(None) == counted(dense, x)
+    assert cost.params(None) == dense.weight.numel()
+    layer = factorized_type[type(dense)].from_dense(dense, rank=3, kind=kind, depth=depth)
+    layer.execution = "two_convs"
+    assert cost.macs(3) == counted(layer, x)
+    assert cost.params(3) == sum(factor.numel() for factor in layer.factors)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_planned_macs_are_those_factorized_linears_and_embeddings_spend(depth: int) -> None:
+    x, ids = torch.zeros(2, 5, 20), torch.zeros(2, 5, dtype=torch.long)
+    linear, table = nn.Linear(20, 30), nn.Embedding(50, 20)
+    plain, looked = KernelShape.of((30, 20)), KernelShape.of((50, 20))
+    cost = LayerCost(plain, depth, multiplied=tuple(measure(linear, x, {linear: plain}).calls[linear]))
+    assert cost.macs(None) == counted(linear, x) == 10 * 600
+    assert cost.macs(4) == counted(FactorizedLinear.from_dense(linear, rank=4, depth=depth), x)
+    cost = LayerCost(looked, depth, looked_up=tuple(measure(table, ids, {table: looked}).calls[table]))
+    assert cost.macs(None) == counted(table, ids) == 0
+    assert cost.macs(4) == counted(FactorizedEmbedding.from_dense(table, rank=4, depth=depth), ids)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_attention_is_counted_whatever_the_device(device: str) -> None:
+    model = Attends().to(device)
+    made = plan(model, ratio=0.9, example_input=EXAMPLES[Attends])
+    linears = 16 * 16 + 4 * 16 * 16 + 2 * 16 * 64 + 16 * 4
+    assert made.macs == 2 * 5 * linears + 2 * 2 * (5 * 5 * 8) * 2
+
+
+@pytest.mark.parametrize("model_type", [ConvNet, Mlp, TiedReader])
+@pytest.mark.parametrize("allocate", ["uniform", "spectrum"])
+@pytest.mark.parametrize("share", [0.4, 0.55, 0.7, 0.9])
+def test_a_macs_budget_is_never_exceeded_and_met_to_one_rank_step(
+    model_type: type[nn.Module], allocate: str, share: float
+) -> None:
+    made = plan(model_type(), macs=share, example_input=EXAMPLES[model_type], allocate=allocate, **WHOLE)
+    steps: Counter[str] = Counter()
+    for entry in made.selected:
+        steps[entry.tied_to or entry.name] += entry.macs_after // entry.rank
+    assert made.macs_after <= share * made.macs
+    assert made.macs_after > share * made.macs - max(0.005 * made.macs, min(steps.values()))
+
+
+def test_the_parts_of_a_plan_add_up_to_its_totals() -> None:
+    for model_type in (ConvNet, Mlp, Reader, TiedReader):
+        made = plan(model_type(), ratio=0.7, example_input=EXAMPLES[model_type], **WHOLE)
+        assert made.params - made.params_after == sum(entry.params - entry.params_after for entry in made.entries)
+        assert made.macs == sum(entry.macs for entry in made.entries)
+        assert made.macs_after == sum(entry.macs_after for entry in made.entries)
+
+
+def test_an_embedding_costs_macs_only_once_it_is_factorized() -> None:
+    made = plan(Reader(), ratio=0.5, example_input=EXAMPLES[Reader], **WHOLE)
+    tokens = made.entries[0]
+    assert tokens.rank is not None
+    assert (tokens.macs, tokens.macs_after) == (0, 14 * tokens.rank * 32)
+    by_macs = plan(Reader(), macs=0.5, example_input=EXAMPLES[Reader], **WHOLE)
+    assert by_macs.entries[0].rank is None
+
+
+def test_a_layer_called_twice_costs_twice() -> None:
+    layer = nn.Linear(32, 32)
+    model = nn.Sequential(nn.Linear(32, 32), layer, nn.ReLU(), layer, nn.Linear(32, 32))
+    made = plan(model, ratio=0.8, example_input=torch.zeros(3, 32))
+    assert [entry.name for entry in made.entries] == ["0", "1", "4"]
+    assert [entry.macs for entry in made.entries] == [3 * 1024, 2 * 3 * 1024, 3 * 1024]
+    assert made.macs == 4 * 3 * 1024
+
+
+class CallsByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv, self.last = nn.Conv1d(4, 8, 1), nn.Conv1d(8, 8, 3), nn.Conv1d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.conv(input=self.first(x)))
+
+
+def test_a_layer_called_by_keyword_is_counted() -> None:
+    made = plan(CallsByName(), rank=2, example_input=torch.zeros(1, 4, 10))
+    assert made.entries[1].macs == 8 * 8 * 8 * 3
+
+
+@pytest.mark.parametrize(
+    "example_input",
+    [
+        torch.zeros(2, 7, dtype=torch.long),
+        (torch.zeros(2, 7, dtype=torch.long),),
+        [torch.zeros(2, 7, dtype=torch.long), 3],
+        {"ids": torch.zeros(2, 7, dtype=torch.long), "shift": 3},
+    ],
+    ids=["tensor", "tuple", "list", "dict"],
+)
+def test_an_example_is_a_tensor_arguments_or_keywords(example_input: Any) -> None:
+    made = plan(Reader(), macs=0.8, example_input=example_input, **WHOLE)
+    assert made.macs == 14 * (32 * 64 + 64 * 300)
+
+
+@pytest.mark.parametrize(
+    ("example_input", "message"),
+    [
+        (torch.zeros(2, 3, 16), "example_input does not run through ConvNet: "),
+        ((torch.zeros(2, 3, 16, 16), 7), "example_input does not run through ConvNet: .*positional"),
+        ({"y": torch.zeros(2, 3, 16, 16)}, "does not run through ConvNet: .*'y'.*a tensor, a tuple of arguments or"),
+    ],
+    ids=["shape", "too many", "unknown keyword"],
+)
+def test_an_example_that_does_not_run_is_said_to_and_nothing_is_left_behind(example_input: Any, message: str) -> None:
+    model = ConvNet()
+    with pytest.raises(ValueError, match=message):
+        plan(model, macs=0.5, example_input=example_input)
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+
+
+def test_counting_leaves_modes_statistics_gradients_and_hooks_alone() -> None:
+    model = ConvNet()
+    model.body.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan(model, macs=0.5, example_input=torch.randn(4, 3, 16, 16))
+    assert {name: module.training for name, module in model.named_modules()} == {
+        name: not name.startswith("body") for name, _ in model.named_modules()
+    }
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.norm.num_batches_tracked == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_lazy_layers_are_not_initialized_by_counting() -> None:
+    model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 32), nn.LazyLinear(5))
+    with pytest.raises(ValueError, match=r"2\.weight is not initialized yet, .*run the model once first"):
+        plan(model, ratio=0.9, example_input=torch.zeros(1, 4))
+    assert type(model[2]) is nn.LazyLinear
+
+
+def test_channel_convolutions_multiply_at_their_strided_positions_only() -> None:
+    model = nn.Conv2d(16, 16, 3, stride=2, padding=1, bias=False)
+    spatial, channel = (
+        plan(model, LowRank(kind), rank=4, example_input=torch.zeros(1, 16, 8, 8), **WHOLE).entries[0]
+        for kind in ("spatial", "channel")
+    )
+    assert spatial.macs_after == 8 * 4 * (4 * 48) + 4 * 4 * (4 * 48)
+    assert channel.macs_after == 4 * 4 * (4 * 16 * 9) + 4 * 4 * (4 * 16)

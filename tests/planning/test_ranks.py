@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from factorized.maths.kernel import KernelShape
+from factorized.planning.plan import Plan
+from factorized.planning.planner import plan
+from factorized.planning.ranks import Item, Ranks, lowest_cost, spend_by_spectrum, spend_uniformly, total_cost
+from factorized.planning.scheme import LowRank, Overcomplete, reference_size
+from tests.planning.models_for_planning import EXAMPLES, ConvNet, Mlp, Reader, TiedReader, with_singular_values
+
+MODELS = {model_type: model_type() for model_type in (ConvNet, Mlp, Reader, TiedReader)}
+WHOLE = {"keep_first_and_last": False}
+
+
+def smallest_step(made: Plan) -> int:
+    """The parameters that one rank more costs the smallest factorized layer."""
+    return min(entry.kernel.factor_numel(1) for entry in made.selected if entry.tied_to is None)
+
+
+def reachable(model: nn.Module, **arguments: Any) -> float:
+    """The low end of the range that the error for an impossible budget gives."""
+    with pytest.raises(ValueError, match="is out of reach") as caught:
+        plan(model, **arguments)
+    found = re.search(r"Ask for (\d\.\d+)(\.\.1| or more),", str(caught.value))
+    assert found is not None
+    assert f"still keeps {found[1]} of its" in str(caught.value)
+    return float(found[1])
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("allocate", ["uniform", "spectrum"])
+@settings(deadline=None, max_examples=25)
+@given(share=st.floats(0, 0.999))
+def test_a_ratio_is_never_exceeded_and_met_to_one_rank_step(
+    model_type: type[nn.Module], allocate: str, share: float
+) -> None:
+    model = MODELS[model_type]
+    low = LOWEST[model_type]
+    ratio = low + share * (1 - low)
+    made = plan(model, ratio=ratio, allocate=allocate, **WHOLE)
+    assert made.ratio <= ratio
+    assert made.params_after > ratio * made.params - max(0.005 * made.params, smallest_step(made))
+    for entry in made.selected:
+        assert entry.params_after < entry.params or entry.tied_to
+
+
+LOWEST = {model_type: reachable(model, ratio=1e-6, **WHOLE) for model_type, model in MODELS.items()}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    ("budget", "arguments"), [("ratio", {}), ("ratio", {"allocate": "spectrum"}), ("macs", {}), ("ratio", WHOLE)]
+)
+def test_the_range_in_the_error_is_the_reachable_one(
+    model_type: type[nn.Module], budget: str, arguments: dict[str, Any]
+) -> None:
+    model = MODELS[model_type]
+    arguments = {**arguments, "example_input": EXAMPLES[model_type]}
+    if model_type is TiedReader and arguments.get("keep_first_and_last", True):
+        arguments["include"] = ["mix"]
+    low = reachable(model, **{budget: 1e-6}, **arguments)
+    assert all(entry.rank == 1 for entry in plan(model, **{budget: low}, **arguments).selected)
+    with pytest.raises(ValueError, match="is out of reach"):
+        plan(model, **{budget: low - 2e-4}, **arguments)
+
+
+def test_the_range_of_overcomplete_has_no_upper_end() -> None:
+    low = reachable(MODELS[Mlp], scheme=Overcomplete(), ratio=1e-6)
+    assert plan(MODELS[Mlp], Overcomplete(), ratio=low).selected
+    for ratio in (0.7, 1.5, 4.0):
+        made = plan(MODELS[Mlp], Overcomplete(), ratio=ratio)
+        assert made.params * ratio - smallest_step(made) < made.params_after <= made.params * ratio
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_ratio_that_whole_ranks_meet_is_met_exactly(model_type: type[nn.Module]) -> None:
+    # A count over the whole, times the whole, is often a hair below the count: no rank may be lost to that.
+    for step in range(1, 60):
+        scaled = plan(MODELS[model_type], rank_scale=step / 200, **WHOLE)
+        assert plan(MODELS[model_type], ratio=scaled.ratio, **WHOLE).params_after == scaled.params_after
+
+
+@pytest.mark.parametrize("model_type", [ConvNet, Mlp, Reader])
+def test_a_uniform_ratio_decomposes_nothing_and_leaves_the_model_as_it_was(
+    model_type: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_type().train()
+    modules = dict(model.named_modules())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def refuse(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("a uniform ratio needs no singular values")
+
+    for name in ("svd", "svdvals", "eigh", "qr"):
+        monkeypatch.setattr(torch.linalg, name, refuse)
+    plan(model, ratio=0.6, example_input=EXAMPLES[model_type], **WHOLE)
+    after = dict(model.named_modules())
+    assert list(after) == list(modules)
+    assert all(after[name] is module and module.training for name, module in modules.items())
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with pytest.raises(AssertionError, match="no singular values"):
+        plan(model, ratio=0.6, allocate="spectrum", **WHOLE)
+
+
+def test_uniform_ranks_follow_one_scale() -> None:
+    made = plan(MODELS[Mlp], ratio=0.4)
+    scales = [entry.rank / reference_size(entry.kernel) for entry in made.selected]
+    assert len(scales) == 3
+    assert max(scales) - min(scales) < 2 / 24  # the shortest reference, and one step for the remainder
+
+
+def test_spectrum_puts_rank_where_the_singular_values_are() -> None:
+    model = Mlp()
+    with_singular_values(model.wide, [10.0] * 12)
+    with_singular_values(model.square, [10.0, 10.0])
+    with_singular_values(model.narrow, [10.0] * 5)
+    made = plan(model, ratio=0.42, allocate="spectrum")
+    ranks = {entry.name: entry.rank for entry in made.selected}
+    assert ranks["wide"] >= 12
+    assert ranks["narrow"] >= 5
+    uniform = plan(model, ratio=0.42)
+    assert uniform.selected[0].rank < 12
+    assert squared_error(model, made) < 1e-6 < squared_error(model, uniform)
+
+
+def squared_error(model: nn.Module, made: Plan) -> float:
+    """What truncating every planned layer to its rank loses."""
+    return sum(
+        torch.linalg.svdvals(model.get_submodule(entry.name).weight.detach().double())[entry.rank :]
+        .square()
+        .sum()
+        .item()
+        for entry in made.selected
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_spectrum_never_loses_more_than_uniform_and_stays_within_the_budget(data: st.DataObject) -> None:
+    items, energies, budget = data.draw(problems())
+    found = spend_by_spectrum(items, energies, budget)
+    assert total_cost(items, found) <= budget
+    assert lost(energies, found) <= lost(energies, spend_uniformly(items, budget))
+
+
+@pytest.mark.parametrize("budget", range(18, 217, 9))
+def test_spectrum_is_the_best_there_is_when_all_steps_cost_the_same(budget: int) -> None:
+    # Three layers of 12 ranks at a cost of 6 each, dense out of reach: brute force over all 12³ choices.
+    items = [Item(lambda r: 100 if r is None else 6 * r, lambda s: max(1, round(12 * s)), 12, True) for _ in range(3)]
+    energies = [[2.0**-k for k in range(12)], [0.7 * 1.3**-k for k in range(12)], [0.3] * 12]
+    choices = [ranks for ranks in itertools.product(range(1, 13), repeat=3) if 6 * sum(ranks) <= budget]
+    best = min(lost(energies, list(ranks)) for ranks in choices)
+    assert lost(energies, spend_by_spectrum(items, energies, budget)) == pytest.approx(best, abs=1e-12)
+
+
+def lost(energies: list[list[float]], ranks: Ranks) -> float:
+    return sum(sum(energy[rank:]) for energy, rank in zip(energies, ranks, strict=True) if rank is not None)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Item], list[list[float]], int]:
+    shapes = draw(st.lists(st.builds(KernelShape, st.integers(4, 20), st.integers(4, 20)), min_size=1, max_size=4))
+    items = [
+        Item(
+            lambda rank, shape=shape: shape.numel if rank is None else shape.factor_numel(rank),
+            lambda scale, shape=shape: LowRank().rank(shape, scale),
+            reference_size(shape),
+            may_stay_dense=True,
+        )
+        for shape in shapes
+    ]
+    values = st.lists(st.floats(1e-3, 10), min_size=20, max_size=20)
+    energies = [sorted(draw(values), reverse=True)[: shape.full_rank] for shape in shapes]
+    low, high = lowest_cost(items), total_cost(items, [None] * len(items))
+    return items, energies, draw(st.integers(low, high))

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from factorized.layers.linear import FactorizedLinear
+from factorized.planning.plan import Plan
+from factorized.planning.planner import plan
+from tests.planning.models_for_planning import Attends, ConvNet, Mlp, TiedReader
+
+
+class Special(nn.Linear):
+    """A linear layer that may do anything in its forward."""
+
+
+def between(layer: nn.Module) -> nn.Sequential:
+    """A model with the layer in the middle, and beside it one that can be factorized."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 64), layer, nn.Linear(8, 8))
+
+
+def reasons(made: Plan) -> dict[str, str]:
+    return {entry.name: entry.reason or "" for entry in made.skipped}
+
+
+def changed(layer: nn.Module, change: Callable[[Any], object]) -> nn.Module:
+    change(layer)
+    return layer
+
+
+def whole_numbers(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
+
+
+def ignore(*arguments: object) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.Linear(2, 2), "would grow"),
+        (nn.Conv2d(16, 16, 3, groups=16), "depthwise convolution"),
+        (nn.Conv2d(16, 32, 3, groups=16), "depthwise convolution"),
+        (nn.ConvTranspose2d(16, 16, 3), "transposed convolution"),
+        (nn.EmbeddingBag(50, 16), "EmbeddingBag is not a plain Linear, Conv or Embedding"),
+        (nn.Bilinear(8, 8, 8), "Bilinear is not a plain"),
+        (nn.LSTM(16, 16), "LSTM is not a plain"),
+        (nn.GRUCell(16, 16), "GRUCell is not a plain"),
+        (Special(64, 64), "Special is not a plain"),
+        (nn.Embedding(50, 16, max_norm=1.0), "max_norm renormalizes rows"),
+        (nn.LazyLinear(16), "not initialized yet; run the model once"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.register_forward_hook(ignore)), "has hooks"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.register_forward_pre_hook(ignore)), "has hooks"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.register_full_backward_hook(ignore)), "has hooks"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.register_full_backward_pre_hook(ignore)), "has hooks"),
+        (parametrizations.weight_norm(nn.Linear(64, 64)), "ParametrizedLinear is not a plain"),
+        (parametrizations.orthogonal(nn.Linear(64, 64)), "ParametrizedLinear is not a plain"),
+        (prune.random_unstructured(nn.Linear(64, 64), "weight", 0.5), "its weight is computed by another rule"),
+        (changed(nn.Linear(16, 16), whole_numbers), "its weight is int8, not floating point"),
+        (nn.Linear(16, 16, dtype=torch.complex64), "its weight is complex64, not floating point"),
+        (FactorizedLinear(64, 64, rank=4), "already factorized"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_what_cannot_be_factorized_is_left_dense_with_a_reason(layer: nn.Module, reason: str) -> None:
+    made = plan(between(layer), rank=1)
+    assert [entry.name for entry in made.entries] == ["0", "1", "2", "3"]
+    assert [entry.name for entry in made.selected] == ["1"]
+    assert reason in reasons(made)["2"]
+    entry = made.entries[2]
+    assert entry.params == entry.params_after
+    assert made.params - made.params_after == 64 * 64 - 2 * 64
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(8), nn.LayerNorm(8), nn.ReLU(), nn.PReLU()])
+def test_layers_without_a_weight_matrix_are_not_listed(layer: nn.Module) -> None:
+    assert [entry.name for entry in plan(between(layer), rank=1).entries] == ["0", "1", "3"]
+
+
+def test_attention_is_one_unit_whose_parts_are_not_listed() -> None:
+    made = plan(Attends(), ratio=0.9)
+    assert [entry.name for entry in made.entries] == ["inlet", "attention", "hidden", "back", "outlet"]
+    assert "one unit" in reasons(made)["attention"]
+    assert made.entries[1].params == sum(p.numel() for p in Attends().attention.parameters())
+    with pytest.raises(ValueError, match=re.escape("include='attention.out_proj' matches no layer")):
+        plan(Attends(), ratio=0.9, include=["attention.out_proj"])
+
+
+def test_the_first_and_last_layer_stay_dense_unless_asked_for() -> None:
+    made = plan(Mlp(), rank=1)
+    assert reasons(made) == {
+        "inlet": "first layer (keep_first_and_last=True)",
+        "outlet": "last layer (keep_first_and_last=True)",
+    }
+    assert not plan(Mlp(), rank=1, keep_first_and_last=False).skipped
+
+
+@pytest.mark.parametrize(
+    ("arguments", "selected"),
+    [
+        ({"include": ["wide"]}, ["wide"]),
+        ({"include": ["inlet", "wide"]}, ["inlet", "wide"]),
+        ({"include": ["*let", "wide"]}, ["wide"]),
+        ({"include": [nn.Linear]}, ["wide", "square", "narrow"]),
+        ({"include": ["*e"], "exclude": ["wide"]}, ["square"]),
+        ({"exclude": ["w*", "square"]}, ["narrow"]),
+        ({"exclude": ["outlet"], "keep_first_and_last": False}, ["inlet", "wide", "square", "narrow"]),
+        ({"include": ("[wn]*",)}, ["wide", "narrow"]),
+    ],
+)
+def test_include_and_exclude_take_names_and_globs(arguments: dict[str, Any], selected: list[str]) -> None:
+    made = plan(Mlp(), rank=1, **arguments)
+    assert [entry.name for entry in made.selected] == selected
+    assert all(reasons(made).values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "selected"),
+    [
+        ({"include": ["body"]}, ["body.0", "body.2", "body.4"]),
+        ({"exclude": ["body"], "keep_first_and_last": False}, ["stem", "head"]),
+        ({"include": [nn.Conv2d]}, ["body.0", "body.2", "body.4"]),
+        ({"exclude": [nn.Conv2d], "keep_first_and_last": False}, ["head"]),
+        ({"include": [nn.Linear, "body.0"], "keep_first_and_last": False}, ["body.0", "head"]),
+        ({"include": ["bod*"]}, ["body.0", "body.2", "body.4"]),
+    ],
+)
+def test_include_and_exclude_take_containers_and_types(arguments: dict[str, Any], selected: list[str]) -> None:
+    assert [entry.name for entry in plan(ConvNet(), rank=1, **arguments).selected] == selected
+
+
+def test_layers_left_out_by_name_say_so() -> None:
+    made = plan(Mlp(), rank=1, include=["wide", "square"], exclude=["square"])
+    assert reasons(made)["square"] == "in exclude="
+    assert reasons(made)["narrow"] == "not in include="
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"include": ["sqare"]}, "include='sqare' matches no layer of Mlp; its 5 layers include 'square'"),
+        ({"exclude": ["narow", "wide"]}, "exclude='narow' matches no layer of Mlp; its 5 layers include 'narrow'"),
+        ({"include": ["zzz*"]}, "its 5 layers include 'inlet', 'wide', 'square'"),
+        ({"include": [nn.Conv2d]}, "include='Conv2d' matches no layer of Mlp"),
+        ({"include": "wide"}, "include must be a list of names, globs or module types, got 'wide'"),
+        ({"exclude": "wide"}, "exclude must be a list of names, globs or module types, got 'wide'"),
+        ({"include": [3]}, "include must be a list of names, globs or module types, got [3]"),
+        ({"include": []}, "nothing to factorize in Mlp: all of its layers are left out (inlet: first layer"),
+        ({"exclude": ["*"]}, "wide: in exclude=; square: in exclude=; narrow: in exclude=; and 1 more)"),
+    ],
+)
+def test_a_wrong_selection_says_what_there_is(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(Mlp(), ratio=0.5, **arguments)
+
+
+def test_a_model_without_layers_says_so() -> None:
+    with pytest.raises(ValueError, match="nothing to factorize in ReLU: it has no layer with a weight matrix"):
+        plan(nn.ReLU(), ratio=0.5)
+    with pytest.raises(ValueError, match="include='a' matches no layer of ReLU; it has none"):
+        plan(nn.ReLU(), ratio=0.5, include=["a"])
+    with pytest.raises(ValueError, match=r"the model itself: first layer"):
+        plan(nn.Linear(8, 8), ratio=0.9)
+
+
+def test_a_module_under_two_names_is_one_entry() -> None:
+    model = Mlp()
+    model.also = nn.ModuleList([model.square])
+    made = plan(model, rank=2)
+    assert [entry.aliases for entry in made.entries] == [(), (), ("also.0",), (), ()]
+    assert plan(model, rank=2, include=["also"]).selected[0].name == "square"
+    assert plan(model, rank=2, exclude=["also.0"]).entries[2].reason == "in exclude="
+
+
+def test_a_tied_embedding_and_output_are_planned_together_and_counted_once() -> None:
+    model = TiedReader()
+    made = plan(model, ratio=0.5, keep_first_and_last=False)
+    tokens, _, output = made.entries
+    assert output.tied_to == "tokens"
+    assert tokens.tied_to is None
+    assert tokens.rank == output.rank
+    assert (output.params, output.params_after) == (0, 0)
+    assert made.params == sum(p.numel() for p in model.parameters()) == sum(e.params for e in made.entries) + 32 + 200
+    assert made.params_after == sum(entry.params_after for entry in made.entries) + 32 + 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"include": ["tokens", "mix"]}, {"tokens": "weight is tied to output.weight, which stays dense"}),
+        ({"include": ["output", "mix"]}, {"output": "weight is tied to tokens.weight, which stays dense"}),
+        ({"exclude": ["tokens"], "keep_first_and_last": False}, {"output": "weight is tied to tokens.weight"}),
+        ({}, {"tokens": "first layer", "output": "last layer"}),
+    ],
+)
+def test_tied_layers_of_which_one_stays_dense_both_do(arguments: dict[str, Any], reason: dict[str, str]) -> None:
+    made = plan(TiedReader(), rank=2, **arguments)
+    assert [entry.name for entry in made.selected] == ["mix"]
+    for name, part in reason.items():
+        assert part in reasons(made)[name]
+    assert [entry.params for entry in made.entries] == [200 * 32, 32 * 32, 0]
+
+
+class KeepsOwnWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = between(nn.Linear(64, 64))
+        self.mine = self.layers[2].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) @ self.mine
+
+
+def test_a_weight_that_the_model_also_reads_itself_stays_dense() -> None:
+    made = plan(KeepsOwnWeight(), rank=2)
+    assert reasons(made)["layers.2"] == "weight is tied to mine, which stays dense"
+
+
+def test_a_shared_bias_does_not_keep_a_layer_dense() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    model[1].bias = model[2].bias
+    made = plan(model, rank=2)
+    assert [(entry.name, entry.tied_to) for entry in made.selected] == [("1", None), ("2", None)]
