@@ -6,6 +6,7 @@ from abc import abstractmethod
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.layers.draw import Init, check_init, decompose, draw, draw_bias, draw_dense, fill_identity
@@ -34,6 +35,8 @@ class FactorizedLayer(nn.Module):
         check_whole("rank", rank, least=1)
         check_whole("depth", depth, least=0)
         self.shape = shape
+        self.drop_connect = 0.0  # share of the product's entries dropped in training, see fz.drop_connect
+        self.decay_in_backward = 0.0  # added to the gradient of a composed weight, see fz.FrobeniusDecay
         self.U = nn.Parameter(torch.empty(shape.groups * shape.rows, rank, device=device, dtype=dtype))
         self.inner = nn.ParameterList(
             nn.Parameter(torch.empty(shape.groups * rank, rank, device=device, dtype=dtype)) for _ in range(depth)
@@ -59,6 +62,18 @@ class FactorizedLayer(nn.Module):
     def weight(self) -> Tensor:
         """The composed weight, in the dense layer's shape; differentiable."""
         return composed_kernel(self.U, self.V, list(self.inner), self.shape)
+
+    def running_weight(self) -> Tensor:
+        """Return the composed weight as ``forward`` uses it: in training with entries dropped, or decayed by λW."""
+        weight = self.weight
+        if self.decay_in_backward:
+            weight = _AddToGradient.apply(weight, self.decay_in_backward)  # type: ignore[no-untyped-call]
+        return F.dropout(weight, self.drop_connect) if self.drops else weight
+
+    @property
+    def drops(self) -> bool:
+        """Whether ``forward`` drops entries of the product, which it then has to form."""
+        return self.training and self.drop_connect > 0
 
     @abstractmethod
     def dense_skeleton(self) -> nn.Module:
@@ -146,6 +161,24 @@ class FactorizedLayer(nn.Module):
         depth = f", depth={self.depth}" if self.depth else ""
         used = sum(factor.numel() for factor in self.factors)
         return f"rank={self.rank}{depth}, params={used:,} of {self.shape.numel:,}"
+
+
+class _AddToGradient(torch.autograd.Function):
+    """The identity, which adds ``strength`` times its input to the gradient that passes."""
+
+    @staticmethod
+    def forward(weight: Tensor, strength: float) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.strength = inputs[1]  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient + ctx.strength * weight, None  # type: ignore[attr-defined]
 
 
 def check_whole(name: str, value: object, least: int) -> None:

@@ -12,16 +12,12 @@ from torch.nn.modules.conv import _ConvNd
 from factorized.layers.base import FactorizedLayer, check_choice
 from factorized.layers.draw import Init
 from factorized.layers.execution import cheapest_conv
-from factorized.maths.convolution import Geometry, explicit_padding, one_conv, two_convs
+from factorized.maths.convolution import Geometry, convolve, explicit_padding, two_convs
 from factorized.maths.kernel import KernelShape, Kind
 from factorized.maths.products import two_products
 
 Extent = int | tuple[int, ...]
-_RUN: dict[str, Callable[..., Tensor]] = {
-    "two_convs": two_convs,
-    "one_conv": one_conv,
-    "two_products": two_products,
-}
+_RUN: dict[str, Callable[..., Tensor]] = {"two_convs": two_convs, "two_products": two_products}
 
 
 class FactorizedConv(FactorizedLayer):
@@ -32,7 +28,7 @@ class FactorizedConv(FactorizedLayer):
     ``"one_conv"`` (compose the kernel first), ``"two_products"`` or ``"auto"``; all compute the same.
     """
 
-    executions: ClassVar[tuple[str, ...]] = tuple(_RUN)
+    executions: ClassVar[tuple[str, ...]] = ("two_convs", "one_conv", "two_products")
     dense_type: ClassVar[type[Any]]
     dims: ClassVar[int]
 
@@ -143,11 +139,16 @@ class FactorizedConv(FactorizedLayer):
         input: Tensor,  # (batch, in, *spatial) or (in, *spatial)
     ) -> Tensor:  # (batch, out, *spatial)
         """Apply the layer."""
-        run = _RUN[self.chosen_execution()]
+        execution = self.chosen_execution()
+        if execution == "one_conv":
+            return convolve(input, self.running_weight(), self.bias, self.geometry, self.groups)
+        run = _RUN[execution]
         return run(input, self.U, self.V, list(self.inner), self.bias, self.shape, self.geometry)
 
     def chosen_execution(self) -> str:
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
+        if self.drops:
+            return "one_conv"
         if self.execution != "auto":
             return self.execution
         compiled = torch.compiler.is_compiling()

@@ -80,6 +80,9 @@ class FactorizedEmbedding(FactorizedLayer):
         input: Tensor,  # (...)
     ) -> Tensor:  # (..., dim)
         """Look up rows of the product."""
+        if self.drops:
+            table = self.running_weight()
+            return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         x = F.embedding(input, self.U, self.padding_idx, sparse=self.sparse)
         for M in self.inner:
             x = x @ M

@@ -70,7 +70,7 @@ class FactorizedLinear(FactorizedLayer):
     ) -> Tensor:  # (..., out)
         """Apply the layer."""
         if self.chosen_execution() == "one_product":
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, self.running_weight(), self.bias)
         x = F.linear(input, self.V.mT)
         for M in reversed(self.inner):
             x = F.linear(x, M)
@@ -78,6 +78,8 @@ class FactorizedLinear(FactorizedLayer):
 
     def chosen_execution(self) -> str:
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
+        if self.drops:
+            return "one_product"
         if self.execution != "auto":
             return self.execution
         return cheapest_linear(self.shape, self.rank, self.depth)

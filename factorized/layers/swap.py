@@ -136,58 +136,57 @@ def _build(dense: nn.Module, entry: PlanEntry) -> FactorizedLayer:
 def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str, nn.Module]:
     """Return the dense layers a plan names, or say what differs between the model and the one it was made for.
 
-    With ``same_ties`` the layers must share weights as the plan says: else a weight would be dropped, or untied.
+    With ``same_ties`` they must share weights as the plan says: else a weight would be dropped, or untied, in silence.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    planned = {entry.name for entry in plan.selected}
-    tied = _tied_names(plan)
-    holders = _holders(model)
-    found, wrong = {}, []
-    for entry in plan.selected:
-        names = [name for name in (entry.name, *entry.aliases) if name not in modules]
-        if names:
-            wrong.append(f"{names[0]} is missing")
-            continue
-        module = modules[entry.name]
-        weight = module._parameters.get("weight")
-        places = {name for name, other in modules.items() if other is module}
-        if type(module).__name__ != entry.type or weight is None:
-            wrong.append(f"{entry.name} is {type(module).__name__}, not {entry.type}")
-        elif tuple(weight.shape) != entry.shape:
-            wrong.append(f"{entry.name} has shape {_times(weight.shape)}, not {_times(entry.shape)}")
-        elif places != {entry.name, *entry.aliases}:
-            wrong.append(f"{_listed(places)} is one module, not {_listed({entry.name, *entry.aliases})}")
-        elif entry.tied_to is not None and entry.tied_to not in planned:
-            wrong.append(f"{entry.name} is tied to {entry.tied_to}, which the plan does not factorize")
-        elif same_ties and holders[weight] != tied[entry.tied_to or entry.name]:
-            has, wants = holders[weight] - {entry.name}, tied[entry.tied_to or entry.name] - {entry.name}
-            wrong.append(f"{entry.name} shares its weight with {_listed(has)}, not with {_listed(wants)}")
-        found[entry.name] = module
+    places: dict[nn.Module, set[str]] = {}
+    for name, module in modules.items():
+        places.setdefault(module, set()).add(name)
+    wrong = [text for entry in plan.selected if (text := _difference(entry, modules, places)) is not None]
+    wrong = wrong or _differing_ties(model, plan, modules, same_ties)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
             f"the plan was made for another model ({plan.model}): {'; '.join(wrong[:3])}{more}. "
             f"Make a plan for this {type(model).__name__}; nothing was changed"
         )
-    return found
+    return {entry.name: modules[entry.name] for entry in plan.selected}
 
 
-def _tied_names(plan: Plan) -> dict[str, set[str]]:
-    """Return, by the first of them, the names of the layers that share one weight."""
-    tied: dict[str, set[str]] = {}
+def _difference(entry: PlanEntry, modules: dict[str, nn.Module], places: dict[nn.Module, set[str]]) -> str | None:
+    planned = {entry.name, *entry.aliases}
+    missing = sorted(planned - modules.keys())
+    if missing:
+        return f"{missing[0]} is missing"
+    module = modules[entry.name]
+    weight = module._parameters.get("weight")
+    if type(module).__name__ != entry.type or weight is None:
+        return f"{entry.name} is {type(module).__name__}, not {entry.type}"
+    if tuple(weight.shape) != entry.shape:
+        return f"{entry.name} has shape {_times(weight.shape)}, not {_times(entry.shape)}"
+    if places[module] != planned:
+        return f"{entry.name} is the module at {_listed(places[module])}; in the plan, at {_listed(planned)}"
+    return None
+
+
+def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], same_ties: bool) -> list[str]:
+    planned: dict[str, set[str]] = {}  # by the first of them, the layers that share one weight
     for entry in plan.selected:
-        tied.setdefault(entry.tied_to or entry.name, set()).add(entry.name)
-    return tied
-
-
-def _holders(model: nn.Module) -> dict[Tensor, set[str]]:
-    """Return, of every parameter, the modules that hold it as their weight, and its full names elsewhere."""
-    holders: dict[Tensor, set[str]] = {}
+        planned.setdefault(entry.tied_to or entry.name, set()).add(entry.name)
+    holders: dict[Tensor, set[str]] = {}  # of every parameter: modules that hold it as their weight, or its full name
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 holders.setdefault(parameter, set()).add(name if key == "weight" else f"{name}.{key}")
-    return holders
+    wrong = []
+    for entry in plan.selected:
+        has, wants = holders[_weight(modules[entry.name])], planned[entry.tied_to or entry.name]
+        if (entry.tied_to or entry.name) not in wants:
+            wrong.append(f"{entry.name} is tied to {entry.tied_to}, which the plan does not factorize")
+        elif same_ties and has != wants:
+            shared, listed = _listed(has - {entry.name}), _listed(wants - {entry.name})
+            wrong.append(f"{entry.name} shares its weight with {shared}; in the plan, with {listed}")
+    return wrong
 
 
 def _weight(dense: nn.Module) -> Tensor:

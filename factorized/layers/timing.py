@@ -20,7 +20,7 @@ def training_step(layer: nn.Module, x: Tensor, compiled: bool = False) -> Step:
     ``compiled`` compiles the layer and, on CUDA, replays the pass as one graph, as a compiled training loop would.
     """
     run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
-    inputs = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad]
+    inputs = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad and torch.is_grad_enabled()]
     with torch.no_grad():
         gradient = torch.randn_like(layer(x))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -78,6 +79,8 @@ def convolve(
     else:
         x = pad(x, geometry.padding, geometry.padding_mode)
         padding = (0,) * len(geometry.padding)
+    if not x.is_cuda:  # the CPU's float64 and float16 convolutions have no, or a wrong, gradient for some strides
+        kernel = kernel.clone(memory_format=torch.contiguous_format)
     apply = _CONVOLVE[len(geometry.stride)]
     return apply(x, kernel, bias, geometry.stride, padding, geometry.dilation, groups)
 

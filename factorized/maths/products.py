@@ -29,7 +29,12 @@ def two_products(
     with every padding mode), summed over the column taps, each shifted to its place, and stacked over the row taps.
     Channels-last inputs give channels-last outputs; grouped kernels always run channels-first.
     """
-    unbatched = x.dim() == len(shape.size) + 1
+    dims = len(shape.size)
+    if x.dim() not in (dims + 1, dims + 2):
+        raise ValueError(
+            f"expected an input with {dims + 2} dimensions, or {dims + 1} if unbatched, got shape {tuple(x.shape)}"
+        )
+    unbatched = x.dim() == dims + 1
     if unbatched:
         x = x.unsqueeze(0)
     g = shape.groups
@@ -123,6 +128,11 @@ class _Shift:
             (extent - d * (k - 1) - 1) // s + 1
             for extent, k, d, s in zip(padded, shape.size, geometry.dilation, geometry.stride, strict=True)
         )
+        if any(extent < 1 for extent in extents):
+            raise ValueError(
+                f"the kernel does not fit its input: {shape.size} with dilation {geometry.dilation} is larger than the "
+                f"padded {tuple(padded)}"
+            )
         return _Shift(geometry, extents, first_dim)
 
     def taps(self, parts: Sequence[Tensor], shape: KernelShape) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -72,6 +73,41 @@ def spectral_factors(
     return U.to(W.dtype), V.to(W.dtype)
 
 
+def factor_spectrum(
+    U: Tensor,  # (..., m, r)
+    V: Tensor,  # (..., n, r)
+    inner: Sequence[Tensor] = (),  # each (..., r, r)
+) -> Tensor:  # (..., min(m, n, r))
+    """Return the singular values of ``U M₁…M_d Vᵀ``, largest first, from an SVD no larger than the rank."""
+    core = torch.linalg.qr(U).R
+    for M in inner:
+        core = core @ M
+    return torch.linalg.svdvals(core @ torch.linalg.qr(V).R.mT)
+
+
+def nuclear_gradients(
+    U: Tensor,  # (..., m, r)
+    V: Tensor,  # (..., n, r)
+    inner: Sequence[Tensor] = (),  # each (..., r, r)
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # like U, like V, like inner
+    """Return the gradients of the nuclear norm ‖U M₁…M_d Vᵀ‖_* with respect to ``U``, ``V`` and the inner matrices.
+
+    That of the product is ``A Bᵀ`` from its SVD ``A Σ Bᵀ``, taken where singular values are zero as zero.
+    """
+    (Q, R), (P, T) = torch.linalg.qr(U), torch.linalg.qr(V)
+    heads, tails = [R], [T]  # R M₁…M_j and T M_dᵀ…M_{j+1}ᵀ
+    for M in inner:
+        heads.append(heads[-1] @ M)
+    for M in reversed(inner):
+        tails.append(tails[-1] @ M.mT)
+    tails.reverse()
+    A, S, Bh = torch.linalg.svd(heads[-1] @ T.mT, full_matrices=False)
+    tolerance = S[..., :1] * (max(U.shape[-2:]) * torch.finfo(S.dtype).eps)
+    direction = (A * (tolerance < S).unsqueeze(-2)) @ Bh
+    d_inner = tuple(head.mT @ direction @ tail for head, tail in zip(heads[:-1], tails[1:], strict=True))
+    return Q @ (direction @ tails[0]), P @ (direction.mT @ heads[-1]), d_inner
+
+
 def _randomized_is_worthwhile(m: int, n: int, rank: int) -> bool:
     smallest = min(m, n)
     randomized = 2 * (POWER_ITERATIONS + 1) * m * n * _sketch_width(rank, smallest)
@@ -102,6 +138,8 @@ def _randomized_svd(
     """
     m, n = W.shape[-2:]
     width = _sketch_width(rank, min(m, n))
+    scale = W.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(W.dtype).tiny)
+    W = W / scale  # W Wᵀ must stay within the range of its type
     Q = torch.linalg.qr(W @ _gaussian(n, width, W)).Q
     shift = W.new_zeros(*W.shape[:-2], 1, 1)
     for _ in range(POWER_ITERATIONS):
@@ -109,7 +147,7 @@ def _randomized_svd(
         smallest = torch.linalg.svdvals(R)[..., -1, None, None]
         shift = torch.maximum(shift, (smallest + shift) / 2)
     V, S, Wh = torch.linalg.svd(W.mT @ Q, full_matrices=False)
-    return Q @ Wh.mT[..., :rank], S[..., :rank], V[..., :rank]
+    return Q @ Wh.mT[..., :rank], S[..., :rank] * scale.squeeze(-1), V[..., :rank]
 
 
 def _gaussian(rows: int, columns: int, like: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 DENSE: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 FACTORIZED: dict[int, type[Any]] = {1: FactorizedConv1d, 2: FactorizedConv2d, 3: FactorizedConv3d}
 LAST = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
+KINDS = ("spatial", "channel")
 EXECUTIONS = ("two_convs", "one_conv", "two_products", "auto")
 # A setting: channels in and out, kernel size, spatial extents, rank, depth, and what else torch's layer is given.
 Setting = tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], int, int, dict[str, Any]]
@@ -40,9 +41,9 @@ SETTINGS: dict[str, Setting] = {
     "3d-groups": ((4, 6), (3, 1, 2), (4, 5, 6), 2, 0, {"groups": 2, "padding": 1, "padding_mode": "circular"}),
     "3d-replicate": ((3, 4), (2, 2, 3), (4, 5, 6), 3, 0, {"padding": "same", "padding_mode": "replicate"}),
 }
-LAYOUTS = {"2d": "last", "2d-circular": "last", "2d-pointwise": "last", "3d": "last"}
+CHANNELS_LAST = {"2d", "2d-circular", "3d"}
 THOROUGH = {
-    "1d-strided-two_convs-spatial",
+    "1d-strided-two_convs-channel",
     "2d-two_convs-spatial",
     "2d-two_products-spatial-last",
     "2d-unequal-two_products-channel",
@@ -74,33 +75,38 @@ def case(setting: str, execution: str, kind: str, layout: str = "first") -> Case
     )
 
 
-def cases(*prefixes: str) -> tuple[Case, ...]:
-    """Return every execution and kind of the settings whose names begin so, in both layouts where that matters."""
-    made = []
-    for setting, (_, kernel_size, *_) in SETTINGS.items():
-        if setting.startswith(prefixes):
-            kinds = ("spatial", "channel") if len(kernel_size) > 1 else ("spatial",)  # a length has one way to split
-            made += [case(setting, execution, kind) for execution in EXECUTIONS for kind in kinds]
-            if LAYOUTS.get(setting) == "last":
-                made += [case(setting, execution, "spatial", "last") for execution in EXECUTIONS[:3]]
+def cases(dims: str) -> tuple[Case, ...]:
+    """Return a case per setting and execution, of either kind in turn, and some that choose or have channels last."""
+    chosen = [setting for setting in SETTINGS if setting.startswith(dims)]
+    made = [case(dims, "auto", "spatial")]
+    for n, setting in enumerate(chosen):
+        made += [case(setting, execution, KINDS[(n + m) % 2]) for m, execution in enumerate(EXECUTIONS[:3])]
+        if setting in CHANNELS_LAST:
+            made += [case(setting, execution, "spatial", "last") for execution in EXECUTIONS[:3]]
     return tuple(made)
 
 
-class TestConv1d(LayerContract):
-    cases = cases("1d")
-
-
-class TestConv2d(LayerContract):
-    cases = cases("2d")
-
-
-class TestConv3d(LayerContract):
-    cases = cases("3d")
+class TestConv(LayerContract):
+    cases = (*cases("1d"), *cases("2d"), *cases("3d"))
 
 
 def test_every_case_to_be_looked_at_thoroughly_exists() -> None:
-    assert {made.name for made in cases("") if made.thorough} == THOROUGH
-    assert {made.name for made in cases("") if made.inductor} == INDUCTOR
+    assert {made.name for made in TestConv.cases if made.thorough} == THOROUGH
+    assert {made.name for made in TestConv.cases if made.inductor} == INDUCTOR
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_runs_alike_in_every_execution_kind_and_layout(
+    setting: str, execution: str, kind: str, layout: str
+) -> None:
+    made = case(setting, execution, kind, layout)
+    layer, x = made.make_layer(), made.make_input(3)
+    dense = layer.to_dense()
+    assert error(layer(x), dense(x)) < 1e-12
+    assert error(*(gradients(module, x, [x])[0] for module in (layer, dense))) < 1e-11
 
 
 @st.composite
@@ -134,8 +140,8 @@ def drawn_layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
     reach = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
     leading = draw(st.sampled_from([(), (1,), (2,)]))
     extents = [r + extra for r, extra in zip(reach, per_dim(3, 4), strict=True)]
-    x = torch.linspace(-1, 1, 10_000, dtype=torch.float64).square()[: leading[-1] if leading else 1]
-    x = torch.randn(*leading, layer.in_channels, *extents, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*leading, layer.in_channels, *extents, generator=generator, dtype=torch.float64)
     return layer, x.requires_grad_()
 
 
@@ -165,5 +171,14 @@ def test_channels_last_inputs_give_channels_last_outputs(execution: str) -> None
 @pytest.mark.parametrize("shape", [(2, 3, 5, 5), (3, 5, 5), (4, 5), (2, 4, 5, 5, 5)])
 def test_inputs_that_the_dense_layer_refuses_are_refused(shape: tuple[int, ...], execution: str) -> None:
     layer = FactorizedConv2d(4, 6, 3, 2, execution=execution)
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)expected|multiplied|size"):
         layer(torch.randn(shape))
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_an_exported_program_takes_images_of_another_size(execution: str) -> None:
+    layer = FactorizedConv2d(4, 6, 3, 2, stride=2, padding=1, execution=execution, dtype=torch.float64)
+    x, other = (torch.randn(2, 4, *extents, dtype=torch.float64) for extents in ((9, 8), (12, 11)))
+    sizes = ({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(layer, (x,), dynamic_shapes=sizes).module()
+    assert error(program(other), layer(other)) < 1e-12

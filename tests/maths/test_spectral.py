@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorized.maths.spectral import spectral_factors, truncated_svd
+from factorized.maths.frobenius import compose
+from factorized.maths.spectral import factor_spectrum, nuclear_gradients, spectral_factors, truncated_svd
 
 METHODS = ["exact", "randomized"]
 
@@ -221,3 +222,26 @@ def test_a_wrong_decomposition_says_what_is_allowed(W: Tensor, rank: int, method
 def test_wrong_spectral_factors_say_what_is_allowed(W: Tensor, rank: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spectral_factors(W, rank)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
+def test_the_randomized_way_stands_weights_of_any_scale(scale: float) -> None:
+    W = torch.randn(64, 48, generator=torch.Generator().manual_seed(3))
+    expected, S, _ = truncated_svd(W, 8, "randomized")
+    U, scaled, _ = truncated_svd(W * scale, 8, "randomized")
+    torch.testing.assert_close(scaled / scale, S, rtol=1e-4, atol=0)
+    torch.testing.assert_close(U.abs(), expected.abs(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_singular_values_and_nuclear_gradients_come_from_the_factors_alone(depth: int) -> None:
+    generator = torch.Generator().manual_seed(depth)
+    U, V = (torch.randn(2, long, 4, generator=generator, dtype=torch.float64, requires_grad=True) for long in (9, 7))
+    inner = [torch.randn(2, 4, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(depth)]
+    product = compose(U, V, inner)
+    values = torch.linalg.svdvals(product)[..., :4]
+    torch.testing.assert_close(factor_spectrum(U, V, inner), values, rtol=1e-10, atol=1e-12)
+    expected = torch.autograd.grad(torch.linalg.matrix_norm(product, "nuc").sum(), [U, V, *inner])
+    dU, dV, d_inner = nuclear_gradients(U.detach(), V.detach(), [M.detach() for M in inner])
+    for got, wanted in zip([dU, dV, *d_inner], expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)

@@ -177,6 +177,18 @@ def test_counting_leaves_modes_statistics_gradients_and_hooks_alone() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+class Notes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.records_gradients = torch.is_grad_enabled()
+        return x
+
+
+def test_counting_records_no_gradients() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Notes(), nn.Linear(8, 8))
+    plan(model, rank=1, example_input=torch.zeros(1, 8))
+    assert not model[2].records_gradients
+
+
 def test_lazy_layers_are_not_initialized_by_counting() -> None:
     model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 32), nn.LazyLinear(5))
     with pytest.raises(ValueError, match=r"2\.weight is not initialized yet, .*run the model once first"):
@@ -190,5 +202,6 @@ def test_channel_convolutions_multiply_at_their_strided_positions_only() -> None
         plan(model, LowRank(kind), rank=4, example_input=torch.zeros(1, 16, 8, 8), **WHOLE).entries[0]
         for kind in ("spatial", "channel")
     )
+    assert (spatial.kind, channel.kind) == ("spatial", "channel")
     assert spatial.macs_after == 8 * 4 * (4 * 48) + 4 * 4 * (4 * 48)
     assert channel.macs_after == 4 * 4 * (4 * 16 * 9) + 4 * 4 * (4 * 16)

@@ -104,6 +104,8 @@ def test_the_table_fits_its_width_and_leaves_out_no_layer_or_reason(made: Plan, 
         assert "".join((entry.name or "(model)").split()) in words
         assert "".join((entry.reason or "").split()) in words
         assert str(entry.rank or "") in words
+        if entry.rank is not None and entry.tied_to is None:
+            assert f"{short_count(entry.params)}->{short_count(entry.params_after)}" in words
     assert "".join(f"{made.ratio:.4f} of {made.params:,} parameters".split()) in words
     assert made.budget in words
 

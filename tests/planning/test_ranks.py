@@ -87,6 +87,9 @@ def test_a_ratio_that_whole_ranks_meet_is_met_exactly(model_type: type[nn.Module
     for step in range(1, 60):
         scaled = plan(MODELS[model_type], rank_scale=step / 200, **WHOLE)
         assert plan(MODELS[model_type], ratio=scaled.ratio, **WHOLE).params_after == scaled.params_after
+        just_below = (scaled.params_after - 0.3) / scaled.params
+        if just_below > LOWEST[model_type]:
+            assert plan(MODELS[model_type], ratio=just_below, **WHOLE).params_after < scaled.params_after
 
 
 @pytest.mark.parametrize("model_type", [ConvNet, Mlp, Reader])
@@ -161,6 +164,22 @@ def test_spectrum_is_the_best_there_is_when_all_steps_cost_the_same(budget: int)
     choices = [ranks for ranks in itertools.product(range(1, 13), repeat=3) if 6 * sum(ranks) <= budget]
     best = min(lost(energies, list(ranks)) for ranks in choices)
     assert lost(energies, spend_by_spectrum(items, energies, budget)) == pytest.approx(best, abs=1e-12)
+
+
+def priced(cost: int, reference: int) -> Item:
+    """A layer with this cost a rank, too large to stay dense."""
+    return Item(lambda r: 1000 if r is None else cost * r, lambda s: max(1, round(reference * s)), reference, True)
+
+
+def test_spectrum_weighs_energy_against_cost() -> None:
+    assert spend_by_spectrum([priced(10, 12), priced(1, 12)], [[1.0] * 12, [1.0] * 12], 21) == [1, 11]
+
+
+def test_spectrum_gives_way_to_uniform_where_whole_steps_mislead_it() -> None:
+    # The first layer's step earns more per cost, but then the second's, which earns more, no longer fits.
+    items, energies = [priced(6, 4), priced(10, 12)], [[100.0, 6.5, 0.0, 0.0], [100.0, 10.0] + [0.0] * 10]
+    assert spend_uniformly(items, 26) == [1, 2]
+    assert spend_by_spectrum(items, energies, 26) == [1, 2]
 
 
 def lost(energies: list[list[float]], ranks: Ranks) -> float:

@@ -1,0 +1,77 @@
+"""Write the README's tables from the files under ``benchmarks/results/``.
+
+    python -m benchmarks.tables
+
+A table stands between ``<!-- table:NAME -->`` and ``<!-- end -->``; what is between them is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
+
+
+def training_step() -> str:
+    """Return the table of whole training steps."""
+    report = _read("training-step-h200")
+    dense = next(row for row in report["rows"] if row["ratio"] is None)
+    lines = ["| ResNet-32x2 | parameters | ms per training step | against dense |", "| --- | ---: | ---: | ---: |"]
+    for row in report["rows"]:
+        if row["execution"] in ("dense", "auto"):
+            name = "dense" if row["ratio"] is None else f"low rank, ratio {row['ratio']}"
+            share = row["ms"] / dense["ms"]
+            lines.append(f"| {name} | {row['parameters']:,} | {row['ms']:.2f} | {share:.2f} |")
+    note = (
+        f"{_machine(report)}, bf16, batch {report['batch']}; forward, backward and SGD compiled and replayed as one CUDA "
+        f"graph; medians of n = {report['rounds']} interleaved rounds of 20 steps."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def decomposition() -> str:
+    """Return the table of randomized against exact decompositions."""
+    report = _read("svd-cpu")
+    lines = [
+        "| Gaussian matrix | rank | exact SVD | randomized | times faster | error over the optimum |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["rows"]:
+        batch = f"{row['batch']} of " if row["batch"] > 1 else ""
+        exact, randomized = row["exact_seconds"], row["randomized_seconds"]
+        lines.append(
+            f"| {batch}{row['size']}×{row['size']} | {row['rank']} | {exact:.3f} s | {randomized:.3f} s "
+            f"| {row['times_faster']:.1f} | {row['error_over_optimum']:.4f} |"
+        )
+    return "\n".join([*lines, "", f"{_machine(report)}; medians of n = {report['rows'][0]['rounds']}, interleaved."])
+
+
+TABLES: dict[str, Callable[[], str]] = {"training-step": training_step, "decomposition": decomposition}
+
+
+def with_tables(text: str) -> str:
+    """Return ``text`` with every table in it made anew."""
+    for name, make in TABLES.items():
+        block = f"<!-- table:{name} -->\n{make()}\n<!-- end -->"
+        text = re.sub(rf"<!-- table:{name} -->.*?<!-- end -->", lambda _, new=block: new, text, flags=re.DOTALL)
+    return text
+
+
+def _read(name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return report
+
+
+def _machine(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    device = machine["device"] if "NVIDIA" in machine["device"] else f"{machine['threads']} CPU cores"
+    return f"{device}, torch {machine['torch']}"
+
+
+if __name__ == "__main__":
+    README.write_text(with_tables(README.read_text()))

@@ -1,0 +1,72 @@
+"""``fz.parameter_groups``: what an optimizer's own weight decay may act on, when products are decayed as products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from factorized.decay.forms import Form, factor_parameters, forms
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    decay_norms: bool = False,
+    decay_biases: bool = False,
+    crs: bool = False,
+) -> list[dict[str, Any]]:
+    """Return parameter groups for any torch optimizer: weights with ``weight_decay``, factors of products without.
+
+    ``decay_norms=True`` and ``decay_biases=True`` decay those too, as the paper's ResNet recipe does, which decays
+    every parameter alike. ``crs=True`` is compression-rate scaling instead of Frobenius decay: each product's factors
+    are decayed by ``weight_decay`` times their share of the dense weight's parameters. Frozen parameters are left out.
+    """
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay!r}")
+    owners = factor_parameters(forms(model))
+    norms = {p for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
+    factors: dict[Form, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter in owners:
+            factors.setdefault(owners[parameter], []).append(parameter)
+            continue
+        is_norm = parameter in norms
+        is_bias = not is_norm and name.rpartition(".")[2] == "bias"
+        kept = (decay_norms or not is_norm) and (decay_biases or not is_bias)
+        (decayed if kept else free).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    if crs:
+        groups += [
+            {"params": parameters, "weight_decay": weight_decay * compression_rate(form)}
+            for form, parameters in factors.items()
+        ]
+    else:
+        groups.append({"params": [p for parameters in factors.values() for p in parameters], "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
+
+
+def compression_rate(form: Form) -> float:
+    """Return the entries of a form's factors over those of its product."""
+    product = form.U.shape[0] * form.U.shape[-2] * form.V.shape[-2]
+    return sum(factor.value.numel() for factor in form.factors) / product
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, _NORMS) or "norm" in type(module).__name__.lower()

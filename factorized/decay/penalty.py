@@ -1,0 +1,95 @@
+"""``fz.ProductPenalty`` and ``fz.NuclearDecay``: other penalties on the product, as the paper's conclusion asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from factorized.decay.act import gradient_of
+from factorized.decay.forms import Factor, forms
+from factorized.decay.guard import check_attachable
+from factorized.decay.strength import check_number
+from factorized.maths.frobenius import compose
+from factorized.maths.spectral import factor_spectrum, nuclear_gradients
+
+
+class ProductPenalty:
+    """Any penalty ``fn(W)`` on the composed products ``W = U M₁…M_d Vᵀ``; its gradient is added before every step.
+
+    ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed, and its gradient taken
+    by autograd: right for any ``fn``, at the cost of the dense weight.
+    """
+
+    def __init__(self, model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+        self.forms = forms(model)
+        if not self.forms:
+            raise ValueError(f"{type(model).__name__} holds no products to penalize; call fz.factorize first")
+        self.fn = fn
+        self._handle: RemovableHandle | None = None
+
+    def penalty(self) -> Tensor:
+        """Return Σ fn(W), differentiable."""
+        return torch.stack([self.fn(compose(form.U, form.V, form.inner)).sum() for form in self.forms]).sum()
+
+    def apply_(self) -> None:
+        """Add the gradient to those that are there, once."""
+        for form in self.forms:
+            self._add(form.factors, self._gradients(form.factors))
+
+    def attach(self, optimizer: Optimizer) -> Self:
+        """Act just before every ``optimizer.step()``; return this penalty."""
+        if self._handle is not None:
+            raise ValueError("this penalty is attached already; call detach() first")
+        check_attachable(self.forms, optimizer, type(self))
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        return self
+
+    def detach(self) -> None:
+        """Stop acting on the optimizer."""
+        if self._handle is None:
+            raise ValueError("this penalty is not attached to an optimizer; call attach(optimizer) first")
+        self._handle.remove()
+        self._handle = None
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Say whether ``parameter`` is a factor that this penalty acts on."""
+        return any(factor.parameter is parameter for form in self.forms for factor in form.factors)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.apply_()
+
+    def _gradients(self, factors: tuple[Factor, ...]) -> list[Tensor]:
+        values = [factor.value.requires_grad_() for factor in factors]
+        with torch.enable_grad():
+            loss = self.fn(compose(values[0], values[-1], values[1:-1])).sum()
+        return list(torch.autograd.grad(loss, values))
+
+    @torch.no_grad()
+    def _add(self, factors: tuple[Factor, ...], gradients: list[Tensor]) -> None:
+        for factor, gradient in zip(factors, gradients, strict=True):
+            target = gradient_of(factor)
+            if target is not None:
+                target.add_(gradient)
+
+
+class NuclearDecay(ProductPenalty):
+    """λ‖U M₁…M_d Vᵀ‖_*, what ordinary decay of the factors bounds (equation 2), from SVDs no larger than the rank."""
+
+    def __init__(self, model: nn.Module, strength: float) -> None:
+        check_number("strength", strength)
+        super().__init__(model, lambda W: strength * torch.linalg.svdvals(W).sum())
+        self.strength = strength
+
+    def penalty(self) -> Tensor:
+        """Return Σ λ‖W‖_*, differentiable."""
+        return self.strength * torch.stack([factor_spectrum(f.U, f.V, f.inner).sum() for f in self.forms]).sum()
+
+    def _gradients(self, factors: tuple[Factor, ...]) -> list[Tensor]:
+        U, *inner, V = (factor.value for factor in factors)
+        dU, dV, d_inner = nuclear_gradients(U, V, inner)
+        return [gradient * self.strength for gradient in (dU, *d_inner, dV)]

@@ -1,0 +1,103 @@
+"""Frobenius gradients of factors that are sharded by rows (FSDP2): only rank × rank matrices are communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from factorized.decay.forms import Factor, Form
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Say whether a parameter is a distributed tensor."""
+    return isinstance(parameter, DTensor)
+
+
+class Sharded:
+    """All sharded forms of a model: their Gram matrices are summed over the shards in one collective.
+
+    Left to itself, a product of distributed tensors makes partial sums of the full size; here every rank multiplies the
+    rows it has, and what travels is the r×r Gram matrix of each factor and the inner matrices.
+    """
+
+    def __init__(self, members: Sequence[Form]) -> None:
+        self.members = list(members)
+        self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in form.factors)
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's rows of every factor's gradient of ½‖U M₁…M_d Vᵀ‖², in the order of ``factors``."""
+        ends = [factor for form in self.members for factor in (form.left, form.right)]
+        grams = _summed_grams(ends)
+        result = []
+        for index, form in enumerate(self.members):
+            left, right = grams[2 * index], grams[2 * index + 1]  # (groups, r, r)
+            inner = [_replicated(factor).unflatten(0, (left.shape[0], -1)) for factor in form.middle]
+            rights = [right]  # of M_{j+1}…M_d Vᵀ
+            for M in reversed(inner):
+                rights.append(M @ rights[-1] @ M.mT)
+            rights.reverse()
+            middle = []
+            for M, R in zip(inner, rights[1:], strict=True):
+                middle.append((left @ M @ R).flatten(0, 1))
+                left = M.mT @ left @ M
+            result.append(_times_gram(form.left, rights[0]))
+            result += [_own_rows(gradient, factor) for gradient, factor in zip(middle, form.middle, strict=True)]
+            result.append(_times_gram(form.right, left))
+        return result
+
+
+def _summed_grams(factors: Sequence[Factor]) -> list[Tensor]:
+    """Return the Gram matrices (groups, r, r) of factors whose rows are spread over ranks, by one all-reduce."""
+    local = [torch.stack([rows.mT @ rows for rows in _group_rows(factor)]) for factor in factors]
+    flat = torch.cat([gram.flatten() for gram in local])
+    dist.all_reduce(flat, group=shard_group(factors[0].parameter))
+    parts = flat.split([gram.numel() for gram in local])
+    return [part.view_as(gram) for part, gram in zip(parts, local, strict=True)]
+
+
+def _group_rows(factor: Factor) -> list[Tensor]:
+    """Return this rank's rows of a factor, by group; groups that this rank has nothing of are empty."""
+    local, start = factor.value, _first_row(factor.parameter)
+    size = factor.parameter.shape[0] // factor.batch
+    rows = []
+    for group in range(factor.batch):
+        first = min(max(group * size - start, 0), local.shape[0])
+        last = min(max((group + 1) * size - start, 0), local.shape[0])
+        rows.append(local[first:last])
+    return rows
+
+
+def _times_gram(factor: Factor, gram: Tensor) -> Tensor:  # (local rows, r)
+    return torch.cat([rows @ of_group for rows, of_group in zip(_group_rows(factor), gram, strict=True)])
+
+
+def _own_rows(gradient: Tensor, factor: Factor) -> Tensor:
+    start = _first_row(factor.parameter)
+    return gradient[start : start + factor.value.shape[0]]
+
+
+def _first_row(parameter: nn.Parameter) -> int:
+    assert isinstance(parameter, DTensor)
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return int(offset[0])
+
+
+def _replicated(factor: Factor) -> Tensor:
+    return factor.parameter.detach().full_tensor()  # type: ignore[attr-defined]
+
+
+def shard_group(parameter: Tensor) -> dist.ProcessGroup:
+    """Return the ranks that a parameter's rows are spread over."""
+    assert isinstance(parameter, DTensor)
+    shards = [dim for dim, placement in enumerate(parameter.placements) if placement == Shard(0)]
+    others = [p for p in parameter.placements if p != Shard(0) and not isinstance(p, Replicate)]
+    if len(shards) != 1 or others:
+        raise ValueError(
+            f"factors must be sharded by rows over one mesh dimension, as fully_shard does, got {parameter.placements}"
+        )
+    return parameter.device_mesh.get_group(shards[0])

@@ -1,0 +1,71 @@
+"""How strongly each form is decayed: one number, numbers by name or kind, or a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import isfinite
+
+from torch import Tensor
+
+from factorized.decay.forms import Form
+
+Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
+Strength = Number | Mapping[str, Number] | Callable[[int], float]
+
+
+def strengths(strength: Strength, found: Sequence[Form], step: int) -> list[Number]:
+    """Return the strength of every form at ``step``."""
+    if callable(strength):
+        strength = strength(step)
+    if isinstance(strength, Mapping):
+        return [_by_pattern(strength, form) for form in found]
+    return [strength] * len(found)
+
+
+def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
+    """Return the forms that are decayed at all: those of strength zero are none of a decay's business."""
+    if callable(strength):
+        return list(found)
+    numbers = strengths(strength, found, step=0)
+    return [form for form, n in zip(found, numbers, strict=True) if isinstance(n, Tensor) or n != 0]
+
+
+def check_strength(strength: Strength, found: Sequence[Form]) -> None:
+    """Raise unless every number is finite and not negative, and every pattern matches a form."""
+    if callable(strength):
+        check_number("strength at step 0", strength(0))
+        return
+    if not isinstance(strength, Mapping):
+        check_number("strength", strength)
+        return
+    for pattern, number in strength.items():
+        check_number(f"strength of {pattern!r}", number)
+        if not any(_matches(pattern, form) for form in found):
+            kinds = sorted({form.kind for form in found})
+            raise ValueError(
+                f"strength names {pattern!r}, which is no form of the model: its kinds are {', '.join(kinds)}, its "
+                f"names {', '.join(repr(form.name) for form in found[:3])}, …"
+            )
+
+
+def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
+    # The last pattern that matches wins, so that exceptions stand below the rule.
+    for pattern in reversed(list(strength)):
+        if _matches(pattern, form):
+            return strength[pattern]
+    return 0.0
+
+
+def _matches(pattern: str, form: Form) -> bool:
+    return pattern == form.kind or fnmatchcase(form.name, pattern)
+
+
+def check_number(what: str, number: object) -> None:
+    """Raise unless ``number`` is finite and not negative; a tensor's value is left alone, it may live on a device."""
+    if isinstance(number, Tensor):
+        if number.numel() != 1:
+            raise ValueError(f"{what} must be one number, got a tensor of shape {tuple(number.shape)}")
+        return
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not isfinite(number) or number < 0:
+        raise ValueError(f"{what} must be a finite number of at least 0, got {number!r}")

@@ -1,0 +1,1 @@
+"""Looking at products while they train: norms, effective step sizes, generalization terms."""

@@ -1,0 +1,115 @@
+"""``fz.margin_bounds``: the two generalization terms of the paper's appendix A."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from factorized.layers.base import FactorizedLayer
+from factorized.maths.kernel import KernelShape, grouped, to_matrix
+from factorized.maths.spectral import factor_spectrum
+
+
+@dataclass(frozen=True)
+class MarginBounds:
+    """The terms that corollaries A.1 and A.2 add to the margin loss, up to their constant, and what they are made of.
+
+    Both are products over layers and can be astronomically large: compare them between models, as logarithms.
+    """
+
+    samples: int
+    radius: float  # B: the largest norm of an input
+    gamma: float  # the margin
+    margin_loss: float  # share of samples with a margin of at most gamma
+    layers: int  # L
+    width: int  # m: the largest number of rows
+    rank: int  # r: the largest rank
+    log10_rank_term: float  # √(B² L³ m r log(Lm) Π‖W‖²₂ / γ²|S|)
+    log10_frobenius_term: float  # √(B² L² m log(Lm) Σᵢ‖Wᵢ‖²_F Πⱼ≠ᵢ‖Wⱼ‖²₂ / γ²|S|)
+
+
+@torch.no_grad()
+def margin_bounds(
+    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], *, gamma: float | None = None, delta: float = 0.05
+) -> MarginBounds:
+    """Return the generalization terms of ``model`` on a loader of (inputs, classes).
+
+    ``gamma`` is the margin at which the loss is read, by default the one that a tenth of the samples fall short of.
+    Convolutions count as the matrices they are factorized as. The appendix bounds ‖W‖₂ by one σ for all layers; here
+    each layer's own norm is used, which is the same theorem and sharper.
+    """
+    margins, radius = _margins(model, loader)
+    if gamma is None:
+        gamma = torch.quantile(margins, 0.1).item()
+    if not gamma > 0:
+        raise ValueError(
+            f"the margin gamma must be above 0, got {gamma:.3g}: more than a tenth of the samples are misclassified. "
+            "Pass gamma="
+        )
+    spectra = [_spectrum(module) for module in model.modules() if _has_weight(module)]
+    if not spectra:
+        raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to bound")
+    layers, width = len(spectra), max(rows for rows, _, _ in spectra)
+    rank = max(rank for _, rank, _ in spectra)
+    log_norms = [2 * math.log(values.max().item()) for _, _, values in spectra]
+    stable = sum((values.square().sum() / values.max() ** 2).item() for _, _, values in spectra)
+    common = 2 * math.log(radius) + math.log(width * math.log(layers * width)) + sum(log_norms)
+    extra = math.log(layers * len(margins) / delta)
+    scale = 2 * math.log(gamma) + math.log(len(margins))
+    return MarginBounds(
+        samples=len(margins),
+        radius=radius,
+        gamma=gamma,
+        margin_loss=(margins <= gamma).float().mean().item(),
+        layers=layers,
+        width=width,
+        rank=rank,
+        log10_rank_term=_half_log10(common + 3 * math.log(layers) + math.log(rank), extra, scale),
+        log10_frobenius_term=_half_log10(common + 2 * math.log(layers) + math.log(stable), extra, scale),
+    )
+
+
+def _half_log10(log_main: float, extra: float, log_scale: float) -> float:
+    """Return log10 √((e^main + extra) / e^scale)."""
+    high, low = max(log_main, math.log(extra)), min(log_main, math.log(extra))
+    return (high + math.log1p(math.exp(low - high)) - log_scale) / 2 / math.log(10)
+
+
+def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    found, radius = [], 0.0
+    try:
+        for inputs, classes in loader:
+            inputs, classes = inputs.to(device), classes.to(device)
+            scores = model(inputs).float()
+            right = scores.gather(1, classes[:, None]).squeeze(1)
+            others = scores.scatter(1, classes[:, None], -torch.inf).amax(dim=1)
+            found.append((right - others).cpu())
+            radius = max(radius, inputs.flatten(1).norm(dim=1).max().item())
+    finally:
+        model.train(training)
+    if not found:
+        raise ValueError("the loader is empty; margins need samples")
+    return torch.cat(found), radius
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, _ConvNd, FactorizedLayer))
+
+
+def _spectrum(module: nn.Module) -> tuple[int, int, Tensor]:
+    """Return rows, rank and singular values (of all groups) of a layer's matrix."""
+    if isinstance(module, FactorizedLayer):
+        U, *inner, V = (grouped(factor, module.shape.groups) for factor in module.factors)
+        return module.shape.groups * module.shape.rows, module.rank, factor_spectrum(U, V, inner).flatten()
+    assert isinstance(module.weight, Tensor)
+    shape = KernelShape.of(tuple(module.weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
+    values = torch.linalg.svdvals(to_matrix(module.weight, shape))
+    return shape.groups * shape.rows, shape.full_rank, values.flatten()

@@ -1,0 +1,68 @@
+"""``fz.diagnose``: the quantities of the paper's figures 1 and 3, per product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from factorized.decay.forms import Form, forms
+from factorized.maths.frobenius import frobenius_norm_squared
+from factorized.maths.spectral import factor_spectrum
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What one product looks like; the last three need an SVD of rank size and are None without ``spectrum=True``."""
+
+    name: str
+    kind: str
+    frobenius: float  # ‖W‖_F
+    nuclear_bound: float  # ½(‖U‖² + ‖V‖²) ≥ ‖W‖_*, what ordinary decay penalizes (equation 2; without inner matrices)
+    effective_step: float  # η / ‖W‖²_F, the step size of the direction of a normalized layer (claim 3.1)
+    non_orthogonality: tuple[float, float]  # of U and V: ‖offdiag(UᵀU)‖ / ‖UᵀU‖; 0 at spectral initialization
+    spectral: float | None = None  # ‖W‖_2
+    nuclear: float | None = None  # ‖W‖_*
+    stable_rank: float | None = None  # ‖W‖²_F / ‖W‖²_2
+
+
+def diagnose(model: nn.Module, lr: float, *, spectrum: bool = True) -> list[Diagnosis]:
+    """Return a diagnosis of every product in ``model``, at learning rate ``lr``.
+
+    ``spectrum=False`` leaves out what needs singular values: the rest comes from rank × rank Gram matrices and can be
+    tracked at every step. Of a batched form (groups, heads) the norms are those of the block-diagonal whole.
+    """
+    found = forms(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} holds no products to diagnose; call fz.factorize first")
+    with torch.no_grad():
+        return [_diagnose(form, lr, spectrum) for form in found]
+
+
+def _diagnose(form: Form, lr: float, spectrum: bool) -> Diagnosis:
+    U, V, inner = form.U, form.V, form.inner
+    squared = frobenius_norm_squared(U, V, inner).sum()
+    spectral = nuclear = stable = None
+    if spectrum:
+        values = factor_spectrum(U, V, inner)
+        spectral, nuclear = values.max().item(), values.sum().item()
+        stable = squared.item() / spectral**2 if spectral else 0.0
+    return Diagnosis(
+        name=form.name,
+        kind=form.kind,
+        frobenius=squared.sqrt().item(),
+        nuclear_bound=((U.square().sum() + V.square().sum()) / 2).item(),
+        effective_step=lr / squared.item() if squared else float("inf"),
+        non_orthogonality=(_non_orthogonality(U), _non_orthogonality(V)),
+        spectral=spectral,
+        nuclear=nuclear,
+        stable_rank=stable,
+    )
+
+
+def _non_orthogonality(factor: torch.Tensor) -> float:
+    gram = factor.mT @ factor
+    diagonal = torch.diagonal(gram, dim1=-2, dim2=-1)
+    whole = gram.square().sum()
+    return ((whole - diagonal.square().sum()).clamp(min=0) / whole).sqrt().item() if whole else 0.0

@@ -1,0 +1,74 @@
+"""``fz.NormMatcher``: the paper's "no decay (normalized)" experiment (figure 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from factorized.decay.forms import forms
+from factorized.maths.frobenius import frobenius_norm_squared
+
+Norms = dict[str, float]  # by form name
+
+
+class NormMatcher:
+    """Records the Frobenius norms of a model's products, and rescales another run's products to recorded ones.
+
+    Train once with Frobenius decay and ``record()`` after every step; train again without decay and
+    ``attach(optimizer, recorded)``: the factors are rescaled after every step, all of a product alike, so that its norm
+    is the recorded one and only its direction is free.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forms = forms(model)
+        if not self.forms:
+            raise ValueError(f"{type(model).__name__} holds no products to match; call fz.factorize first")
+        self._handle: RemovableHandle | None = None
+        self._recorded: Sequence[Mapping[str, float]] = ()
+        self._step = 0
+
+    @torch.no_grad()
+    def record(self) -> Norms:
+        """Return the norm of every product as it is."""
+        norms = torch.stack([frobenius_norm_squared(f.U, f.V, f.inner).sum().sqrt() for f in self.forms]).tolist()
+        return {form.name: norm for form, norm in zip(self.forms, norms, strict=True)}
+
+    @torch.no_grad()
+    def match(self, norms: Mapping[str, float]) -> None:
+        """Rescale the factors of every product so that its norm is that in ``norms``."""
+        missing = [form.name for form in self.forms if form.name not in norms]
+        if missing:
+            raise ValueError(f"norms must name every product of the model; {missing[0]!r} is missing")
+        current = self.record()
+        for form in self.forms:
+            if current[form.name] == 0:
+                raise ValueError(f"{form.name}: a product of norm 0 has no direction to rescale")
+            ratio = norms[form.name] / current[form.name]
+            for factor in form.factors:
+                factor.value.mul_(ratio ** (1 / len(form.factors)))
+
+    def attach(self, optimizer: Optimizer, recorded: Sequence[Mapping[str, float]]) -> Self:
+        """Match ``recorded[t]`` after step t of ``optimizer``; return this matcher."""
+        if self._handle is not None:
+            raise ValueError("this matcher is attached already; call detach() first")
+        self._recorded, self._step = recorded, 0
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def detach(self) -> None:
+        """Stop acting on the optimizer."""
+        if self._handle is None:
+            raise ValueError("this matcher is not attached to an optimizer; call attach(optimizer, recorded) first")
+        self._handle.remove()
+        self._handle = None
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._step >= len(self._recorded):
+            raise ValueError(f"only {len(self._recorded)} steps were recorded, and this is step {self._step + 1}")
+        self.match(self._recorded[self._step])
+        self._step += 1

@@ -1,0 +1,1 @@
+"""LAMB, and FLAMBé: LAMB with decoupled Frobenius decay."""

@@ -1,0 +1,54 @@
+"""Keeping what is not finite out of an optimizer's state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class StepGuard:
+    """Decides whether a step may be taken, from the norm of its gradients."""
+
+    def __init__(self, skip: bool, capturable: bool) -> None:
+        self.skip = skip
+        self.capturable = capturable
+        self._on_host = 0
+        self._on_device: Tensor | None = None
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were not taken."""
+        return self._on_host + (int(self._on_device.item()) if self._on_device is not None else 0)
+
+    def passes(self, norm: Tensor) -> bool | Tensor:
+        """Return whether the step may be taken; where the host may not look, as 1 or 0 on the device."""
+        finite = torch.isfinite(norm)
+        if self.capturable and norm.is_cuda:
+            if self._on_device is None:
+                self._on_device = torch.zeros((), device=norm.device)
+            passed = finite.float()
+            self._on_device.add_(1 - passed)
+            return passed
+        if finite:
+            return True
+        if not self.skip:
+            raise ValueError(
+                f"the gradients have norm {norm.item()}; the step was not taken and the optimizer's state is clean. "
+                "Lower the learning rate, clip, or pass skip_nonfinite=True to skip and count such steps"
+            )
+        self._on_host += 1
+        return False
+
+
+def check_range(
+    name: str, value: float, *, least: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    """Raise unless ``value`` is a number within the bounds."""
+    bounds = [
+        f"{word} {bound}"
+        for word, bound in (("at least", least), ("above", above), ("below", below))
+        if bound is not None
+    ]
+    inside = (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not inside:
+        raise ValueError(f"{name} must be a number {' and '.join(bounds)}, got {value!r}")

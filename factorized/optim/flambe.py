@@ -1,0 +1,97 @@
+"""``fz.Flambe``: LAMB with decoupled Frobenius decay (section 6 of the paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from factorized.decay.act import FrobeniusEngine
+from factorized.decay.forms import Factor, Form, forms
+from factorized.decay.strength import Strength, check_strength, decayed_forms, strengths
+from factorized.optim.lamb import Lamb
+from factorized.optim.norms import local_part
+
+
+class Flambe(Lamb):
+    """LAMB whose update of a factor is ``u = r + λ·∂½‖U M₁…M_d Vᵀ‖²`` instead of ``r + λw``.
+
+    The products are those of ``model`` (see ``fz.forms``) whose ``frobenius_decay`` is not zero; their factors are not
+    decayed by ``weight_decay``, whatever their group says. Everything else is ``Lamb``, to the bit.
+
+    Args:
+        params: parameters or groups, as for ``Lamb``.
+        model: holds the products.
+        frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the step.
+        others: as for ``Lamb``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        frobenius_decay: Strength = 0.01,
+        *,
+        max_grad_norm: float | None = 1.0,
+        bias_correction: bool = True,
+        trust_clip: float | None = None,
+        capturable: bool = False,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            max_grad_norm=max_grad_norm,
+            bias_correction=bias_correction,
+            trust_clip=trust_clip,
+            capturable=capturable,
+            skip_nonfinite=skip_nonfinite,
+        )
+        self.forms: list[Form] = forms(model)
+        if not self.forms:
+            raise ValueError(f"{type(model).__name__} holds no products; use fz.Lamb, or call fz.factorize first")
+        check_strength(frobenius_decay, self.forms)
+        self.frobenius_decay = frobenius_decay
+        self.steps = 0  # taken so far: what a schedule is asked with
+        self._engine = FrobeniusEngine(decayed_forms(frobenius_decay, self.forms))
+        self._factors = {factor.parameter for factor in self._engine.form_of}
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        if self._factors and not held & self._factors:
+            name = next(iter(self._engine.form_of.values())).name
+            raise ValueError(
+                f"the parameters hold none of the factors, such as those of {name!r}; make the groups after "
+                "fz.factorize, from fz.parameter_groups(model, ...)"
+            )
+        self._decay_of: dict[nn.Parameter, Tensor] = {}
+
+    def _before_updates(self) -> None:
+        """Compute the decay of every factor from the parameters as they are, before any of them moves."""
+        rates = {p: group["weight_decay"] for group in self.param_groups for p in group["params"] if p.grad is not None}
+        # A parameter may hold more than factors (packed attention): what is no factor keeps its ordinary decay.
+        self._decay_of = {p: p.detach() * rates[p] for p in self._factors if p in rates}
+        for factor in self._engine.form_of:
+            if factor.parameter in self._decay_of:
+                factor.part(self._decay_of[factor.parameter]).zero_()
+        numbers = dict(zip(self.forms, strengths(self.frobenius_decay, self.forms, self.steps), strict=True))
+        self._engine.add(self._target, lambda factor: numbers[self._engine.form_of[factor]])
+        self.steps += 1
+
+    def _target(self, factor: Factor) -> Tensor | None:
+        decay = self._decay_of.get(factor.parameter)
+        return factor.part(decay) if decay is not None else None
+
+    def _add_decay(self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]) -> None:
+        """Add λw to the updates, and to those of factors their Frobenius gradient instead."""
+        plain = [index for index, parameter in enumerate(parameters) if parameter not in self._decay_of]
+        super()._add_decay(group, [parameters[i] for i in plain], [updates[i] for i in plain])
+        for parameter, update in zip(parameters, updates, strict=True):
+            if parameter in self._decay_of:
+                update.add_(local_part(self._decay_of[parameter]))

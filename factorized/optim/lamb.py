@@ -1,0 +1,174 @@
+"""``fz.Lamb``: layer-wise adaptive moments (You et al., 2020), as the paper's BERT experiments use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from factorized.optim.finite import StepGuard, check_range
+from factorized.optim.norms import global_norm, local_part, norms
+
+
+class Lamb(Optimizer):
+    """``r = m̂ / (√v̂ + ε)``, ``u = r + λw``, ``w ← w - η (‖w‖/‖u‖) u``; the ratio is 1 where a norm is zero.
+
+    Args:
+        params: parameters or groups; the trust ratio ‖w‖/‖u‖ holds in groups without decay too.
+        lr: η, a number or a tensor of one.
+        betas: decay rates of the moments m and v.
+        eps: ε.
+        weight_decay: λ.
+        max_grad_norm: the norm of all gradients together is cut to this first; None leaves them.
+        bias_correction: divide the moments by 1 - βᵗ.
+        trust_clip: an upper bound for the trust ratio.
+        capturable: keep everything on the device, for CUDA graphs.
+        skip_nonfinite: skip a step whose gradients hold NaN or infinity, and count it in ``skipped``; else it raises.
+            Either way the state stays clean. Inside a CUDA graph nothing can be raised: such steps are always skipped.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        max_grad_norm: float | None = 1.0,
+        bias_correction: bool = True,
+        trust_clip: float | None = None,
+        capturable: bool = False,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        if not isinstance(lr, Tensor):
+            check_range("lr", lr, least=0)
+        for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
+            check_range(name, beta, least=0, below=1)
+        check_range("eps", eps, least=0)
+        check_range("weight_decay", weight_decay, least=0)
+        for name, value in (("max_grad_norm", max_grad_norm), ("trust_clip", trust_clip)):
+            if value is not None:
+                check_range(name, value, above=0)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "trust_clip": trust_clip,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+        self.max_grad_norm = max_grad_norm
+        self.guard = StepGuard(skip_nonfinite, capturable)
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped so far because a gradient was not finite."""
+        return self.guard.skipped
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        stepping = [parameter for _, parameters in groups for parameter in parameters]
+        if not stepping:
+            return loss
+        norm = global_norm([_gradient(parameter) for parameter in stepping], stepping)
+        passed = self.guard.passes(norm)
+        if passed is False:
+            return loss
+        scale = None
+        if self.max_grad_norm is not None:
+            scale = (self.max_grad_norm / norm).clamp(max=1.0)
+        self._before_updates()
+        for group, parameters in groups:
+            if parameters:
+                self._update(group, parameters, scale, passed if isinstance(passed, Tensor) else None)
+        return loss
+
+    def _before_updates(self) -> None:
+        """Look at the parameters before any of them moves."""
+
+    def _update(
+        self, group: dict[str, Any], parameters: list[nn.Parameter], scale: Tensor | None, passed: Tensor | None
+    ) -> None:
+        """Update one group; ``passed`` is 1 or 0 on the device where the host may not look."""
+        gradients = [_gradient(parameter) for parameter in parameters]
+        if passed is not None:
+            gradients = [torch.where(passed > 0, gradient, 0.0) for gradient in gradients]
+        if scale is not None:
+            gradients = list(torch._foreach_mul(gradients, scale))
+        states = [self._state_of(parameter, group["capturable"]) for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        keep1, keep2 = _kept(beta1, passed), _kept(beta2, passed)
+        steps = [state["step"] for state in states]
+        first = [local_part(state["exp_avg"]) for state in states]
+        second = [local_part(state["exp_avg_sq"]) for state in states]
+        torch._foreach_add_(steps, 1.0 if passed is None else passed)
+        torch._foreach_mul_(first, keep1)
+        torch._foreach_add_(first, torch._foreach_mul(gradients, 1 - keep1))
+        torch._foreach_mul_(second, keep2)
+        squares = torch._foreach_mul(gradients, gradients)
+        torch._foreach_add_(second, torch._foreach_mul(squares, 1 - keep2))
+
+        roots = torch._foreach_sqrt(second)
+        updates: tuple[Tensor, ...] | list[Tensor] = first
+        if group["bias_correction"]:
+            torch._foreach_div_(roots, _corrections(steps, beta2, root=True))
+            updates = torch._foreach_div(first, _corrections(steps, beta1, root=False))
+        torch._foreach_add_(roots, group["eps"])
+        updates = list(torch._foreach_div(updates, roots))
+        self._add_decay(group, parameters, updates)
+
+        ratios = self._trust_ratios(group, parameters, updates)
+        rate = group["lr"] if passed is None else group["lr"] * passed
+        torch._foreach_mul_(updates, [ratio * rate for ratio in ratios])
+        torch._foreach_sub_([local_part(parameter) for parameter in parameters], updates)
+
+    def _add_decay(self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]) -> None:
+        """Add λw to the updates."""
+        if group["weight_decay"] != 0 and parameters:
+            torch._foreach_add_(updates, [local_part(p) for p in parameters], alpha=group["weight_decay"])
+
+    def _trust_ratios(
+        self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]
+    ) -> list[Tensor]:
+        weight_norms = norms([local_part(parameter) for parameter in parameters], parameters)
+        update_norms = norms(updates, parameters)
+        both = (weight_norms > 0) & (update_norms > 0)
+        ratios = torch.where(both, weight_norms / update_norms, 1.0)
+        if group["trust_clip"] is not None:
+            ratios = ratios.clamp(max=group["trust_clip"])
+        return list(ratios.unbind())
+
+    def _state_of(self, parameter: nn.Parameter, capturable: bool) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            where = parameter.device if capturable else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local_part(parameter.grad)
+
+
+def _kept(beta: float, passed: Tensor | None) -> float | Tensor:
+    return beta if passed is None else torch.where(passed > 0, beta, 1.0)
+
+
+def _corrections(steps: list[Tensor], beta: float, root: bool) -> list[Tensor]:
+    corrections = [1 - beta ** step.clamp(min=1) for step in steps]
+    return [correction.sqrt() for correction in corrections] if root else corrections

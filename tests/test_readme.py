@@ -1,0 +1,50 @@
+"""The README is true: its code runs, its tables are those of the results, its tree is that of the disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import with_tables
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert (tmp_path / "out/resnet/plan.json").is_file()
+
+
+def test_the_tables_in_the_readme_are_those_of_the_results() -> None:
+    assert with_tables(README) == README
+    assert README.count("| --- |") == 2
+
+
+def test_the_tree_in_the_readme_is_on_the_disk() -> None:
+    tree = README.split("## The tree")[1]
+    stages = re.findall(r"^      (\w+)/", tree, flags=re.MULTILINE)
+    tops = re.findall(r"^    (\w+)/", tree, flags=re.MULTILINE)
+    packages = sorted(path.parent.name for path in (ROOT / "factorized").glob("*/__init__.py"))
+    assert sorted(stages) == packages
+    assert all((ROOT / name).is_dir() for name in tops)
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{document} links to {target}"
+
+
+def test_the_tour_names_every_file_of_the_package() -> None:
+    tour = (ROOT / "docs/path.md").read_text()
+    files = [path.name for path in (ROOT / "factorized").rglob("*.py") if path.name != "__init__.py"]
+    missing = [name for name in files if name not in tour and name != "resnet.py"]
+    assert not missing, f"docs/path.md does not mention {missing}"
