@@ -28,7 +28,7 @@ def training_step() -> str:
             share = row["ms"] / dense["ms"]
             lines.append(f"| {name} | {row['parameters']:,} | {row['ms']:.2f} | {share:.2f} |")
     note = (
-        f"{_machine(report)}, bf16, batch {report['batch']}; forward, backward and SGD compiled and replayed as one CUDA "
+        f"{_machine(report)}, bf16, batch {report['batch']}; forward, backward and SGD compiled, as one CUDA "
         f"graph; medians of n = {report['rounds']} interleaved rounds of 20 steps."
     )
     return "\n".join([*lines, "", note])

@@ -91,7 +91,7 @@ class FrobeniusDecay:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = kwargs.get("closure", args[0] if args else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             self._act(optimizer)
             return None
@@ -102,7 +102,7 @@ class FrobeniusDecay:
             self._act(optimizer)
             return loss
 
-        return (closure_with_decay,), {key: value for key, value in kwargs.items() if key != "closure"}
+        return (args[0], closure_with_decay, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _act(self, optimizer: Optimizer) -> None:
         rates = learning_rates(optimizer.param_groups)

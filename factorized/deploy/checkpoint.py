@@ -17,12 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from factorized.deploy.describe import describe, plain_name
-from factorized.deploy.state import Shapes, check_same, distinct_tensors, fill, named_slots, plain_state, unwrapped
+from factorized.deploy.state import (
+    Shapes,
+    check_same,
+    distinct_tensors,
+    fill,
+    is_sharded,
+    named_slots,
+    plain_state,
+    unwrapped,
+)
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.swap import build_layers, install, replace_module
 from factorized.planning.plan import Plan
@@ -35,12 +45,21 @@ MANIFEST = "plan.json"
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write ``model`` to ``folder`` as safetensors and ``plan.json``, replacing a checkpoint that is there.
 
-    Models wrapped by ``torch.compile`` or ``DistributedDataParallel`` are saved as what they wrap.
+    Models wrapped by ``torch.compile`` or ``DistributedDataParallel`` are saved as what they wrap. Of a sharded model
+    (``fully_shard``) every rank calls this: the shards are gathered, rank 0 writes, and all return when it has.
     """
     model = unwrapped(model)
     plan = describe(model)
     tensors, aliases = distinct_tensors(plain_state(model))
-    folder = Path(folder)
+    if not is_sharded(model):
+        _write(Path(folder), plan, tensors, aliases)
+        return
+    if dist.get_rank() == 0:
+        _write(Path(folder), plan, tensors, aliases)
+    dist.barrier()
+
+
+def _write(folder: Path, plan: Plan, tensors: dict[str, Tensor], aliases: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     old = _current_weights(folder)
     new = folder / f"weights-{uuid.uuid4().hex[:12]}.safetensors"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from factorized.deploy.describe import plain_name
@@ -25,12 +26,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of ``model`` under plain names."""
-    state = {plain_name(key): value for key, value in model.state_dict().items()}
+    """Return the state dict of ``model`` under plain names; shards are gathered, so all ranks must call this."""
+    state = {plain_name(key): _whole(value) for key, value in model.state_dict().items()}
     odd = [key for key, value in state.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(f"{odd[0]} is {type(state[odd[0]]).__name__}; a checkpoint without pickle holds tensors only")
     return state
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Say whether any parameter of ``model`` is spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -95,6 +101,10 @@ def fill(
             value = tensors[name].to(device=device, dtype=target, copy=True)  # names may share one tensor of the file
             made[slot] = nn.Parameter(value, slot.requires_grad) if isinstance(slot, nn.Parameter) else value
         setattr(module, attribute, made[slot])
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _times(extents: tuple[int, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.batch import decompose_all
@@ -149,6 +150,12 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
         raise ValueError(
             f"the plan was made for another model ({plan.model}): {'; '.join(wrong[:3])}{more}. "
             f"Make a plan for this {type(model).__name__}; nothing was changed"
+        )
+    sharded = [entry.name for entry in plan.selected if isinstance(modules[entry.name].weight, DTensor)]
+    if sharded:
+        raise ValueError(
+            f"{sharded[0]}: its weight is sharded over processes and would be needed whole; factorize the model before "
+            "fully_shard. Nothing was changed"
         )
     return {entry.name: modules[entry.name] for entry in plan.selected}
 

@@ -160,10 +160,10 @@ def test_saving_again_replaces_the_checkpoint_and_removes_the_old_weights(tmp_pa
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("named", ["../precious", "precious", "{}/precious", "weights-../../precious.safetensors"])
+@pytest.mark.parametrize("named", ["../precious", "precious", "{}/precious", "weights-1/../../precious.safetensors"])
 def test_a_manifest_that_names_another_file_does_not_get_it_removed(tmp_path: Path, named: str) -> None:
     folder = tmp_path / "out"
-    folder.mkdir()
+    (folder / "weights-1").mkdir(parents=True)
     for place in (tmp_path / "precious", folder / "precious", tmp_path / "precious.safetensors"):
         place.write_text("mine")
     (folder / "plan.json").write_text(json.dumps({"weights": named.format(tmp_path)}))

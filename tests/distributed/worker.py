@@ -1,0 +1,196 @@
+"""Run by torchrun in two processes: trains sharded or replicated models and compares them with one process.
+
+torchrun --nproc-per-node 2 tests/distributed/worker.py SCENARIO OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import factorized as fz
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Convolutions with and without groups and inner matrices, a linear and an embedding: every kind of product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 12)
+        self.conv = nn.Conv2d(12, 16, 3, padding=1)
+        self.grouped = nn.Conv2d(16, 12, 3, padding=1, groups=2)
+        self.linear = nn.Linear(12, 14)
+        self.head = nn.Linear(14, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).movedim(-1, 1)
+        x = self.grouped(F.relu(self.conv(x)))
+        return self.head(F.relu(self.linear(x.mean(dim=(2, 3)))))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    model = Net().double()
+    model = fz.factorize(model, rank=3, include=["embed", "conv", "grouped"])
+    return fz.factorize(model, fz.Overcomplete("deep"), include=["linear"], init="spectral")
+
+
+def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (4, 6, 6), generator=generator)
+    classes = torch.randint(0, 5, (4,), generator=generator)
+    size = 4 // world
+    return tokens[rank * size : (rank + 1) * size], classes[rank * size : (rank + 1) * size]
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, 1e-2), lr=0.1, momentum=0.9)
+    fz.FrobeniusDecay(model, 0.1).attach(optimizer)
+    return optimizer
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(fz.parameter_groups(model, 1e-2), lr=0.01)
+    fz.decoupled_frobenius(optimizer, model, 0.1)
+    return optimizer
+
+
+def flambe(model: nn.Module) -> torch.optim.Optimizer:
+    return fz.Flambe(fz.parameter_groups(model, 1e-2), model, lr=0.01, frobenius_decay=0.1)
+
+
+OPTIMIZERS: dict[str, Make] = {"sgd": sgd, "adamw": adamw, "flambe": flambe}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+    for step in range(STEPS):
+        tokens, classes = batch(step, rank, world)
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens), classes).backward()
+        optimizer.step()
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def largest_difference(model: nn.Module, expected: nn.Module) -> float:
+    state, wanted = whole_state(model), expected.state_dict()
+    return max((state[name] - wanted[name]).abs().max().item() for name in wanted)
+
+
+class CountBytes:
+    """Counts what collectives are given while it is active."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __enter__(self) -> CountBytes:
+        self.all_reduce = dist.all_reduce
+        from torch.distributed.tensor._collective_utils import funcol
+
+        self.funcol, self.all_gather = funcol, funcol.all_gather_tensor
+
+        def counted_reduce(tensor: Tensor, *args: object, **kwargs: object) -> object:
+            self.total += tensor.numel() * tensor.element_size()
+            return self.all_reduce(tensor, *args, **kwargs)  # type: ignore[arg-type]
+
+        def counted_gather(tensor: Tensor, *args: object, **kwargs: object) -> object:
+            self.total += tensor.numel() * tensor.element_size()
+            return self.all_gather(tensor, *args, **kwargs)  # type: ignore[arg-type]
+
+        dist.all_reduce = counted_reduce  # type: ignore[assignment]
+        funcol.all_gather_tensor = counted_gather  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        dist.all_reduce = self.all_reduce
+        self.funcol.all_gather_tensor = self.all_gather
+
+
+def shard(model: nn.Module) -> nn.Module:
+    for child in (model.conv, model.grouped, model.linear):
+        fully_shard(child)
+    fully_shard(model)
+    return model
+
+
+def compare(scenario: str, folder: Path) -> dict[str, float]:
+    kind, optimizer = scenario.split("-")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = build()
+    train(expected, OPTIMIZERS[optimizer](expected), 0, 1)
+    model = build()
+    if kind == "ddp":
+        made = OPTIMIZERS[optimizer](model)
+        train(DistributedDataParallel(model), made, rank, world)
+    else:
+        model = shard(model)
+        train(model, OPTIMIZERS[optimizer](model), rank, world)
+    return {"difference": largest_difference(model, expected)}
+
+
+def count(scenario: str, folder: Path) -> dict[str, float]:
+    model = shard(build())
+    decay = fz.FrobeniusDecay(model, 0.1)
+    tokens, classes = batch(0, dist.get_rank(), dist.get_world_size())
+    F.cross_entropy(model(tokens), classes).backward()
+    with CountBytes() as counter:
+        decay.apply_()
+    grams = sum(2 * form.left.batch * form.U.shape[-1] ** 2 for form in decay.forms)
+    inner = sum(factor.parameter.numel() for form in decay.forms for factor in form.middle)
+    return {"bytes": counter.total, "allowed": 8 * (grams + inner)}
+
+
+def checkpoint(scenario: str, folder: Path) -> dict[str, float]:
+    expected, model = build(), shard(build())
+    fz.save(model, folder / "saved")
+    dist.barrier()
+    torch.manual_seed(1)
+    loaded = fz.load(folder / "saved", Net().double())
+    return {"difference": largest_difference(loaded, expected)}
+
+
+def late(scenario: str, folder: Path) -> dict[str, str]:
+    torch.manual_seed(0)
+    model = Net().double()
+    fully_shard(model)
+    before = deepcopy(list(model.state_dict()))
+    try:
+        fz.factorize(model, rank=3, include=["conv"])
+    except ValueError as error:
+        return {"error": str(error), "untouched": str(before == list(model.state_dict()))}
+    return {"error": "", "untouched": ""}
+
+
+def main() -> None:
+    scenario, out = sys.argv[1], Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    run = {"count": count, "checkpoint": checkpoint, "late": late}.get(scenario, compare)
+    result = run(scenario, out.parent)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
