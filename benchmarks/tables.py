@@ -21,12 +21,16 @@ def training_step() -> str:
     """Return the table of whole training steps."""
     report = _read("training-step-h200")
     dense = next(row for row in report["rows"] if row["ratio"] is None)
-    lines = ["| ResNet-32x2 | parameters | ms per training step | against dense |", "| --- | ---: | ---: | ---: |"]
+    lines = [
+        "| ResNet-32x2 | decay | parameters | ms per training step | against dense |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
     for row in report["rows"]:
-        if row["execution"] in ("dense", "auto"):
+        if row["execution"] in ("dense", "auto") and row["decay"] in ("weight", "frobenius"):
             name = "dense" if row["ratio"] is None else f"low rank, ratio {row['ratio']}"
+            decay = "ordinary" if row["decay"] == "weight" else "Frobenius"
             share = row["ms"] / dense["ms"]
-            lines.append(f"| {name} | {row['parameters']:,} | {row['ms']:.2f} | {share:.2f} |")
+            lines.append(f"| {name} | {decay} | {row['parameters']:,} | {row['ms']:.2f} | {share:.2f} |")
     note = (
         f"{_machine(report)}, bf16, batch {report['batch']}; forward, backward and SGD compiled, as one CUDA "
         f"graph; medians of n = {report['rounds']} interleaved rounds of 20 steps."

@@ -21,7 +21,15 @@ from benchmarks.machine import describe_machine
 from factorized.layers.timing import capture, median_milliseconds
 from factorized.vision.models.resnet import resnet32x2
 
-VARIANTS = [(None, "dense"), (0.1, "auto"), (0.1, "one_conv"), (0.1, "two_products"), (0.02, "auto")]
+# ratio of parameters, how the layers run, what decays them
+VARIANTS = [
+    (None, "dense", "weight"),
+    (0.1, "one_conv", "weight"),
+    (0.1, "auto", "weight"),
+    (0.1, "auto", "frobenius"),
+    (0.1, "auto", "loop"),
+    (0.02, "auto", "frobenius"),
+]
 
 
 def build(ratio: float | None, execution: str) -> nn.Module:
@@ -36,18 +44,31 @@ def build(ratio: float | None, execution: str) -> nn.Module:
     return model
 
 
-def whole_step(model: nn.Module, batch: int, compiled: bool) -> Callable[[], object]:
+def decay_by_loop(model: nn.Module) -> None:
+    """Add the Frobenius gradients by four small products per layer: what ``fz.FrobeniusDecay`` is compared with."""
+    with torch.no_grad():
+        for form in fz.forms(model):
+            U, V = form.left.parameter, form.right.parameter
+            U.grad.add_(U @ (V.mT @ V), alpha=1e-4)
+            V.grad.add_(V @ (U.mT @ U), alpha=1e-4)
+
+
+def whole_step(model: nn.Module, run: nn.Module, decay: str, batch: int) -> Callable[[], object]:
     """Return a captured training step on a fixed batch."""
     x = torch.randn(batch, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
     target = torch.randint(0, 10, (batch,), device="cuda")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, foreach=True)
-    run = torch.compile(model, fullgraph=True) if compiled else model
+    groups = model.parameters() if decay == "weight" else fz.parameter_groups(model, 1e-4, decay_norms=True)
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-4, foreach=True)
+    if decay == "frobenius":
+        fz.FrobeniusDecay(model, 1e-4).attach(optimizer)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=False)
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             loss = F.cross_entropy(run(x), target)
         loss.backward()
+        if decay == "loop":
+            decay_by_loop(model)
         optimizer.step()
 
     return capture(step)
@@ -61,17 +82,20 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="capture the graph without compiling first")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    steps = {}
-    for ratio, execution in VARIANTS:
-        torch._dynamo.reset()
-        model = build(ratio, execution)
+    steps, models = {}, {}
+    for ratio, execution, decay in VARIANTS:
+        if (ratio, execution) not in models:
+            torch._dynamo.reset()
+            model = build(ratio, execution)
+            models[ratio, execution] = model, model if arguments.eager else torch.compile(model, fullgraph=True)
+        model, run = models[ratio, execution]
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        steps[ratio, execution, parameters] = whole_step(model, arguments.batch, not arguments.eager)
-        print("captured", ratio, execution, flush=True)
+        steps[ratio, execution, decay, parameters] = whole_step(model, run, decay, arguments.batch)
+        print("captured", ratio, execution, decay, flush=True)
     times = median_milliseconds(steps, cuda=True, rounds=arguments.rounds, repeats=20)
     rows = [
-        {"ratio": ratio, "execution": execution, "parameters": parameters, "ms": round(ms, 3)}
-        for (ratio, execution, parameters), ms in times.items()
+        {"ratio": ratio, "execution": execution, "decay": decay, "parameters": parameters, "ms": round(ms, 3)}
+        for (ratio, execution, decay, parameters), ms in times.items()
     ]
     for row in rows:
         print(row)

@@ -121,5 +121,5 @@ def test_the_public_names_are_those_that_the_package_imports() -> None:
 def test_importing_the_package_imports_nothing_but_torch_and_safetensors() -> None:
     heavy = ["transformers", "datasets", "ray", "typer", "matplotlib", "sklearn", "PIL", "accelerate"]
     code = f"import sys, factorized; print([name for name in {heavy} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert result.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.stdout.strip() == "[]", result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from factorized.decay.batch import batches
 from factorized.decay.forms import Factor, Form
 from factorized.decay.strength import Number
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Target = Callable[[Factor], Tensor | None]  # what a factor's gradient is added to, or None to leave the factor out
 
 
@@ -36,7 +38,7 @@ class FrobeniusEngine:
                     parts.append(gradient)
         for number, (into, parts) in additions.items():
             if isinstance(number, Tensor):
-                torch._foreach_add_(into, torch._foreach_mul(parts, number.to(parts[0].device)))
+                torch._foreach_add_(into, torch._foreach_mul(parts, number.to(parts[0].device).reshape(())))
             elif number != 0:
                 torch._foreach_add_(into, parts, alpha=number)
 
@@ -52,6 +54,24 @@ def gradient_of(factor: Factor) -> Tensor | None:
             "or sparse=False in the embedding"
         )
     return factor.part(gradient)
+
+
+def act_before_update(act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Act now, or, where ``optimizer.step`` is given a closure, each time it has made the gradients anew.
+
+    ``args`` and ``kwargs`` are those of a step pre-hook; returns what to call the step with instead, if anything.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None:
+        act()
+        return None
+
+    def closure_then_act() -> Any:
+        loss = closure()
+        act()
+        return loss
+
+    return (args[0], closure_then_act, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
 def learning_rates(groups: Sequence[Mapping[str, object]]) -> dict[nn.Parameter, Number]:

@@ -1,4 +1,4 @@
-"""The Frobenius gradients of many forms at once: equal shapes in one batch of matrix products."""
+"""The Frobenius gradients of many forms: those of one shape in one batch of matrix products."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from factorized.decay.arena import Arena
 from factorized.decay.forms import Factor, Form
 from factorized.decay.sharded import Sharded, is_sharded
 from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
@@ -23,77 +24,76 @@ class Single:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U M₁…M_d Vᵀ‖² for every factor, in the order of ``factors``."""
-        U, *inner, V = (_computable(factor.value) for factor in self.factors)
+        U, *inner, V = (computable(factor.value) for factor in self.factors)
         dU, dV, d_inner = frobenius_gradients(U, V, inner)
         return [dU, *d_inner, dV]
 
 
 class Batch:
-    """Forms ``U Vᵀ`` of one shape, their factors copied side by side, ranks padded with zero columns to the largest.
-
-    A zero column adds nothing to the product and gets a zero gradient, so that forms whose ranks differ a little, as a
-    budget leaves them, share one batch. Where both factors have equally many rows, one product serves both. All tensors
-    are made once: a step allocates nothing, inside a CUDA graph or out of it.
-    """
+    """Forms ``U Vᵀ`` of one shape on the CPU, their factors copied side by side into tensors that are made once."""
 
     def __init__(self, members: Sequence[Form]) -> None:
-        like = _computable(members[0].left.value)
-        rank = max(form.U.shape[-1] for form in members)
-        count = sum(form.U.shape[0] for form in members)
-        rows, columns = members[0].U.shape[-2], members[0].V.shape[-2]
-        sides = [(2, count, rows, rank)] if rows == columns else [(1, count, rows, rank), (1, count, columns, rank)]
-        self.values = [like.new_zeros(shape) for shape in sides]
-        self.grams = [like.new_zeros(*shape[:2], rank, rank) for shape in sides]
-        self.results = [like.new_zeros(shape) for shape in sides]
         self.factors: tuple[Factor, ...] = (*(form.left for form in members), *(form.right for form in members))
-        self.slots = self._parts(self.values, members)
-        self.parts = self._parts(self.results, members)
-        self.sources: list[Tensor] = []
+        like = computable(members[0].left.value)
+        count, rank = sum(form.left.batch for form in members), like.shape[-1]
+        rows, columns = members[0].U.shape[-2], members[0].V.shape[-2]
+        # Where both factors have equally many rows, one tensor holds both and one product serves both.
+        self.square = rows == columns
+        extents = [(2 * count, rows)] if self.square else [(count, rows), (count, columns)]
+        self.values = [like.new_empty(size, long, rank) for size, long in extents]
+        self.grams = [like.new_empty(size, rank, rank) for size, _ in extents]
+        self.results = [like.new_empty(size, long, rank) for size, long in extents]
+        sizes = [factor.batch for factor in self.factors]
+        stacked = [self.results[0]] if self.square else self.results
+        per_side = [sizes] if self.square else [sizes[: len(members)], sizes[len(members) :]]
+        self.parts = [part for side, size in zip(stacked, per_side, strict=True) for part in side.split(size)]
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``; valid until the next call."""
-        torch._foreach_copy_(self.slots, self._current_sources())
-        for value, gram in zip(self.values, self.grams, strict=True):
-            torch.matmul(value.mT, value, out=gram)
-        if len(self.values) == 1:
-            torch.matmul(self.values[0], self.grams[0].flip(0), out=self.results[0])
-        else:
-            for value, gram, result in zip(self.values, reversed(self.grams), self.results, strict=True):
-                torch.matmul(value, gram, out=result)
+        sources = [computable(factor.value) for factor in self.factors]
+        half = len(sources) // 2
+        for value, gram, side in zip(
+            self.values, self.grams, [sources] if self.square else [sources[:half], sources[half:]], strict=True
+        ):
+            torch.cat(side, out=value)
+            torch.bmm(value.mT, value, out=gram)
+        # Each factor is multiplied by the Gram matrix of its partner, half a batch away or in the other tensor.
+        partners = [self.grams[0].roll(self.grams[0].shape[0] // 2, 0)] if self.square else self.grams[::-1]
+        for value, gram, result in zip(self.values, partners, self.results, strict=True):
+            torch.bmm(value, gram, out=result)
         return self.parts
 
-    def _current_sources(self) -> list[Tensor]:
-        # Views of parameters stay good as long as the parameters keep their memory, and making them costs time.
-        if [source.data_ptr() for source in self.sources] != [f.parameter.data_ptr() for f in self.factors]:
-            self.sources = [factor.value for factor in self.factors]
-        return self.sources
 
-    def _parts(self, sides: list[Tensor], members: Sequence[Form]) -> list[Tensor]:
-        """Return each factor's part of the stacked sides, without the padding."""
-        stacked = [side[index] for side in sides for index in range(side.shape[0])]  # U, V
-        parts = []
-        for side in stacked:
-            start = 0
-            for form in members:
-                size, rank = form.U.shape[0], form.U.shape[-1]
-                parts.append(side[start : start + size, :, :rank])
-                start += size
-        return parts
+Unit = Single | Batch | Arena | Sharded
 
 
-def batches(found: Sequence[Form]) -> list[Single | Batch | Sharded]:
-    """Group forms that can share a batch: equal rows, columns, type and device, and ranks close to each other."""
-    alike: dict[tuple[object, ...], list[Form]] = {}
+def batches(found: Sequence[Form]) -> list[Unit]:
+    """Group forms that can be computed together; what is sharded, on a GPU, and of one shape on the CPU."""
     sharded = [form for form in found if is_sharded(form.left.parameter)]
-    for index, form in enumerate(form for form in found if form not in sharded):
-        (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
-        entries = form.left.parameter.numel() + form.right.parameter.numel()
-        alone = form.middle or entries > LARGEST_BATCHED or product_is_cheaper(rows, columns, rank, 0, products=3)
-        key = (rows, columns, form.U.dtype, form.U.device, -(-rank // 8), index if alone else None)
-        alike.setdefault(key, []).append(form)
-    units: list[Single | Batch | Sharded] = [Sharded(sharded)] if sharded else []
-    return units + [Batch(members) if len(members) > 1 else Single(members[0]) for members in alike.values()]
+    whole = [form for form in found if not is_sharded(form.left.parameter)]
+    units: list[Unit] = [Sharded(sharded)] if sharded else []
+    units += [Single(form) for form in whole if not _shares(form)]
+    alike: dict[tuple[object, ...], list[Form]] = {}
+    for form in whole:
+        if _shares(form):
+            on_gpu = form.U.is_cuda
+            shape = () if on_gpu else (*form.U.shape[-2:], form.V.shape[-2])
+            alike.setdefault((on_gpu, form.U.dtype, form.U.device, *shape), []).append(form)
+    for members in alike.values():
+        if len(members) == 1:
+            units.append(Single(members[0]))
+        else:
+            units.append(Arena(members) if members[0].U.is_cuda else Batch(members))
+    return units
 
 
-def _computable(value: Tensor) -> Tensor:
+def computable(value: Tensor) -> Tensor:
+    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _shares(form: Form) -> bool:
+    """Say whether a form gains from being computed together with others."""
+    (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
+    entries = form.left.parameter.numel() + form.right.parameter.numel()
+    return not (form.middle or entries > LARGEST_BATCHED or product_is_cheaper(rows, columns, rank, 0, products=3))

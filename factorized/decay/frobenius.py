@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.act import FrobeniusEngine, gradient_of, learning_rates
+from factorized.decay.act import Arguments, FrobeniusEngine, act_before_update, gradient_of, learning_rates
 from factorized.decay.forms import Factor, forms
 from factorized.decay.guard import check_attachable, composed_layers
 from factorized.decay.strength import Number, Strength, check_strength, decayed_forms, strengths
@@ -26,8 +27,8 @@ class FrobeniusDecay:
             to numbers (the last match wins; what matches nothing is not decayed).
         decoupled: subtract lr·λ·gradient from the parameters instead, as AdamW does with its decay.
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
-            which costs next to nothing. Exact where every step is one backward pass whose gradients reach the optimizer
-            as they are: not with accumulation, gradient clipping or a ``GradScaler``.
+            which costs next to nothing. Exact where every step is one backward pass that uses each layer once, and
+            whose gradients reach the optimizer as they are: no accumulation, gradient clipping or ``GradScaler``.
     """
 
     def __init__(
@@ -88,23 +89,11 @@ class FrobeniusDecay:
         """Say whether ``parameter`` is a factor that this decay acts on."""
         return any(factor.parameter is parameter for form in self._decayed for factor in form.factors)
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-        if closure is None:
-            self._act(optimizer)
-            return None
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        return act_before_update(partial(self._act, optimizer, self.steps), args, kwargs)
 
-        # The closure makes the gradients inside the step, perhaps several times: act after each time.
-        def closure_with_decay() -> Any:
-            loss = closure()
-            self._act(optimizer)
-            return loss
-
-        return (args[0], closure_with_decay, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
-
-    def _act(self, optimizer: Optimizer) -> None:
+    def _act(self, optimizer: Optimizer, step: int) -> None:
+        self.steps = step  # a closure may act several times within one step
         rates = learning_rates(optimizer.param_groups)
         # A fused optimizer unscales its gradients itself, after this, and is told by what here.
         scale = getattr(optimizer, "grad_scale", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.act import gradient_of
+from factorized.decay.act import Arguments, act_before_update, gradient_of, learning_rates
+from factorized.decay.batch import computable
 from factorized.decay.forms import Factor, forms
 from factorized.decay.guard import check_attachable
-from factorized.decay.strength import check_number
+from factorized.decay.strength import Number, check_number
 from factorized.maths.frobenius import compose
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
 
@@ -38,8 +40,7 @@ class ProductPenalty:
 
     def apply_(self) -> None:
         """Add the gradient to those that are there, once."""
-        for form in self.forms:
-            self._add(form.factors, self._gradients(form.factors))
+        self._add(lambda parameter: True)
 
     def attach(self, optimizer: Optimizer) -> Self:
         """Act just before every ``optimizer.step()``; return this penalty."""
@@ -60,8 +61,14 @@ class ProductPenalty:
         """Say whether ``parameter`` is a factor that this penalty acts on."""
         return any(factor.parameter is parameter for form in self.forms for factor in form.factors)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.apply_()
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        return act_before_update(partial(self._act, optimizer), args, kwargs)
+
+    def _act(self, optimizer: Optimizer) -> None:
+        held = learning_rates(optimizer.param_groups)
+        # A fused optimizer unscales its gradients itself, after this, and is told by what here.
+        scale = getattr(optimizer, "grad_scale", None)
+        self._add(held.__contains__, 1.0 if scale is None else scale)
 
     def _gradients(self, factors: tuple[Factor, ...]) -> list[Tensor]:
         values = [factor.value.requires_grad_() for factor in factors]
@@ -70,11 +77,14 @@ class ProductPenalty:
         return list(torch.autograd.grad(loss, values))
 
     @torch.no_grad()
-    def _add(self, factors: tuple[Factor, ...], gradients: list[Tensor]) -> None:
-        for factor, gradient in zip(factors, gradients, strict=True):
-            target = gradient_of(factor)
-            if target is not None:
-                target.add_(gradient)
+    def _add(self, held: Callable[[nn.Parameter], bool], scale: Number = 1.0) -> None:
+        for form in self.forms:
+            targets = [gradient_of(factor) if held(factor.parameter) else None for factor in form.factors]
+            if all(target is None for target in targets):
+                continue
+            for target, gradient in zip(targets, self._gradients(form.factors), strict=True):
+                if target is not None:
+                    target.add_(gradient * scale)
 
 
 class NuclearDecay(ProductPenalty):
@@ -87,9 +97,10 @@ class NuclearDecay(ProductPenalty):
 
     def penalty(self) -> Tensor:
         """Return Σ λ‖W‖_*, differentiable."""
-        return self.strength * torch.stack([factor_spectrum(f.U, f.V, f.inner).sum() for f in self.forms]).sum()
+        products = ([computable(part) for part in (form.U, form.V, *form.inner)] for form in self.forms)
+        return self.strength * torch.stack([factor_spectrum(U, V, inner).sum() for U, V, *inner in products]).sum()
 
     def _gradients(self, factors: tuple[Factor, ...]) -> list[Tensor]:
-        U, *inner, V = (factor.value for factor in factors)
+        U, *inner, V = (computable(factor.value) for factor in factors)
         dU, dV, d_inner = nuclear_gradients(U, V, inner)
         return [gradient * self.strength for gradient in (dU, *d_inner, dV)]

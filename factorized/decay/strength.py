@@ -19,8 +19,9 @@ def strengths(strength: Strength, found: Sequence[Form], step: int) -> list[Numb
     if callable(strength):
         strength = strength(step)
     if isinstance(strength, Mapping):
+        strength = {pattern: _scalar(number) for pattern, number in strength.items()}
         return [_by_pattern(strength, form) for form in found]
-    return [strength] * len(found)
+    return [_scalar(strength)] * len(found)
 
 
 def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
@@ -55,6 +56,11 @@ def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
         if _matches(pattern, form):
             return strength[pattern]
     return 0.0
+
+
+def _scalar(number: Number) -> Number:
+    # A tensor of shape (1,) would take part in type promotion, and no foreach operation takes it.
+    return number.reshape(()) if isinstance(number, Tensor) else number
 
 
 def _matches(pattern: str, form: Form) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from factorized.decay.batch import computable
 from factorized.layers.base import FactorizedLayer
 from factorized.maths.kernel import KernelShape, grouped, to_matrix
 from factorized.maths.spectral import factor_spectrum
@@ -43,17 +44,21 @@ def margin_bounds(
     Convolutions count as the matrices they are factorized as. The appendix bounds ‖W‖₂ by one σ for all layers; here
     each layer's own norm is used, which is the same theorem and sharper.
     """
-    margins, radius = _margins(model, loader)
-    if gamma is None:
-        gamma = torch.quantile(margins, 0.1).item()
-    if not gamma > 0:
-        raise ValueError(
-            f"the margin gamma must be above 0, got {gamma:.3g}: more than a tenth of the samples are misclassified. "
-            "Pass gamma="
-        )
+    if gamma is not None and not gamma > 0:
+        raise ValueError(f"the margin gamma must be above 0, got {gamma!r}")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be a probability between 0 and 1, got {delta!r}")
     spectra = [_spectrum(module) for module in model.modules() if _has_weight(module)]
     if not spectra:
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to bound")
+    margins, radius = _margins(model, loader)
+    if gamma is None:
+        gamma = torch.quantile(margins, 0.1).item()
+        if not gamma > 0:
+            raise ValueError(
+                f"a tenth of the samples have a margin of {gamma:.3g} or less, and gamma must be above 0: the model "
+                "misclassifies them. Pass gamma="
+            )
     layers, width = len(spectra), max(rows for rows, _, _ in spectra)
     rank = max(rank for _, rank, _ in spectra)
     log_norms = [2 * math.log(values.max().item()) for _, _, values in spectra]
@@ -81,7 +86,7 @@ def _half_log10(log_main: float, extra: float, log_scale: float) -> float:
 
 
 def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     device = next(model.parameters()).device
     found, radius = [], 0.0
@@ -92,9 +97,10 @@ def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple
             right = scores.gather(1, classes[:, None]).squeeze(1)
             others = scores.scatter(1, classes[:, None], -torch.inf).amax(dim=1)
             found.append((right - others).cpu())
-            radius = max(radius, inputs.flatten(1).norm(dim=1).max().item())
+            radius = max(radius, computable(inputs).flatten(1).norm(dim=1).max().item())
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
     if not found:
         raise ValueError("the loader is empty; margins need samples")
     return torch.cat(found), radius
@@ -105,11 +111,12 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _spectrum(module: nn.Module) -> tuple[int, int, Tensor]:
-    """Return rows, rank and singular values (of all groups) of a layer's matrix."""
+    """Return rows, rank and singular values of a layer's matrix, of groups those of the block-diagonal whole."""
     if isinstance(module, FactorizedLayer):
-        U, *inner, V = (grouped(factor, module.shape.groups) for factor in module.factors)
-        return module.shape.groups * module.shape.rows, module.rank, factor_spectrum(U, V, inner).flatten()
+        U, *inner, V = (computable(grouped(factor, module.shape.groups)) for factor in module.factors)
+        rank = module.shape.groups * min(module.rank, module.shape.full_rank)
+        return module.shape.groups * module.shape.rows, rank, factor_spectrum(U, V, inner).flatten()
     assert isinstance(module.weight, Tensor)
     shape = KernelShape.of(tuple(module.weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
-    values = torch.linalg.svdvals(to_matrix(module.weight, shape))
-    return shape.groups * shape.rows, shape.full_rank, values.flatten()
+    values = torch.linalg.svdvals(computable(to_matrix(module.weight, shape)))
+    return shape.groups * shape.rows, shape.groups * shape.full_rank, values.flatten()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from factorized.decay.batch import computable
 from factorized.decay.forms import Form, forms
 from factorized.maths.frobenius import frobenius_norm_squared
 from factorized.maths.spectral import factor_spectrum
@@ -41,7 +42,7 @@ def diagnose(model: nn.Module, lr: float, *, spectrum: bool = True) -> list[Diag
 
 
 def _diagnose(form: Form, lr: float, spectrum: bool) -> Diagnosis:
-    U, V, inner = form.U, form.V, form.inner
+    U, *inner, V = (computable(factor) for factor in (form.U, *form.inner, form.V))
     squared = frobenius_norm_squared(U, V, inner).sum()
     spectral = nuclear = stable = None
     if spectrum:

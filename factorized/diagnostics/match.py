@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.forms import forms
+from factorized.decay.batch import computable
+from factorized.decay.forms import Form, forms
 from factorized.maths.frobenius import frobenius_norm_squared
 
 Norms = dict[str, float]  # by form name
@@ -35,7 +36,7 @@ class NormMatcher:
     @torch.no_grad()
     def record(self) -> Norms:
         """Return the norm of every product as it is."""
-        norms = torch.stack([frobenius_norm_squared(f.U, f.V, f.inner).sum().sqrt() for f in self.forms]).tolist()
+        norms = torch.stack([_norm(form) for form in self.forms]).tolist()
         return {form.name: norm for form, norm in zip(self.forms, norms, strict=True)}
 
     @torch.no_grad()
@@ -47,7 +48,8 @@ class NormMatcher:
         current = self.record()
         for form in self.forms:
             if current[form.name] == 0:
-                raise ValueError(f"{form.name}: a product of norm 0 has no direction to rescale")
+                raise ValueError(f"{form.name}: a product of norm 0 has no direction to rescale; nothing was changed")
+        for form in self.forms:
             ratio = norms[form.name] / current[form.name]
             for factor in form.factors:
                 factor.value.mul_(ratio ** (1 / len(form.factors)))
@@ -72,3 +74,8 @@ class NormMatcher:
             raise ValueError(f"only {len(self._recorded)} steps were recorded, and this is step {self._step + 1}")
         self.match(self._recorded[self._step])
         self._step += 1
+
+
+def _norm(form: Form) -> Tensor:
+    U, *inner, V = (computable(factor) for factor in (form.U, *form.inner, form.V))
+    return frobenius_norm_squared(U, V, inner).sum().sqrt()

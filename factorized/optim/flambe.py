@@ -72,6 +72,16 @@ class Flambe(Lamb):
             )
         self._decay_of: dict[nn.Parameter, Tensor] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles carry."""
+        own = ("forms", "frobenius_decay", "steps", "_engine", "_factors", "_decay_of")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the state was saved, a schedule too."""
+        super().load_state_dict(state_dict)
+        self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
+
     def _before_updates(self) -> None:
         """Compute the decay of every factor from the parameters as they are, before any of them moves."""
         rates = {p: group["weight_decay"] for group in self.param_groups for p in group["params"] if p.grad is not None}

@@ -66,6 +66,10 @@ class Lamb(Optimizer):
         self.max_grad_norm = max_grad_norm
         self.guard = StepGuard(skip_nonfinite, capturable)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles carry: torch's own would leave out what is no group's setting."""
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "guard": self.guard}
+
     @property
     def skipped(self) -> int:
         """Steps skipped so far because a gradient was not finite."""
@@ -170,5 +174,6 @@ def _kept(beta: float, passed: Tensor | None) -> float | Tensor:
 
 
 def _corrections(steps: list[Tensor], beta: float, root: bool) -> list[Tensor]:
-    corrections = [1 - beta ** step.clamp(min=1) for step in steps]
+    # In double: 1 - 0.999 keeps only four digits in float32.
+    corrections = [1 - beta ** step.double().clamp(min=1) for step in steps]
     return [correction.sqrt() for correction in corrections] if root else corrections

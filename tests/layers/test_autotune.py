@@ -98,6 +98,21 @@ def test_layers_that_differ_are_measured_apart(change: str, x: Tensor, monkeypat
     assert measured == [CONV, CONV]
 
 
+class ChannelsLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("between", [nn.MaxPool2d(2), ChannelsLast()])
+def test_equal_layers_that_see_different_inputs_are_measured_apart(
+    between: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = pretend(monkeypatch, {len(CONV): "one_conv"})
+    same = [FactorizedConv2d(4, 4, 3, 2, padding=1, execution="one_conv") for _ in range(2)]
+    autotune(nn.Sequential(same[0], between, same[1]), x)
+    assert measured == [CONV, CONV]
+
+
 def test_the_model_computes_what_it_did(x: Tensor) -> None:
     model = Net().double().eval()
     before = model(x.double())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from factorized import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d, FactorizedLinear
 from factorized.layers import conv
@@ -100,30 +101,54 @@ def test_a_convolution_chooses_for_what_it_is_and_where_it_runs(monkeypatch: pyt
     assert asked == [(layer.shape, 2, 1, (2, 1), "cpu", False), (layer.shape, 2, 1, (2, 1), "meta", True)]
 
 
-def test_the_choice_does_not_depend_on_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    for name, run in conv._RUN.items():
+class Watch(TorchDispatchMode):
+    """Remembers which operations ran and the shapes they gave."""
 
-        def spy(x: Tensor, *rest: Any, name: str = name, run: Any = run) -> Tensor:
-            taken.append(name)
-            return run(x, *rest)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[int, ...]]] = []
 
-        monkeypatch.setitem(conv._RUN, name, spy)
-    layer = FactorizedConv2d(4, 6, 3, 2)
-    for shape in [(4, 3, 3), (1, 4, 3, 3), (64, 4, 3, 3), (1, 4, 64, 64)]:
-        layer(torch.randn(shape))
-    layer(torch.randn(2, 4, 5, 5).contiguous(memory_format=torch.channels_last))
-    assert taken == [layer.chosen_execution()] * 5
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        self.calls.append((func, tuple(y.shape) if isinstance(y, Tensor) else ()))
+        return y
+
+
+CONVOLUTIONS = {"two_convs": 2, "one_conv": 1, "two_products": 0}
+
+
+def count_convolutions(layer: nn.Module, x: Tensor) -> int:
+    with Watch() as watch, torch.no_grad():
+        layer(x)
+    return sum(func is torch.ops.aten.convolution.default for func, _ in watch.calls)
+
+
+@pytest.mark.parametrize("execution", FactorizedLinear.executions)
+def test_a_linear_layer_forms_its_weight_only_when_told(execution: str) -> None:
+    layer = FactorizedLinear(6, 5, 3)
+    layer.execution = execution
+    with Watch() as watch, torch.no_grad():
+        layer(torch.randn(2, 6))
+    composed = any(shape[-2:] == (5, 6) for _, shape in watch.calls)
+    assert composed == (execution == "one_product")
 
 
 @pytest.mark.parametrize("execution", FactorizedConv2d.executions)
-def test_the_execution_that_is_set_is_taken(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in conv._RUN:
-        monkeypatch.setitem(conv._RUN, name, lambda *_, name=name: name)
+def test_the_execution_that_is_set_is_taken(execution: str) -> None:
     layer = FactorizedConv2d(4, 6, 3, 2)
     layer.execution = execution
-    assert layer(torch.randn(2, 4, 5, 5)) == execution
+    assert count_convolutions(layer, torch.randn(2, 4, 5, 5)) == CONVOLUTIONS[execution]
     assert f"execution={execution}" in repr(layer)
+
+
+@pytest.mark.parametrize(("channels", "rank"), [(4, 2), (256, 2)])
+def test_the_choice_does_not_depend_on_the_input(channels: int, rank: int) -> None:
+    layer = FactorizedConv2d(channels, channels, 3, rank, init="kaiming")
+    expected = CONVOLUTIONS[layer.chosen_execution()]
+    for shape in [(channels, 3, 3), (1, channels, 3, 3), (16, channels, 3, 3), (1, channels, 16, 16)]:
+        assert count_convolutions(layer, torch.randn(shape)) == expected
+    x = torch.randn(2, channels, 5, 5).contiguous(memory_format=torch.channels_last)
+    assert count_convolutions(layer, x) == expected
 
 
 @pytest.mark.parametrize(

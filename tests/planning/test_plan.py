@@ -119,6 +119,17 @@ def test_a_row_of_the_table_shows_what_changes() -> None:
     assert "MACs" not in plan_table(PLANS["mlp"], 120).splitlines()[0]
 
 
+@pytest.mark.parametrize(
+    ("width", "headings"),
+    [(72, "layer type shape rank params MACs"), (62, "layer shape rank params MACs"), (50, "layer shape rank params")],
+)
+def test_a_narrow_table_gives_up_whole_columns(width: int, headings: str) -> None:
+    lines = plan_table(PLANS["convnet"], width).splitlines()
+    assert lines[0].split() == headings.split()
+    if "MACs" in headings:
+        assert lines[3].endswith(short_count(PLANS["convnet"].entries[1].macs_after))
+
+
 def test_a_tied_layer_of_the_table_says_with_what() -> None:
     lines = plan_table(PLANS["tied"], 80).splitlines()
     row = next(index for index, line in enumerate(lines) if line.startswith("output"))

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from tests.decay.models_for_decay import STRENGTH, difference, mixed, train
+
+DENSE = nn.Sequential(nn.Linear(4, 4))
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("strength", "message"),
+    [
+        (-0.1, r"strength must be a finite number of at least 0, got -0\.1"),
+        (float("nan"), "got nan"),
+        (float("inf"), "got inf"),
+        (True, "got True"),
+        ("0.1", "got '0.1'"),
+        (None, "got None"),
+        (torch.ones(2), r"one number, got a tensor of shape \(2,\)"),
+        ({"linear": -1.0}, r"strength of 'linear' must be .* got -1\.0"),
+        ({"linear": float("nan")}, "strength of 'linear' must be .* got nan"),
+        ({"linear": False}, "strength of 'linear' must be .* got False"),
+        (
+            {"linear": 0.1, "attention": 0.1},
+            "names 'attention', .* kinds are conv, embedding, linear, its names 'embed'",
+        ),
+        ({"layers.*": 0.1}, r"names 'layers\.\*', which is no form of the model"),
+        (lambda step: -1.0, r"strength at step 0 must be .* got -1\.0"),
+    ],
+)
+def test_a_wrong_strength_says_what_is_allowed(strength: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fz.FrobeniusDecay(mixed(), strength)
+
+
+@pytest.mark.parametrize("strength", [-0.1, float("nan"), True, "0.1"])
+def test_a_wrong_nuclear_strength_says_what_is_allowed(strength: Any) -> None:
+    with pytest.raises(ValueError, match="strength must be a finite number of at least 0"):
+        fz.NuclearDecay(mixed(), strength)
+
+
+@pytest.mark.parametrize("weight_decay", [-0.1, float("nan")])
+def test_a_wrong_weight_decay_of_groups_says_what_is_allowed(weight_decay: float) -> None:
+    with pytest.raises(ValueError, match="weight_decay must be a number of at least 0"):
+        fz.parameter_groups(mixed(), weight_decay)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
+def test_a_wrong_share_to_drop_says_what_is_allowed(share: float) -> None:
+    with pytest.raises(ValueError, match=r"share must be in \[0, 1\), got"):
+        fz.drop_connect(mixed(), share)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: fz.FrobeniusDecay(DENSE, 0.1),
+        lambda: fz.FrobeniusDecay(DENSE, {"linear": 0.1}),
+        lambda: fz.ProductPenalty(DENSE, torch.sum),
+        lambda: fz.NuclearDecay(DENSE, 0.1),
+        lambda: fz.drop_connect(DENSE, 0.1),
+        lambda: fz.decoupled_frobenius(sgd(DENSE), DENSE, 0.1),
+    ],
+)
+def test_a_model_without_products_is_to_be_factorized_first(use: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"Sequential (holds|has) no .*; call fz\.factorize first"):
+        use()
+
+
+DECAYS = [
+    pytest.param(lambda m: fz.FrobeniusDecay(m, 0.1), id="frobenius"),
+    pytest.param(lambda m: fz.FrobeniusDecay(m, 0.1, decoupled=True), id="decoupled"),
+    pytest.param(lambda m: fz.ProductPenalty(m, torch.sum), id="penalty"),
+    pytest.param(lambda m: fz.NuclearDecay(m, 0.1), id="nuclear"),
+]
+Make = Callable[[nn.Module], Any]
+
+
+@pytest.mark.parametrize("make", DECAYS)
+class TestAttaching:
+    def test_an_optimizer_that_holds_none_of_the_factors_is_refused(self, make: Make) -> None:
+        model = mixed()
+        optimizer = sgd(model.head)
+        with pytest.raises(ValueError, match=r"holds none of the factors \(such as those of 'embed'\); make it after"):
+            make(model).attach(optimizer)
+        make(model).attach(sgd(model))
+
+    def test_an_optimizer_made_before_factorizing_is_refused(self, make: Make) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = sgd(model)
+        model = fz.factorize(model, rank=2, keep_first_and_last=False)
+        with pytest.raises(ValueError, match=r"make it after fz\.factorize"):
+            make(model).attach(optimizer)
+
+    def test_an_optimizer_that_decays_the_factors_is_shown_the_groups_to_use(self, make: Make) -> None:
+        model = mixed()
+        optimizer = sgd(model, weight_decay=0.01)
+        expected = r"decays the factors of 'embed' itself .*fz\.parameter_groups\(model, weight_decay=0\.01\)"
+        with pytest.raises(ValueError, match=expected):
+            make(model).attach(optimizer)
+        make(model).attach(torch.optim.SGD(fz.parameter_groups(model, 0.01), lr=0.1))
+
+    def test_attaching_twice_is_refused(self, make: Make) -> None:
+        model = mixed()
+        optimizer, other = sgd(model), sgd(model)
+        decay = make(model).attach(optimizer)
+        for again in (optimizer, other):
+            with pytest.raises(ValueError, match=r"attached already; call detach\(\) first"):
+                decay.attach(again)
+
+    def test_another_of_its_kind_on_the_same_factors_is_refused_until_it_is_detached(self, make: Make) -> None:
+        model = mixed()
+        optimizer = sgd(model)
+        decay = make(model).attach(optimizer)
+        with pytest.raises(ValueError, match=r"of the same factors is attached to this optimizer already; detach\(\)"):
+            make(model).attach(optimizer)
+        decay.detach()
+        make(model).attach(optimizer)
+
+    def test_detaching_what_is_not_attached_is_refused(self, make: Make) -> None:
+        model = mixed()
+        decay = make(model)
+        with pytest.raises(ValueError, match=r"not attached to an optimizer; call attach\(optimizer\) first"):
+            decay.detach()
+        decay.attach(sgd(model)).detach()
+        with pytest.raises(ValueError, match="not attached"):
+            decay.detach()
+
+
+@pytest.mark.parametrize("make", [decay for decay in DECAYS if decay.id != "decoupled"])
+def test_a_sparse_gradient_says_what_to_do_instead(make: Make) -> None:
+    model = nn.Sequential(fz.FactorizedEmbedding(11, 8, 3, sparse=True))
+    optimizer = sgd(model)
+    make(model).attach(optimizer)
+    model(torch.tensor([1, 4])).sum().backward()
+    with pytest.raises(ValueError, match=r"sparse gradient.*decoupled=True, or sparse=False"):
+        optimizer.step()
+
+
+def test_a_coupled_and_a_decoupled_decay_of_the_same_factors_are_refused_together() -> None:
+    model = mixed()
+    optimizer = sgd(model)
+    fz.FrobeniusDecay(model, {"conv": 0.1}).attach(optimizer)
+    with pytest.raises(ValueError, match="FrobeniusDecay of the same factors"):
+        fz.decoupled_frobenius(optimizer, model, 0.1)
+
+
+def test_decoupled_decay_by_hand_asks_for_the_learning_rate() -> None:
+    with pytest.raises(ValueError, match=r"call apply_\(lr=\.\.\.\)"):
+        fz.FrobeniusDecay(mixed(), 0.1, decoupled=True).apply_()
+
+
+def test_a_refused_attachment_leaves_the_optimizer_as_it_was() -> None:
+    model, reference = mixed(), mixed()
+    optimizer = sgd(model, weight_decay=0.01)
+    with pytest.raises(ValueError, match="decayed twice"):
+        fz.FrobeniusDecay(model, STRENGTH, in_backward=True).attach(optimizer)
+    train(model, optimizer, range(2))
+    train(reference, sgd(reference, weight_decay=0.01), range(2))
+    assert difference(model, reference) == 0

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import factorized as fz
+from factorized.decay.batch import Batch, Single, batches
+from tests.contract import error
+from tests.decay.models_for_decay import (
+    STRENGTH,
+    by_weights,
+    difference,
+    gradients_of_decay,
+    layers,
+    loss_of,
+    mixed,
+    shrink_by_hand,
+    train,
+    twins,
+)
+
+Make = Callable[..., Optimizer]
+
+
+def added(model: nn.Module, decay: fz.FrobeniusDecay) -> dict[str, Tensor]:
+    """Return what one action of the decay adds to every gradient."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    decay.apply_()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def acts_on(model: nn.Module, strength: Any) -> dict[str, float]:
+    """Return how many times ½‖W‖² each layer is decayed by, measured on its gradients, zeros left out."""
+    gradients = added(model, fz.FrobeniusDecay(model, strength))
+    found = {}
+    for name, layer in layers(model).items():
+        (unit,) = torch.autograd.grad(0.5 * layer.weight.square().sum(), layer.U)
+        found[name] = (gradients[f"{name}.U"].norm() / unit.norm()).item()
+    return {name: pytest.approx(number) for name, number in found.items() if number != 0}
+
+
+class TestGradients:
+    def test_the_penalty_is_the_squared_norm_of_the_weights(self) -> None:
+        model = mixed()
+        assert error(fz.FrobeniusDecay(model, STRENGTH).penalty(), by_weights(model)) < 1e-12
+
+    def test_what_it_adds_is_the_gradient_of_its_penalty(self) -> None:
+        model = mixed()
+        decay = fz.FrobeniusDecay(model, STRENGTH)
+        expected = torch.autograd.grad(decay.penalty(), list(model.parameters()), materialize_grads=True)
+        for actual, reference in zip(added(model, decay).values(), expected, strict=True):
+            assert error(actual, reference) < 1e-10
+
+    def test_what_it_adds_is_the_gradient_by_the_composed_weights(self) -> None:
+        model = mixed()
+        gradients = added(model, fz.FrobeniusDecay(model, STRENGTH))
+        factors = {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in layers(model)}
+        factors |= {name: p for name, p in model.named_parameters() if ".inner." in name}
+        expected = torch.autograd.grad(by_weights(model), [p for n, p in factors.items() if not n.endswith("bias")])
+        actual = [gradients[name] for name in factors if not name.endswith("bias")]
+        assert len(actual) == sum(len(layer.factors) for layer in layers(model).values())
+        for one, other in zip(actual, expected, strict=True):
+            assert error(one, other) < 1e-10
+
+    def test_the_model_these_tests_use_is_computed_both_together_and_one_by_one(self) -> None:
+        assert {type(unit) for unit in batches(fz.forms(mixed()))} == {Batch, Single}
+
+    def test_it_acts_on_the_factors_as_they_are_now(self) -> None:
+        model = mixed()
+        decay = fz.FrobeniusDecay(model, STRENGTH)
+        added(model, decay)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        for parameter in list(model.parameters())[::2]:
+            parameter.data = parameter.data.clone() + 0.1  # other memory, as after a move to another device
+        factors = [factor for layer in layers(model).values() for factor in layer.factors]
+        expected = gradients_of_decay(model)
+        added(model, decay)
+        for factor, reference in zip(factors, expected, strict=True):
+            assert error(factor.grad, reference) < 1e-10
+
+    def test_half_parameters_get_the_single_precision_gradient_rounded_once(self) -> None:
+        model = mixed().bfloat16()
+        gradients = added(model, fz.FrobeniusDecay(model, STRENGTH))
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.bfloat16}
+        reference = added(model.float(), fz.FrobeniusDecay(model, STRENGTH))
+        assert all(error(gradients[name], reference[name]) < 3e-3 for name in gradients)
+
+
+class TestStrength:
+    def test_a_kind_or_a_glob_names_the_forms_and_the_rest_is_left_alone(self) -> None:
+        assert acts_on(mixed(), {"conv": 0.5, "up.*": 2.0}) == {"conv": 0.5, "grouped": 0.5, "up.0": 2.0, "up.1": 2.0}
+
+    def test_the_last_match_wins(self) -> None:
+        model = mixed()
+        others = dict.fromkeys(layers(model), 1.0)
+        assert acts_on(model, {"*": 1.0, "embedding": 3.0, "up.1": 2.0}) == others | {"embed": 3.0, "up.1": 2.0}
+        assert acts_on(model, {"up.1": 2.0, "*": 1.0}) == others
+
+    def test_zero_leaves_a_form_alone(self) -> None:
+        assert acts_on(mixed(), 0) == {}
+        assert acts_on(mixed(), {"linear": 0.0, "embed": 1.5}) == {"embed": 1.5}
+
+    def test_the_penalty_weighs_the_forms_alike(self) -> None:
+        model = mixed()
+        expected = sum(layer.weight.square().sum() for name, layer in layers(model).items() if name.startswith("up"))
+        expected = expected + 0.25 * model.embed.weight.square().sum()
+        assert error(fz.FrobeniusDecay(model, {"up.?": 2.0, "embedding": 0.5}).penalty(), expected) < 1e-12
+
+    @pytest.mark.parametrize("shape", [(), (1,)])
+    def test_a_tensor_can_be_changed_between_steps(self, shape: tuple[int, ...]) -> None:
+        model, strength = mixed(), torch.full(shape, 0.5)
+        decay = fz.FrobeniusDecay(model, {"linear": strength, "conv": 0.25})
+        before = added(model, decay)
+        penalty = decay.penalty()
+        strength.fill_(1.5)
+        after = added(model, decay)
+        assert error(after["wide.U"], 3 * before["wide.U"]) < 1e-12
+        assert error(after["up.0.V"], 3 * before["up.0.V"]) < 1e-12
+        assert error(after["conv.U"], before["conv.U"]) == 0
+        expected = sum(layer.weight.square().sum() for layer in layers(model).values() if layer.shape.size == ())
+        expected = expected - model.embed.weight.square().sum()
+        assert error(decay.penalty() - penalty, 0.5 * expected) < 1e-12
+
+    def test_a_schedule_is_asked_with_the_steps_taken(self) -> None:
+        model = mixed()
+        decay = fz.FrobeniusDecay(model, lambda step: 0.5 + step)
+        first, second = added(model, decay)["wide.U"], added(model, decay)["wide.U"]
+        assert error(second, 3 * first) < 1e-12
+        assert decay.steps == 2
+        assert error(decay.penalty(), by_weights(model, 2.5)) < 1e-12
+
+    def test_a_schedule_that_starts_at_zero_still_comes_into_force(self) -> None:
+        model = mixed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fz.FrobeniusDecay(model, lambda step: 0.0 if step < 2 else STRENGTH).attach(optimizer)
+        reference = mixed()
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        train(model, optimizer, range(4))
+        train(reference, plain, range(2))
+        train(reference, plain, range(2, 4), penalty=lambda: by_weights(reference))
+        assert difference(model, reference) < 1e-12
+
+
+OPTIMIZERS: list[Make] = [
+    lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    lambda groups: torch.optim.Adam(groups, lr=0.01),
+    lambda groups: torch.optim.RMSprop(groups, lr=0.003),
+]
+
+
+class TestAttached:
+    @pytest.mark.parametrize("make", OPTIMIZERS, ids=["sgd-momentum", "adam", "rmsprop"])
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_it_equals_the_penalty_in_the_loss(self, make: Make, set_to_none: bool) -> None:
+        model, reference = twins()
+        optimizer = make(fz.parameter_groups(model, 1e-2))
+        assert isinstance(fz.FrobeniusDecay(model, STRENGTH).attach(optimizer), fz.FrobeniusDecay)
+        train(model, optimizer, set_to_none=set_to_none)
+        train(reference, make(fz.parameter_groups(reference, 1e-2)), penalty=lambda: by_weights(reference))
+        assert difference(model, reference) < 1e-8
+        assert difference(model, mixed()) > 1e-2
+
+    @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+    @pytest.mark.parametrize("as_tensors", [False, True])
+    def test_decoupled_it_shrinks_the_factors_by_each_groups_rate(self, make: Make, as_tensors: bool) -> None:
+        rates: tuple[Any, Any] = (0.1, 0.02)
+        if as_tensors:
+            rates = (torch.tensor(0.1, dtype=torch.float64), torch.tensor([0.02], dtype=torch.float64))
+
+        def optimizer_of(model: nn.Module) -> Optimizer:
+            linear = [p for name, p in model.named_parameters() if name.startswith(("up", "deep", "square.0"))]
+            others = [p for p in model.parameters() if all(p is not q for q in linear)]
+            groups = [{"params": linear, "lr": rates[0]}, {"params": others, "lr": rates[1]}]
+            return make(groups, weight_decay=0.0, foreach=False)
+
+        model, reference = twins()
+        optimizer, plain = optimizer_of(model), optimizer_of(reference)
+        decay = fz.decoupled_frobenius(optimizer, model, STRENGTH)
+        train(model, optimizer)
+        train(reference, plain, before_step=lambda: shrink_by_hand(reference, plain))
+        assert difference(model, reference) < 1e-8
+        assert (decay.decoupled, decay.steps) == (True, 4)
+
+    def test_by_hand_it_shrinks_the_factors_at_the_rate_it_is_given(self) -> None:
+        model, reference = twins()
+        for twin in (model, reference):
+            loss_of(twin, 0).backward()
+        fz.FrobeniusDecay(model, STRENGTH, decoupled=True).apply_(lr=0.1)
+        shrink_by_hand(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+        assert difference(model, reference) < 1e-12
+
+    def test_detached_it_stops_and_can_be_attached_again(self) -> None:
+        model, reference = twins()
+        optimizer, plain = (torch.optim.SGD(twin.parameters(), lr=0.1) for twin in (model, reference))
+        decay = fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+        decay.detach()
+        train(model, optimizer, range(2))
+        train(reference, plain, range(2))
+        assert difference(model, reference) == 0
+        decay.attach(optimizer)
+        train(model, optimizer, range(2))
+        train(reference, plain, range(2), penalty=lambda: by_weights(reference))
+        assert difference(model, reference) < 1e-12
+
+    def test_two_decays_of_different_factors_share_an_optimizer(self) -> None:
+        model, reference = twins()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for kind in ("linear", "conv", "embedding"):
+            fz.FrobeniusDecay(model, {kind: STRENGTH}).attach(optimizer)
+        train(model, optimizer)
+        train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), penalty=lambda: by_weights(reference))
+        assert difference(model, reference) < 1e-12
+
+    @pytest.mark.parametrize("named", [False, True])
+    @pytest.mark.parametrize(
+        "make",
+        [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3)],
+        ids=["sgd", "lbfgs"],
+    )
+    def test_a_closure_sees_the_decay_each_time_and_a_step_counts_once(self, make: Make, named: bool) -> None:
+        asked: list[int] = []
+
+        def run(model: nn.Module, decayed: bool) -> nn.Module:
+            optimizer = make(model.parameters())
+            if decayed:
+                fz.FrobeniusDecay(model, lambda step: asked.append(step) or STRENGTH).attach(optimizer)
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, 0)
+                (loss if decayed else loss + by_weights(model)).backward()
+                return loss
+
+            for _ in range(3):
+                loss = optimizer.step(closure=closure) if named else optimizer.step(closure)
+                assert loss is not None
+            return model
+
+        model, reference = twins()
+        assert difference(run(model, decayed=True), run(reference, decayed=False)) < 1e-8
+        assert set(asked) == {0, 1, 2}

@@ -1,0 +1,87 @@
+"""The ways of computing many Frobenius gradients: one by one, in batches, and as the GPU does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from factorized.decay.arena import Arena
+from factorized.decay.batch import LARGEST_BATCHED, Batch, Single, batches
+from factorized.decay.forms import Form
+from tests.contract import error
+from tests.decay.models_for_decay import by_weights
+
+SQUARE = [fz.FactorizedLinear(12, 12, 3), fz.FactorizedLinear(12, 12, 3)]
+OBLONG = [fz.FactorizedLinear(12, 14, 3), fz.FactorizedLinear(12, 14, 3), fz.FactorizedLinear(12, 14, 3)]
+GROUPED = [fz.FactorizedConv2d(8, 12, 1, 2, groups=2), fz.FactorizedLinear(4, 6, 2)]
+RANKS = [fz.FactorizedLinear(12, 14, 3), fz.FactorizedLinear(12, 14, 4), fz.FactorizedLinear(14, 12, 9)]
+SHAPES = [fz.FactorizedEmbedding(700, 5, 2), *(fz.FactorizedLinear(6, 9, 3) for _ in range(9)), *GROUPED, *RANKS]
+
+Unit = Callable[[Sequence[Form]], Single | Batch | Arena]
+
+
+def single(found: Sequence[Form]) -> Single:
+    (form,) = found
+    return Single(form)
+
+
+@pytest.mark.parametrize(
+    ("unit", "modules"),
+    [
+        pytest.param(single, [fz.FactorizedLinear(9, 7, 4, depth=2)], id="single-deep"),
+        pytest.param(single, [fz.FactorizedLinear(9, 7, 12)], id="single-overcomplete"),
+        pytest.param(Batch, SQUARE, id="batch-square"),
+        pytest.param(Batch, OBLONG, id="batch-oblong"),
+        pytest.param(Batch, GROUPED, id="batch-groups"),
+        pytest.param(Arena, SQUARE, id="arena-square"),
+        pytest.param(Arena, RANKS, id="arena-ranks"),
+        pytest.param(Arena, SHAPES, id="arena-shapes"),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.bfloat16, 1e-5)])
+def test_its_gradients_are_autograds(
+    unit: Unit, modules: list[nn.Module], dtype: torch.dtype, tolerance: float
+) -> None:
+    model = nn.Sequential(*deepcopy(modules)).to(dtype)
+    computed = unit(fz.forms(model))
+    for seed in range(2):  # the tensors of a batch are used again
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        exact = deepcopy(model).double()
+        twin = dict(zip(model.parameters(), exact.parameters(), strict=True))
+        expected = torch.autograd.grad(by_weights(exact, 1.0), [twin[factor.parameter] for factor in computed.factors])
+        for actual, reference in zip(computed.gradients(), expected, strict=True):
+            assert error(actual.flatten(0, 1), reference) < tolerance
+
+
+def kinds(*modules: nn.Module) -> list[type]:
+    return [type(unit) for unit in batches(fz.forms(nn.Sequential(*modules)))]
+
+
+def test_products_of_one_shape_are_computed_together() -> None:
+    assert kinds(*OBLONG) == [Batch]
+    assert kinds(*GROUPED) == [Batch]
+    assert sorted(kind.__name__ for kind in kinds(*SQUARE, *OBLONG)) == ["Batch", "Batch"]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(fz.FactorizedLinear(8, 8, 3, depth=1), id="deep"),
+        pytest.param(fz.FactorizedLinear(8, 8, 8), id="overcomplete"),
+        pytest.param(fz.FactorizedLinear(8, LARGEST_BATCHED, 1, bias=False, init=None, device="meta"), id="large"),
+    ],
+)
+def test_what_gains_nothing_from_sharing_is_computed_alone(module: nn.Module) -> None:
+    assert kinds(module, deepcopy(module)) == [Single, Single]
+
+
+def test_products_of_two_types_do_not_share() -> None:
+    assert kinds(deepcopy(SQUARE[0]).double(), deepcopy(SQUARE[1])) == [Single, Single]
