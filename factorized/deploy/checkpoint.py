@@ -34,7 +34,7 @@ from factorized.deploy.state import (
     unwrapped,
 )
 from factorized.layers.base import FactorizedLayer
-from factorized.layers.swap import build_layers, install, replace_module
+from factorized.layers.swap import build_layers, install, refuse_wrapped, replace_module
 from factorized.planning.plan import Plan
 from factorized.version import __version__
 
@@ -92,6 +92,7 @@ def load(
     The weights end up on ``device`` and in ``dtype``, or where and as the model is; one on the meta device becomes
     real. The file is compared with the model before anything is changed.
     """
+    refuse_wrapped(model)
     inside = unwrapped(model)
     manifest = _read_manifest(Path(folder))
     plan = _renamed(Plan.from_dict(manifest["plan"]), inside)

@@ -61,6 +61,8 @@ def margin_bounds(
             )
     layers, width = len(spectra), max(rows for rows, _, _ in spectra)
     rank = max(rank for _, rank, _ in spectra)
+    if radius == 0 or any(values.max() == 0 for _, _, values in spectra):
+        raise ValueError("inputs of norm 0, or a layer whose weight is zero, leave nothing to bound")
     log_norms = [2 * math.log(values.max().item()) for _, _, values in spectra]
     stable = sum((values.square().sum() / values.max() ** 2).item() for _, _, values in spectra)
     common = 2 * math.log(radius) + math.log(width * math.log(layers * width)) + sum(log_norms)

@@ -149,6 +149,7 @@ class FactorizedConv(FactorizedLayer):
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
         if self.drops:
             return "one_conv"
+        check_choice("execution", self.execution, (*self.executions, "auto"))
         if self.execution != "auto":
             return self.execution
         compiled = torch.compiler.is_compiling()

@@ -80,6 +80,7 @@ class FactorizedLinear(FactorizedLayer):
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
         if self.drops:
             return "one_product"
+        check_choice("execution", self.execution, (*self.executions, "auto"))
         if self.execution != "auto":
             return self.execution
         return cheapest_linear(self.shape, self.rank, self.depth)

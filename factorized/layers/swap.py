@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.batch import decompose_all
@@ -106,6 +107,15 @@ def install(model: nn.Module, plan: Plan, layers: dict[str, FactorizedLayer]) ->
     return model
 
 
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise if ``model`` is wrapped for data-parallel training, whose gradients are synchronized by parameter."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which would not synchronize new parameters; change the "
+            "model first and wrap it afterwards. Nothing was changed"
+        )
+
+
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
     """Put ``new`` in the place of the submodule ``name``; return the model, which is ``new`` for the empty name."""
     if not name:
@@ -139,6 +149,7 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
 
     With ``same_ties`` they must share weights as the plan says: else a weight would be dropped, or untied, in silence.
     """
+    refuse_wrapped(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     places: dict[nn.Module, set[str]] = {}
     for name, module in modules.items():

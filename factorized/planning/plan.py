@@ -108,4 +108,7 @@ class Plan:
 
 def _entry_from_dict(data: Mapping[str, Any]) -> PlanEntry:
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return PlanEntry(**fields)
+    entry = PlanEntry(**fields)
+    if not (isinstance(entry.shape, tuple) and isinstance(entry.aliases, tuple)):
+        raise TypeError(f"the shape and aliases of {entry.name!r} must be lists")
+    return entry

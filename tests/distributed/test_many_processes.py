@@ -50,3 +50,7 @@ def test_factorizing_a_sharded_model_says_what_to_do_instead(tmp_path: Path) -> 
     result = run("late", tmp_path)
     assert "before fully_shard" in str(result["error"])
     assert result["untouched"] == "True"
+
+
+def test_factorizing_a_wrapped_model_says_to_wrap_it_afterwards(tmp_path: Path) -> None:
+    assert "wrap it afterwards" in str(run("wrapped", tmp_path)["error"])

@@ -182,10 +182,20 @@ def late(scenario: str, folder: Path) -> dict[str, str]:
     return {"error": "", "untouched": ""}
 
 
+def wrapped(scenario: str, folder: Path) -> dict[str, str]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net().double())
+    try:
+        fz.factorize(model, rank=3, include=["module.conv"])
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
 def main() -> None:
     scenario, out = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo")
-    run = {"count": count, "checkpoint": checkpoint, "late": late}.get(scenario, compare)
+    run = {"count": count, "checkpoint": checkpoint, "late": late, "wrapped": wrapped}.get(scenario, compare)
     result = run(scenario, out.parent)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))

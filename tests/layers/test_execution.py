@@ -172,3 +172,7 @@ def test_an_unknown_execution_says_which_there_are(make: Any, dense: nn.Module, 
         make(execution=execution)
     with pytest.raises(ValueError, match=message):
         make.func.from_dense(dense, 2, execution=execution)
+    layer = make()
+    layer.execution = execution
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(2, 6) if isinstance(layer, FactorizedLinear) else torch.randn(2, 4, *(5,) * layer.dims))
