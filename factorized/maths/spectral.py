@@ -39,12 +39,16 @@ def truncated_svd(
         raise ValueError("a matrix on the meta device has no values to decompose; move the weights to a real device")
     if W.dtype in (torch.float16, torch.bfloat16):
         W = W.float()
-    if not torch.isfinite(W).all():
+    largest = torch.linalg.vector_norm(W, ord=torch.inf, dim=(-2, -1), keepdim=True)  # (..., 1, 1); NaN if any is
+    if not torch.isfinite(largest).all():
         raise ValueError("weight holds NaN or infinite values; a singular value decomposition needs finite ones")
     if method == "auto":
         method = "randomized" if _randomized_is_worthwhile(m, n, rank) else "exact"
     if method == "randomized":
-        return _randomized_svd(W, rank)
+        # W Wᵀ must stay within the range of its type, however large or small the weights are.
+        scale = largest.clamp(min=torch.finfo(W.dtype).tiny)
+        U, S, V = _randomized_svd(W / scale, rank)
+        return U, S * scale.squeeze(-1), V
     if method == "exact":
         return _exact_svd(W, rank)
     raise ValueError(f'method must be "auto", "exact" or "randomized", got {method!r}')
@@ -138,8 +142,6 @@ def _randomized_svd(
     """
     m, n = W.shape[-2:]
     width = _sketch_width(rank, min(m, n))
-    scale = W.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(W.dtype).tiny)
-    W = W / scale  # W Wᵀ must stay within the range of its type
     Q = torch.linalg.qr(W @ _gaussian(n, width, W)).Q
     shift = W.new_zeros(*W.shape[:-2], 1, 1)
     for _ in range(POWER_ITERATIONS):
@@ -147,7 +149,7 @@ def _randomized_svd(
         smallest = torch.linalg.svdvals(R)[..., -1, None, None]
         shift = torch.maximum(shift, (smallest + shift) / 2)
     V, S, Wh = torch.linalg.svd(W.mT @ Q, full_matrices=False)
-    return Q @ Wh.mT[..., :rank], S[..., :rank] * scale.squeeze(-1), V[..., :rank]
+    return Q @ Wh.mT[..., :rank], S[..., :rank], V[..., :rank]
 
 
 def _gaussian(rows: int, columns: int, like: Tensor) -> Tensor:
