@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorized.decay.batch import batches
+from factorized.decay.batch import Single, batches
 from factorized.decay.forms import Factor, Form
 from factorized.decay.strength import Number
 
@@ -24,13 +24,21 @@ class FrobeniusEngine:
         self.units = batches(found)
 
     @torch.no_grad()
-    def add(self, target: Target, coefficient: Callable[[Factor], Number]) -> None:
-        """Add ``coefficient(factor)`` times every factor's gradient to its ``target``."""
+    def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
+        """Add ``coefficient(factor)`` times every factor's gradient to its ``target``.
+
+        ``to_factors`` says that the targets are the factors themselves: then none is changed before all are read.
+        """
         additions: dict[Number, tuple[list[Tensor], list[Tensor]]] = {}
         for unit in self.units:
             targets = [target(factor) for factor in unit.factors]
             if all(tensor is None for tensor in targets):
                 continue
+            if isinstance(unit, Single) and len(targets) == 2 and not to_factors:
+                numbers = [coefficient(factor) for factor in unit.factors]
+                plain = [number for number in numbers if not isinstance(number, Tensor)]
+                if len(plain) == 2 and unit.add_to(targets, plain):
+                    continue
             for factor, tensor, gradient in zip(unit.factors, targets, unit.gradients(), strict=True):
                 if tensor is not None:
                     into, parts = additions.setdefault(coefficient(factor), ([], []))

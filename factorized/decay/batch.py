@@ -12,8 +12,9 @@ from factorized.decay.forms import Factor, Form
 from factorized.decay.sharded import Sharded, is_sharded
 from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
 
-# Forms with more entries than this gain nothing from sharing a launch, and would need a second copy of their factors.
-LARGEST_BATCHED = 2**20
+# Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
+# a GPU because a launch of their own is no loss, on the CPU because copying is.
+LARGEST_BATCHED = {"cuda": 2**20, "cpu": 2**15}
 
 
 class Single:
@@ -27,6 +28,26 @@ class Single:
         U, *inner, V = (computable(factor.value) for factor in self.factors)
         dU, dV, d_inner = frobenius_gradients(U, V, inner)
         return [dU, *d_inner, dV]
+
+    def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[float]) -> bool:
+        """Add ``numbers`` times the gradients to ``targets`` in the products themselves; False if that is not possible.
+
+        The targets must not be the factors, which are read while the targets are written.
+        """
+        (U, V), (into_U, into_V) = (factor.value for factor in self.factors), targets
+        if product_is_cheaper(U.shape[-2], V.shape[-2], U.shape[-1], 0, products=3) or computable(U) is not U:
+            return False
+        if U.shape[0] == 1:  # plain matrices multiply faster than a batch of one
+            U, V = U[0], V[0]
+        left, right = U.mT @ U, V.mT @ V
+        for into, value, gram, number in ((into_U, U, right, numbers[0]), (into_V, V, left, numbers[1])):
+            if into is None or number == 0:
+                continue
+            if value.dim() == 2:
+                into[0].addmm_(value, gram, alpha=number)
+            else:
+                into.baddbmm_(value, gram, alpha=number)
+        return True
 
 
 class Batch:
@@ -96,4 +117,5 @@ def _shares(form: Form) -> bool:
     """Say whether a form gains from being computed together with others."""
     (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
     entries = form.left.parameter.numel() + form.right.parameter.numel()
-    return not (form.middle or entries > LARGEST_BATCHED or product_is_cheaper(rows, columns, rank, 0, products=3))
+    too_large = entries > LARGEST_BATCHED["cuda" if form.U.is_cuda else "cpu"]
+    return not (form.middle or too_large or product_is_cheaper(rows, columns, rank, 0, products=3))

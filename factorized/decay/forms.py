@@ -90,6 +90,11 @@ def _layer_form(name: str, layer: FactorizedLayer) -> Form:
     kind = "conv" if isinstance(layer, FactorizedConv) else "linear"
     if isinstance(layer, FactorizedEmbedding):
         kind = "embedding"
-    view = partial(grouped, groups=layer.shape.groups)
-    left, *middle, right = (Factor(parameter, view, layer.shape.groups) for parameter in layer.factors)
+    groups = layer.shape.groups
+    view = partial(grouped, groups=groups) if groups > 1 else _one_group
+    left, *middle, right = (Factor(parameter, view, groups) for parameter in layer.factors)
     return Form(name, kind, left, tuple(middle), right, layer)
+
+
+def _one_group(factor: Tensor) -> Tensor:  # (long, rank) -> (1, long, rank)
+    return factor.unsqueeze(0)  # what ``grouped`` would return, in a fifth of its time

@@ -122,7 +122,7 @@ class FrobeniusDecay:
             acts = held(parameter) and parameter.requires_grad and parameter.grad is not None
             return factor.value if acts else None
 
-        self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f])
+        self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f], to_factors=True)
 
     def _numbers(self) -> dict[Factor, Number]:
         numbers = strengths(self.strength, self.forms, self.steps)

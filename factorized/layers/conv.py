@@ -147,7 +147,7 @@ class FactorizedConv(FactorizedLayer):
 
     def chosen_execution(self) -> str:
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
-        if self.drops:
+        if self.drops or self.decay_in_backward:  # both act on the composed weight
             return "one_conv"
         check_choice("execution", self.execution, (*self.executions, "auto"))
         if self.execution != "auto":

@@ -78,7 +78,7 @@ class FactorizedLinear(FactorizedLayer):
 
     def chosen_execution(self) -> str:
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
-        if self.drops:
+        if self.drops or self.decay_in_backward:  # both act on the composed weight
             return "one_product"
         check_choice("execution", self.execution, (*self.executions, "auto"))
         if self.execution != "auto":

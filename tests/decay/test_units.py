@@ -76,7 +76,9 @@ def test_products_of_one_shape_are_computed_together() -> None:
     [
         pytest.param(fz.FactorizedLinear(8, 8, 3, depth=1), id="deep"),
         pytest.param(fz.FactorizedLinear(8, 8, 8), id="overcomplete"),
-        pytest.param(fz.FactorizedLinear(8, LARGEST_BATCHED, 1, bias=False, init=None, device="meta"), id="large"),
+        pytest.param(
+            fz.FactorizedLinear(8, LARGEST_BATCHED["cpu"], 1, bias=False, init=None, device="meta"), id="large"
+        ),
     ],
 )
 def test_what_gains_nothing_from_sharing_is_computed_alone(module: nn.Module) -> None:
@@ -85,3 +87,29 @@ def test_what_gains_nothing_from_sharing_is_computed_alone(module: nn.Module) ->
 
 def test_products_of_two_types_do_not_share() -> None:
     assert kinds(deepcopy(SQUARE[0]).double(), deepcopy(SQUARE[1])) == [Single, Single]
+
+
+@pytest.mark.parametrize("module", [fz.FactorizedLinear(9, 7, 2), fz.FactorizedConv2d(8, 12, 3, 2, groups=2)])
+@pytest.mark.parametrize("frozen", [None, "U", "V"])
+def test_a_lone_product_adds_its_gradients_in_the_products_themselves(module: nn.Module, frozen: str | None) -> None:
+    (form,) = fz.forms(deepcopy(module).double())
+    unit = Single(form)
+    targets = [
+        None if name == frozen else torch.randn_like(f.value) for name, f in zip("UV", unit.factors, strict=True)
+    ]
+    expected = [
+        None if target is None else target + number * gradient
+        for target, number, gradient in zip(targets, (0.5, 0.25), unit.gradients(), strict=True)
+    ]
+    assert unit.add_to(targets, [0.5, 0.25])
+    for target, wanted in zip(targets, expected, strict=True):
+        assert (target is None) == (wanted is None)
+        if target is not None and wanted is not None:
+            torch.testing.assert_close(target, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_lone_product_says_when_that_way_is_not_for_it() -> None:
+    for module in (fz.FactorizedLinear(8, 8, 8), fz.FactorizedLinear(9, 7, 2).bfloat16()):
+        (form,) = fz.forms(module)
+        unit = Single(form)
+        assert not unit.add_to([torch.zeros_like(factor.value) for factor in unit.factors], [1.0, 1.0])
