@@ -72,7 +72,7 @@ class FactorizedLinear(FactorizedLayer):
         if self.chosen_execution() == "one_product":
             return F.linear(input, self.running_weight(), self.bias)
         x = F.linear(input, self.V.mT)
-        for M in reversed(self.inner):
+        for M in reversed(list(self.inner)):  # torch 2.11 traces a list, not a ParameterList
             x = F.linear(x, M)
         return F.linear(x, self.U, self.bias)
 

@@ -92,7 +92,7 @@ class Lamb(Optimizer):
             return loss
         scale = None
         if self.max_grad_norm is not None:
-            scale = (self.max_grad_norm / norm).clamp(max=1.0)
+            scale = torch.nan_to_num(self.max_grad_norm / norm, nan=0.0).clamp(max=1.0)
         self._before_updates()
         for group, parameters in groups:
             if parameters:
@@ -117,7 +117,7 @@ class Lamb(Optimizer):
         steps = [state["step"] for state in states]
         first = [local_part(state["exp_avg"]) for state in states]
         second = [local_part(state["exp_avg_sq"]) for state in states]
-        torch._foreach_add_(steps, 1.0 if passed is None else passed)
+        torch._foreach_add_(steps, 1.0 if passed is None else [passed] * len(steps))
         torch._foreach_mul_(first, keep1)
         torch._foreach_add_(first, torch._foreach_mul(gradients, 1 - keep1))
         torch._foreach_mul_(second, keep2)

@@ -1,0 +1,114 @@
+"""What only a GPU can show: the same results as on the CPU, and steps that can be captured as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import factorized as fz
+from factorized.decay.arena import Arena
+from factorized.maths.spectral import spectral_factors
+from factorized.vision.models.resnet import resnet
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return fz.factorize(resnet(8).double(), ratio=0.4).cuda()
+
+
+@pytest.mark.parametrize("execution", fz.FactorizedConv2d.executions)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_convolutions_compute_on_the_gpu_what_the_dense_layer_does(execution: str, channels_last: bool) -> None:
+    dense = nn.Conv2d(16, 24, 3, (2, 1), padding=1, device="cuda", dtype=torch.float64)
+    layer = fz.FactorizedConv2d.from_dense(dense, 48, execution=execution)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(2, 16, 9, 7, device="cuda", dtype=torch.float64).to(memory_format=layout)
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-9, atol=1e-9)
+
+
+def test_the_decomposition_is_the_same_on_both_devices() -> None:
+    W = torch.randn(3, 40, 30, dtype=torch.float64)
+    products = [U @ V.mT for U, V in (spectral_factors(weight, 5) for weight in (W, W.cuda()))]
+    torch.testing.assert_close(products[1].cpu(), products[0], rtol=1e-9, atol=1e-9)
+
+
+def trained(model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer], captured: bool) -> nn.Module:
+    """Train four steps, the last three of them as a replayed graph if ``captured``."""
+    model = deepcopy(model)
+    optimizer = make(model)
+    x = torch.randn(4, 3, 16, 16, device="cuda", dtype=torch.float64, generator=torch.Generator("cuda").manual_seed(1))
+    y = torch.tensor([0, 1, 2, 3], device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            step()
+    for _ in range(3):
+        graph.replay() if captured else step()
+    torch.cuda.synchronize()
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, 1e-2), lr=0.05, momentum=0.9)
+    decay = fz.FrobeniusDecay(model, 0.05).attach(optimizer)
+    assert any(isinstance(unit, Arena) for unit in decay._engine.units)
+    return optimizer
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(fz.parameter_groups(model, 1e-2), lr=1e-3, capturable=True)
+    fz.decoupled_frobenius(optimizer, model, 0.05)
+    return optimizer
+
+
+def flambe(model: nn.Module) -> torch.optim.Optimizer:
+    return fz.Flambe(fz.parameter_groups(model, 1e-2), model, lr=1e-3, frobenius_decay=0.05, capturable=True)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, flambe])
+def test_a_captured_step_with_decay_ends_where_eager_steps_do(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    start = small_model()
+    eager, replayed = trained(start, make, captured=False), trained(start, make, captured=True)
+    for (name, expected), actual in zip(eager.named_parameters(), replayed.parameters(), strict=True):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_captured_lamb_skips_what_is_not_finite() -> None:
+    weight = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = fz.Lamb([weight], lr=0.1, capturable=True)
+    for gradient in (1.0, float("nan"), 1.0):
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+    assert torch.isfinite(weight).all()
+    assert optimizer.skipped == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autotune_chooses_on_the_gpu_under_autocast(dtype: torch.dtype) -> None:
+    model = fz.factorize(resnet(8), ratio=0.4).cuda()
+    with torch.autocast("cuda", dtype):
+        times = fz.autotune(model, torch.randn(2, 3, 16, 16), rounds=1)
+    for name, measured in times.items():
+        assert model.get_submodule(name).execution == min(measured, key=measured.__getitem__)
