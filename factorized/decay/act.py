@@ -13,7 +13,8 @@ from factorized.decay.forms import Factor, Form
 from factorized.decay.strength import Number
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Target = Callable[[Factor], Tensor | None]  # what a factor's gradient is added to, or None to leave the factor out
+# What the gradient of a factor is added to, shaped like its parameter; None leaves the factor out.
+Target = Callable[[Factor], Tensor | None]
 
 
 class FrobeniusEngine:
@@ -34,15 +35,15 @@ class FrobeniusEngine:
             targets = [target(factor) for factor in unit.factors]
             if all(tensor is None for tensor in targets):
                 continue
-            if isinstance(unit, Single) and len(targets) == 2 and not to_factors:
-                numbers = [coefficient(factor) for factor in unit.factors]
-                plain = [number for number in numbers if not isinstance(number, Tensor)]
-                if len(plain) == 2 and unit.add_to(targets, plain):
-                    continue
-            for factor, tensor, gradient in zip(unit.factors, targets, unit.gradients(), strict=True):
+            numbers = [0.0 if t is None else coefficient(f) for f, t in zip(unit.factors, targets, strict=True)]
+            plain = [number for number in numbers if not isinstance(number, Tensor)]
+            if isinstance(unit, Single) and unit.is_plain and len(plain) == 2 and not to_factors:
+                unit.add_to(targets, plain)
+                continue
+            for factor, tensor, number, gradient in zip(unit.factors, targets, numbers, unit.gradients(), strict=True):
                 if tensor is not None:
-                    into, parts = additions.setdefault(coefficient(factor), ([], []))
-                    into.append(tensor)
+                    into, parts = additions.setdefault(number, ([], []))
+                    into.append(factor.part(tensor))
                     parts.append(gradient)
         for number, (into, parts) in additions.items():
             if isinstance(number, Tensor):
@@ -52,7 +53,7 @@ class FrobeniusEngine:
 
 
 def gradient_of(factor: Factor) -> Tensor | None:
-    """Return the factor's part of its parameter's gradient; None where there is none, as for any optimizer."""
+    """Return the gradient of the factor's parameter; None where there is none to add to, as for any optimizer."""
     gradient = factor.parameter.grad
     if gradient is None or not factor.parameter.requires_grad:
         return None
@@ -61,7 +62,7 @@ def gradient_of(factor: Factor) -> Tensor | None:
             "a factor has a sparse gradient, to which a decay of the whole factor cannot be added; use decoupled=True, "
             "or sparse=False in the embedding"
         )
-    return factor.part(gradient)
+    return gradient
 
 
 def act_before_update(act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

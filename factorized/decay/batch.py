@@ -22,6 +22,9 @@ class Single:
 
     def __init__(self, form: Form) -> None:
         self.factors = form.factors
+        (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
+        by_grams = not (form.middle or product_is_cheaper(rows, columns, rank, 0, products=3))
+        self.is_plain = by_grams and form.left.batch == 1 and computable(form.left.value).dtype == form.U.dtype
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U M₁…M_d Vᵀ‖² for every factor, in the order of ``factors``."""
@@ -29,25 +32,18 @@ class Single:
         dU, dV, d_inner = frobenius_gradients(U, V, inner)
         return [dU, *d_inner, dV]
 
-    def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[float]) -> bool:
-        """Add ``numbers`` times the gradients to ``targets`` in the products themselves; False if that is not possible.
+    def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[float]) -> None:
+        """Add ``numbers`` times the gradients of a plain pair of matrices to ``targets``, in the products themselves.
 
-        The targets must not be the factors, which are read while the targets are written.
+        The targets are shaped like the parameters and must not be them: they are written while those are read.
         """
-        (U, V), (into_U, into_V) = (factor.value for factor in self.factors), targets
-        if product_is_cheaper(U.shape[-2], V.shape[-2], U.shape[-1], 0, products=3) or computable(U) is not U:
-            return False
-        if U.shape[0] == 1:  # plain matrices multiply faster than a batch of one
-            U, V = U[0], V[0]
-        left, right = U.mT @ U, V.mT @ V
-        for into, value, gram, number in ((into_U, U, right, numbers[0]), (into_V, V, left, numbers[1])):
-            if into is None or number == 0:
-                continue
-            if value.dim() == 2:
-                into[0].addmm_(value, gram, alpha=number)
-            else:
-                into.baddbmm_(value, gram, alpha=number)
-        return True
+        U, V = (factor.parameter for factor in self.factors)
+        left, right = targets
+        of_U = U.mT @ U if right is not None else None
+        if left is not None and numbers[0] != 0:
+            left.addmm_(U, V.mT @ V, alpha=numbers[0])
+        if right is not None and of_U is not None and numbers[1] != 0:
+            right.addmm_(V, of_U, alpha=numbers[1])
 
 
 class Batch:

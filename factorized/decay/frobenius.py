@@ -108,11 +108,10 @@ class FrobeniusDecay:
 
     def _add_to_gradients(self, scale: Tensor | None, held: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()
-        factor = 1.0 if scale is None else scale
-        self._engine.add(
-            lambda f: gradient_of(f) if held(f.parameter) else None,
-            lambda f: numbers[f] * factor,
-        )
+        if scale is not None:  # equal strengths keep sharing one tensor, and so one launch
+            scaled = {number: number * scale for number in numbers.values()}
+            numbers = {factor: scaled[number] for factor, number in numbers.items()}
+        self._engine.add(lambda f: gradient_of(f) if held(f.parameter) else None, numbers.__getitem__)
 
     def _shrink(self, rate: Callable[[nn.Parameter], Number], held: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()
@@ -120,7 +119,7 @@ class FrobeniusDecay:
         def parameter_of(factor: Factor) -> Tensor | None:
             parameter = factor.parameter
             acts = held(parameter) and parameter.requires_grad and parameter.grad is not None
-            return factor.value if acts else None
+            return parameter.detach() if acts else None
 
         self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f], to_factors=True)
 

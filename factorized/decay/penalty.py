@@ -82,9 +82,9 @@ class ProductPenalty:
             targets = [gradient_of(factor) if held(factor.parameter) else None for factor in form.factors]
             if all(target is None for target in targets):
                 continue
-            for target, gradient in zip(targets, self._gradients(form.factors), strict=True):
+            for factor, target, gradient in zip(form.factors, targets, self._gradients(form.factors), strict=True):
                 if target is not None:
-                    target.add_(gradient * scale)
+                    factor.part(target).add_(gradient * scale)
 
 
 class NuclearDecay(ProductPenalty):

@@ -114,16 +114,3 @@ def composed_kernel(
     if g > 1:
         U, V, inner = grouped(U, g), grouped(V, g), [grouped(M, g) for M in inner]
     return to_kernel(compose(U, V, inner), shape)
-
-
-def one_conv(
-    x: Tensor,  # (batch, in, *spatial)
-    U: Tensor,  # (out·row taps, rank)
-    V: Tensor,  # (in·column taps, rank)
-    inner: Sequence[Tensor],  # each (groups·rank, rank)
-    bias: Tensor | None,  # (out,)
-    shape: KernelShape,
-    geometry: Geometry,
-) -> Tensor:  # (batch, out, *spatial)
-    """Compose the kernel, then convolve once."""
-    return convolve(x, composed_kernel(U, V, inner, shape), bias, geometry, shape.groups)

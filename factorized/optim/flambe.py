@@ -95,8 +95,7 @@ class Flambe(Lamb):
         self.steps += 1
 
     def _target(self, factor: Factor) -> Tensor | None:
-        decay = self._decay_of.get(factor.parameter)
-        return factor.part(decay) if decay is not None else None
+        return self._decay_of.get(factor.parameter)
 
     def _add_decay(self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]) -> None:
         """Add λw to the updates, and to those of factors their Frobenius gradient instead."""

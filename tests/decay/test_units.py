@@ -89,27 +89,33 @@ def test_products_of_two_types_do_not_share() -> None:
     assert kinds(deepcopy(SQUARE[0]).double(), deepcopy(SQUARE[1])) == [Single, Single]
 
 
-@pytest.mark.parametrize("module", [fz.FactorizedLinear(9, 7, 2), fz.FactorizedConv2d(8, 12, 3, 2, groups=2)])
 @pytest.mark.parametrize("frozen", [None, "U", "V"])
-def test_a_lone_product_adds_its_gradients_in_the_products_themselves(module: nn.Module, frozen: str | None) -> None:
-    (form,) = fz.forms(deepcopy(module).double())
+def test_a_lone_product_adds_its_gradients_in_the_products_themselves(frozen: str | None) -> None:
+    (form,) = fz.forms(fz.FactorizedLinear(9, 7, 2).double())
     unit = Single(form)
-    targets = [
-        None if name == frozen else torch.randn_like(f.value) for name, f in zip("UV", unit.factors, strict=True)
-    ]
+    assert unit.is_plain
+    parameters = dict(zip("UV", (factor.parameter for factor in unit.factors), strict=True))
+    targets = [None if name == frozen else torch.randn_like(p.detach()) for name, p in parameters.items()]
     expected = [
-        None if target is None else target + number * gradient
+        None if target is None else target + number * gradient[0]
         for target, number, gradient in zip(targets, (0.5, 0.25), unit.gradients(), strict=True)
     ]
-    assert unit.add_to(targets, [0.5, 0.25])
+    with torch.no_grad():
+        unit.add_to(targets, [0.5, 0.25])
     for target, wanted in zip(targets, expected, strict=True):
-        assert (target is None) == (wanted is None)
         if target is not None and wanted is not None:
             torch.testing.assert_close(target, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_lone_product_says_when_that_way_is_not_for_it() -> None:
-    for module in (fz.FactorizedLinear(8, 8, 8), fz.FactorizedLinear(9, 7, 2).bfloat16()):
-        (form,) = fz.forms(module)
-        unit = Single(form)
-        assert not unit.add_to([torch.zeros_like(factor.value) for factor in unit.factors], [1.0, 1.0])
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(fz.FactorizedLinear(8, 8, 8), id="overcomplete"),
+        pytest.param(fz.FactorizedLinear(9, 7, 2, depth=1), id="deep"),
+        pytest.param(fz.FactorizedLinear(9, 7, 2).bfloat16(), id="half"),
+        pytest.param(fz.FactorizedConv2d(8, 12, 3, 2, groups=2), id="groups"),
+    ],
+)
+def test_a_lone_product_that_is_no_plain_pair_goes_the_long_way(module: nn.Module) -> None:
+    (form,) = fz.forms(module)
+    assert not Single(form).is_plain

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from factorized.maths.convolution import Geometry, explicit_padding, one_conv, pad, two_convs
+from factorized.maths.convolution import Geometry, composed_kernel, convolve, explicit_padding, two_convs
 from factorized.maths.kernel import KernelShape, to_kernel
 from factorized.maths.products import two_products
 
@@ -18,6 +18,12 @@ from factorized.maths.products import two_products
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 Way = Callable[..., Tensor]
+
+
+def one_conv(x, U, V, inner, bias, shape, geometry) -> Tensor:  # type: ignore[no-untyped-def]
+    return convolve(x, composed_kernel(U, V, inner, shape), bias, geometry, shape.groups)
+
+
 WAYS = [two_convs, one_conv, two_products]
 CONV: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -259,40 +265,3 @@ def test_positions_that_a_strided_pointwise_kernel_never_reads_do_not_matter() -
         made.x[..., 1::2, :] = made.x[..., 1::2] = float("nan")
     y = made.run(two_products)
     assert all(tensor.isfinite().all() for tensor in (y, *gradients(y, made.leaves)))
-
-
-@pytest.mark.parametrize(
-    ("padding", "size", "dilation", "expected"),
-    [
-        ("valid", (3, 4), (1, 1), ((0, 0), (0, 0))),
-        ("same", (3, 5), (1, 1), ((1, 1), (2, 2))),
-        ("same", (2, 4), (1, 1), ((0, 1), (1, 2))),
-        ("same", (4, 4), (2, 3), ((3, 3), (4, 5))),
-        ("same", (1,), (5,), ((0, 0),)),
-        ((0, 2, 1), (3, 3, 3), (1, 1, 1), ((0, 0), (2, 2), (1, 1))),
-    ],
-)
-def test_padding_is_spelled_out_before_and_after_each_dimension(
-    padding: str | tuple[int, ...], size: tuple[int, ...], dilation: tuple[int, ...], expected: tuple[Any, ...]
-) -> None:
-    assert explicit_padding(padding, size, dilation) == expected
-
-
-def test_a_part_of_a_geometry_is_pointwise_elsewhere() -> None:
-    whole = Geometry((2, 3, 4), ((1, 1), (2, 2), (3, 4)), (5, 6, 7), "circular")
-    assert whole.part(1, 3) == Geometry((1, 3, 4), ((0, 0), (2, 2), (3, 4)), (1, 6, 7), "circular")
-    assert whole.part(0, 0) == Geometry((1, 1, 1), ((0, 0),) * 3, (1, 1, 1), "circular")
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("zeros", [0, 1, 2, 3, 0, 0]),
-        ("circular", [3, 1, 2, 3, 1, 2]),
-        ("reflect", [2, 1, 2, 3, 2, 1]),
-        ("replicate", [1, 1, 2, 3, 3, 3]),
-    ],
-)
-def test_padding_one_dimension_leaves_the_other_alone(mode: str, expected: list[int]) -> None:
-    row = torch.tensor([[[[1.0, 2.0, 3.0]]]])
-    assert pad(row, [(0, 0), (1, 2)], mode)[0, 0].tolist() == [expected]
