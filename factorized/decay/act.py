@@ -23,6 +23,7 @@ class FrobeniusEngine:
     def __init__(self, found: Sequence[Form]) -> None:
         self.form_of: dict[Factor, Form] = {factor: form for form in found for factor in form.factors}
         self.units = batches(found)
+        self._made_for = self._places()
 
     @torch.no_grad()
     def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
@@ -30,6 +31,8 @@ class FrobeniusEngine:
 
         ``to_factors`` says that the targets are the factors themselves: then none is changed before all are read.
         """
+        if self._places() != self._made_for:  # the model was moved, or changed its type
+            self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._places()
         additions: dict[Number, tuple[list[Tensor], list[Tensor]]] = {}
         for unit in self.units:
             targets = [target(factor) for factor in unit.factors]
@@ -50,6 +53,9 @@ class FrobeniusEngine:
                 torch._foreach_add_(into, torch._foreach_mul(parts, number.to(parts[0].device).reshape(())))
             elif number != 0:
                 torch._foreach_add_(into, parts, alpha=number)
+
+    def _places(self) -> list[tuple[torch.device, torch.dtype]]:
+        return [(factor.parameter.device, factor.parameter.dtype) for factor in self.form_of]
 
 
 def gradient_of(factor: Factor) -> Tensor | None:

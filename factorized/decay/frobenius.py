@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -84,6 +84,14 @@ class FrobeniusDecay:
         for form in self._inside:
             assert form.layer is not None
             form.layer.decay_in_backward = 0.0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a schedule has to know to go on after a restart: the steps taken."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where a saved decay left off."""
+        self.steps = state["steps"]
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Say whether ``parameter`` is a factor that this decay acts on."""

@@ -247,3 +247,28 @@ class TestAttached:
         model, reference = twins()
         assert difference(run(model, decayed=True), run(reference, decayed=False)) < 1e-8
         assert set(asked) == {0, 1, 2}
+
+
+def test_a_schedule_goes_on_after_a_restart() -> None:
+    model = fz.FactorizedLinear(9, 7, 2).double()
+    decay = fz.FrobeniusDecay(nn.Sequential(model), lambda step: 0.1 * (step + 1))
+    model.U.grad, model.V.grad = torch.zeros_like(model.U), torch.zeros_like(model.V)
+    decay.apply_()
+    resumed = fz.FrobeniusDecay(nn.Sequential(model), lambda step: 0.1 * (step + 1))
+    resumed.load_state_dict(decay.state_dict())
+    assert resumed.steps == 1
+    torch.testing.assert_close(resumed.penalty(), 2 * fz.FrobeniusDecay(nn.Sequential(model), 0.1).penalty())
+
+
+def test_the_decay_follows_a_model_that_changes_its_type() -> None:
+    layers = nn.Sequential(*(fz.FactorizedLinear(9, 9, 2, bias=False) for _ in range(3)))
+    decay = fz.FrobeniusDecay(layers, 1.0)
+    layers.double()
+    decay.penalty().backward()
+    expected = [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    decay.apply_()
+    for parameter, wanted in zip(layers.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-12)
