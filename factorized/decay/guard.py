@@ -32,7 +32,7 @@ def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) 
             )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         other = getattr(hook, "__self__", None)
-        if isinstance(other, kind) and any(other.holds(parameter) for parameter in held):  # type: ignore[attr-defined]
+        if type(other) is kind and any(other.holds(parameter) for parameter in held):  # type: ignore[attr-defined]
             raise ValueError(
                 f"a {kind.__name__} of the same factors is attached to this optimizer already; detach() it"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,8 @@ def check_range(
         for word, bound in (("at least", least), ("above", above), ("below", below))
         if bound is not None
     ]
-    inside = (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not inside:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not (
+        (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
+    ):
         raise ValueError(f"{name} must be a number {' and '.join(bounds)}, got {value!r}")

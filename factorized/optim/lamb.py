@@ -44,15 +44,8 @@ class Lamb(Optimizer):
         capturable: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
-        if not isinstance(lr, Tensor):
-            check_range("lr", lr, least=0)
-        for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-            check_range(name, beta, least=0, below=1)
-        check_range("eps", eps, least=0)
-        check_range("weight_decay", weight_decay, least=0)
-        for name, value in (("max_grad_norm", max_grad_norm), ("trust_clip", trust_clip)):
-            if value is not None:
-                check_range(name, value, above=0)
+        if max_grad_norm is not None:
+            check_range("max_grad_norm", max_grad_norm, above=0)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -69,6 +62,19 @@ class Lamb(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles carry: torch's own would leave out what is no group's setting."""
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "guard": self.guard}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own, which are checked like the common ones."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if not isinstance(group["lr"], Tensor):
+            check_range("lr", group["lr"], least=0)
+        for name, beta in zip(("betas[0]", "betas[1]"), group["betas"], strict=True):
+            check_range(name, beta, least=0, below=1)
+        for name in ("eps", "weight_decay"):
+            check_range(name, group[name], least=0)
+        if group["trust_clip"] is not None:
+            check_range("trust_clip", group["trust_clip"], above=0)
 
     @property
     def skipped(self) -> int:

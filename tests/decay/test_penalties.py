@@ -251,3 +251,17 @@ def test_decay_in_backward_and_dropped_entries_go_together() -> None:
     model = composing()
     expected = torch.autograd.grad(by_weights(model), model.wide.U)[0]
     assert error(gradient(decayed=True) - gradient(decayed=False), expected) < 1e-10
+
+
+@pytest.mark.parametrize("nuclear_first", [True, False])
+def test_penalties_of_two_kinds_can_act_on_the_same_factors(nuclear_first: bool) -> None:
+    model = nn.Sequential(fz.FactorizedLinear(9, 7, 2).double())
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, 0.0), lr=0.0)
+    penalties = [fz.NuclearDecay(model, 0.1), fz.ProductPenalty(model, lambda W: W.square().sum())]
+    for penalty in penalties if nuclear_first else penalties[::-1]:
+        penalty.attach(optimizer)
+    expected = torch.autograd.grad(penalties[0].penalty() + penalties[1].penalty(), model[0].U)[0]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model[0].U.grad, expected, rtol=1e-9, atol=1e-12)

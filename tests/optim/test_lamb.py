@@ -268,6 +268,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lr": -0.1}, "lr must be a number at least 0, got -0.1"),
     ({"lr": float("nan")}, "lr must be a number at least 0, got nan"),
     ({"lr": True}, "lr must be a number at least 0, got True"),
+    ({"lr": float("inf")}, "lr must be a number at least 0, got inf"),
+    ({"lr": "1"}, "lr must be a number at least 0, got '1'"),
     ({"betas": (-0.1, 0.9)}, r"betas\[0\] must be a number at least 0 and below 1, got -0.1"),
     ({"betas": (1.0, 0.9)}, r"betas\[0\] must be a number at least 0 and below 1, got 1.0"),
     ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a number at least 0 and below 1, got 1.0"),
@@ -286,6 +288,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_setting_says_what_is_allowed(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fz.Lamb(parameters(), **settings)
+    if "max_grad_norm" not in settings:  # the others may also be given by group
+        with pytest.raises(ValueError, match=message):
+            fz.Lamb([{"params": parameters(), **settings}])
 
 
 def test_the_reference_tells_settings_apart() -> None:
