@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from math import ceil
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
-from factorized.maths.kernel import to_matrix
+from factorized.planning.assemble import Tied, assemble, cost_of
 from factorized.planning.budget import Budget, read_budget
-from factorized.planning.cost import Call, ExampleInput, LayerCost, Measured, count_parameters, measure
-from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.cost import ExampleInput, LayerCost, Measured, count_parameters, measure
+from factorized.planning.plan import Plan
 from factorized.planning.ranks import Item, Ranks, lowest_cost, scaled_ranks, spend_by_spectrum, spend_uniformly
 from factorized.planning.scheme import LowRank, Scheme, reference_size
 from factorized.planning.select import Candidate, Pattern, find_candidates
+from factorized.planning.spectrum import rank_for_energy, squared_spectrum
 
 Allocate = Literal["uniform", "spectrum"]
-Tied = list[Candidate]  # layers that share one weight, the first of them in front; mostly one
 
 
 def plan(
@@ -66,14 +63,15 @@ def plan(
         raise ValueError(_nothing_selected(model, candidates))
     shapes = {c.module: c.shape for c in candidates if c.shape is not None}
     measured = measure(model, example_input, shapes) if example_input is not None else None
-    costs = [_cost(tied, scheme, measured) for tied in weights]
+    costs = [cost_of(tied, scheme, measured) for tied in weights]
     ranks = _solve(model, scheme, budget, allocate, weights, costs, measured)
     if all(rank is None for rank in ranks):
         raise ValueError(
             f"{budget} leaves every layer of {type(model).__name__} dense: factorizing at that rank would make them "
             "larger. Ask for less"
         )
-    return _assemble(model, scheme, budget, candidates, weights, costs, ranks, measured)
+    solved = {tied[0].name: (cost, rank) for tied, cost, rank in zip(weights, costs, ranks, strict=True)}
+    return assemble(model, scheme, budget, candidates, solved, measured)
 
 
 def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
@@ -82,16 +80,6 @@ def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
         if candidate.reason is None:
             groups.setdefault(candidate.tied_to or candidate.name, []).append(candidate)
     return list(groups.values())
-
-
-def _cost(tied: Tied, scheme: Scheme, measured: Measured | None) -> LayerCost:
-    shape = tied[0].shape
-    assert shape is not None
-    calls: dict[bool, tuple[Call, ...]] = {False: (), True: ()}
-    for candidate in tied if measured is not None else ():
-        assert measured is not None
-        calls[isinstance(candidate.module, nn.Embedding)] += tuple(measured.calls[candidate.module])
-    return LayerCost(shape, scheme.depth, multiplied=calls[False], looked_up=calls[True])
 
 
 def _solve(
@@ -114,7 +102,7 @@ def _solve(
         ]
     if budget.name == "energy":
         return [
-            item.settle(_rank_for_energy(_energies(tied[0]), budget.value))
+            item.settle(rank_for_energy(squared_spectrum(tied[0]), budget.value))
             for item, tied in zip(items, weights, strict=True)
         ]
     whole = measured.macs if by_macs and measured is not None else count_parameters(model)
@@ -129,7 +117,7 @@ def _solve(
             "factorize more layers: see include=, exclude= and keep_first_and_last="
         )
     if allocate == "spectrum":
-        return spend_by_spectrum(items, [_energies(tied[0]).tolist() for tied in weights], target)
+        return spend_by_spectrum(items, [squared_spectrum(tied[0]).tolist() for tied in weights], target)
     return spend_uniformly(items, target)
 
 
@@ -159,100 +147,6 @@ def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> int:
             'use Overcomplete("wide") to go above full rank, or exclude= this layer'
         )
     return rank
-
-
-@torch.no_grad()
-def _energies(candidate: Candidate) -> Tensor:  # (full rank,)
-    """Return the squared singular values of a weight, summed over its groups."""
-    weight = candidate.module.weight
-    assert isinstance(weight, Tensor)
-    assert candidate.shape is not None
-    if weight.is_meta:
-        raise ValueError(
-            f"{candidate.name}: singular values need weights, but the model is on the meta device; "
-            'load it, or plan by ratio= or rank_scale= with allocate="uniform"'
-        )
-    matrix = to_matrix(weight, candidate.shape)
-    matrix = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
-    if not torch.isfinite(matrix).all():
-        raise ValueError(f"{candidate.name}: weight holds NaN or infinite values, so it has no singular values")
-    return torch.linalg.svdvals(matrix).double().square().sum(dim=0)
-
-
-def _rank_for_energy(energies: Tensor, share: float) -> int:
-    kept = list(accumulate(energies.tolist()))
-    return next(rank for rank, energy in enumerate(kept, start=1) if energy >= share * kept[-1])
-
-
-def _assemble(
-    model: nn.Module,
-    scheme: Scheme,
-    budget: Budget,
-    candidates: list[Candidate],
-    weights: list[Tied],
-    costs: list[LayerCost],
-    ranks: Ranks,
-    measured: Measured | None,
-) -> Plan:
-    solved = {tied[0].name: (cost, rank) for tied, cost, rank in zip(weights, costs, ranks, strict=True)}
-    entries = [_entry(candidate, scheme, solved, measured, held) for candidate, held in _held_before(candidates)]
-    params = count_parameters(model)
-    saved = sum(cost.params(None) - cost.params(rank) for cost, rank in solved.values())
-    macs = measured.macs if measured is not None else None
-    saved_macs = sum(cost.macs(None) - cost.macs(rank) for cost, rank in solved.values())
-    return Plan(
-        model=type(model).__name__,
-        scheme=scheme,
-        budget=str(budget),
-        entries=tuple(entries),
-        params=params,
-        params_after=params - saved,
-        macs=macs,
-        macs_after=macs - saved_macs if macs is not None else None,
-    )
-
-
-def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]]:
-    """Yield every candidate with whether an earlier one holds the same weight."""
-    seen: set[Tensor] = set()
-    for candidate in candidates:
-        weight = candidate.module._parameters.get("weight")
-        yield candidate, weight in seen
-        if weight is not None:
-            seen.add(weight)
-
-
-def _entry(
-    candidate: Candidate,
-    scheme: Scheme,
-    solved: dict[str, tuple[LayerCost, int | None]],
-    measured: Measured | None,
-    held_elsewhere: bool,
-) -> PlanEntry:
-    weight = candidate.module._parameters.get("weight")
-    weight = None if weight is not None and is_lazy(weight) else weight
-    cost, rank = solved.get(candidate.tied_to or candidate.name, (None, None))
-    reason = candidate.reason
-    if reason is None and cost is not None and rank is None:
-        reason = "would grow: the factors would cost more than the dense layer"
-    own = _cost([candidate], scheme, measured) if candidate.shape is not None else None
-    dense_params = weight.numel() if weight is not None else count_parameters(candidate.module)
-    return PlanEntry(
-        name=candidate.name,
-        type=type(candidate.module).__name__,
-        shape=tuple(weight.shape) if weight is not None else (),
-        groups=candidate.shape.groups if candidate.shape is not None else 1,
-        rank=rank if reason is None else None,
-        kind=scheme.kind,
-        depth=scheme.depth,
-        reason=reason,
-        aliases=candidate.aliases,
-        tied_to=candidate.tied_to if reason is None else None,
-        params=0 if held_elsewhere else dense_params,
-        params_after=0 if held_elsewhere else own.params(rank if reason is None else None) if own else dense_params,
-        macs=own.macs(None) if own is not None and measured is not None else None,
-        macs_after=own.macs(rank if reason is None else None) if own is not None and measured is not None else None,
-    )
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:

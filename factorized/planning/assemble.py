@@ -1,0 +1,97 @@
+"""From solved ranks to the entries of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from factorized.planning.budget import Budget
+from factorized.planning.cost import Call, LayerCost, Measured, count_parameters
+from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.scheme import Scheme
+from factorized.planning.select import Candidate
+
+Tied = list[Candidate]  # layers that share one weight, the first of them in front; mostly one
+Solved = dict[str, tuple[LayerCost, int | None]]  # cost and rank (None: dense) by the name of the first of the tied
+
+
+def cost_of(tied: Tied, scheme: Scheme, measured: Measured | None) -> LayerCost:
+    """Return what the weight of some tied layers costs, with the calls of all of them."""
+    shape = tied[0].shape
+    assert shape is not None
+    calls: dict[bool, tuple[Call, ...]] = {False: (), True: ()}
+    for candidate in tied if measured is not None else ():
+        assert measured is not None
+        calls[isinstance(candidate.module, nn.Embedding)] += tuple(measured.calls[candidate.module])
+    return LayerCost(shape, scheme.depth, multiplied=calls[False], looked_up=calls[True])
+
+
+def assemble(
+    model: nn.Module,
+    scheme: Scheme,
+    budget: Budget,
+    candidates: list[Candidate],
+    solved: Solved,
+    measured: Measured | None,
+) -> Plan:
+    """Return the plan: one entry per candidate, and the totals."""
+    entries = [_entry(candidate, scheme, solved, measured, held) for candidate, held in _held_before(candidates)]
+    params = count_parameters(model)
+    saved = sum(cost.params(None) - cost.params(rank) for cost, rank in solved.values())
+    macs = measured.macs if measured is not None else None
+    saved_macs = sum(cost.macs(None) - cost.macs(rank) for cost, rank in solved.values())
+    return Plan(
+        model=type(model).__name__,
+        scheme=scheme,
+        budget=str(budget),
+        entries=tuple(entries),
+        params=params,
+        params_after=params - saved,
+        macs=macs,
+        macs_after=macs - saved_macs if macs is not None else None,
+    )
+
+
+def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]]:
+    """Yield every candidate with whether an earlier one holds the same weight."""
+    seen: set[Tensor] = set()
+    for candidate in candidates:
+        weight = candidate.module._parameters.get("weight")
+        yield candidate, weight in seen
+        if weight is not None:
+            seen.add(weight)
+
+
+def _entry(
+    candidate: Candidate,
+    scheme: Scheme,
+    solved: Solved,
+    measured: Measured | None,
+    held_elsewhere: bool,
+) -> PlanEntry:
+    weight = candidate.module._parameters.get("weight")
+    weight = None if weight is not None and is_lazy(weight) else weight
+    cost, rank = solved.get(candidate.tied_to or candidate.name, (None, None))
+    reason = candidate.reason
+    if reason is None and cost is not None and rank is None:
+        reason = "would grow: the factors would cost more than the dense layer"
+    own = cost_of([candidate], scheme, measured) if candidate.shape is not None else None
+    dense_params = weight.numel() if weight is not None else count_parameters(candidate.module)
+    return PlanEntry(
+        name=candidate.name,
+        type=type(candidate.module).__name__,
+        shape=tuple(weight.shape) if weight is not None else (),
+        groups=candidate.shape.groups if candidate.shape is not None else 1,
+        rank=rank if reason is None else None,
+        kind=scheme.kind,
+        depth=scheme.depth,
+        reason=reason,
+        aliases=candidate.aliases,
+        tied_to=candidate.tied_to if reason is None else None,
+        params=0 if held_elsewhere else dense_params,
+        params_after=0 if held_elsewhere else own.params(rank if reason is None else None) if own else dense_params,
+        macs=own.macs(None) if own is not None and measured is not None else None,
+        macs_after=own.macs(rank if reason is None else None) if own is not None and measured is not None else None,
+    )

@@ -1,0 +1,35 @@
+"""The singular values of the weights at hand, for budgets that ask for them."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from factorized.maths.kernel import to_matrix
+from factorized.planning.select import Candidate
+
+
+@torch.no_grad()
+def squared_spectrum(candidate: Candidate) -> Tensor:  # (full rank,)
+    """Return the squared singular values of a weight, summed over its groups."""
+    weight = candidate.module.weight
+    assert isinstance(weight, Tensor)
+    assert candidate.shape is not None
+    if weight.is_meta:
+        raise ValueError(
+            f"{candidate.name}: singular values need weights, but the model is on the meta device; "
+            'load it, or plan by ratio= or rank_scale= with allocate="uniform"'
+        )
+    matrix = to_matrix(weight, candidate.shape)
+    matrix = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
+    if not torch.isfinite(matrix).all():
+        raise ValueError(f"{candidate.name}: weight holds NaN or infinite values, so it has no singular values")
+    return torch.linalg.svdvals(matrix).double().square().sum(dim=0)
+
+
+def rank_for_energy(energies: Tensor, share: float) -> int:
+    """Return the smallest rank that keeps ``share`` of the squared spectrum."""
+    kept = list(accumulate(energies.tolist()))
+    return next(rank for rank, energy in enumerate(kept, start=1) if energy >= share * kept[-1])
