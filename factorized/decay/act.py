@@ -23,7 +23,7 @@ class FrobeniusEngine:
     def __init__(self, found: Sequence[Form]) -> None:
         self.form_of: dict[Factor, Form] = {factor: form for form in found for factor in form.factors}
         self.units = batches(found)
-        self._made_for = self._places()
+        self._made_for = self._place()
 
     @torch.no_grad()
     def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
@@ -31,8 +31,8 @@ class FrobeniusEngine:
 
         ``to_factors`` says that the targets are the factors themselves: then none is changed before all are read.
         """
-        if self._places() != self._made_for:  # the model was moved, or changed its type
-            self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._places()
+        if self._place() != self._made_for:  # the model was moved, or changed its type
+            self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._place()
         additions: dict[Number, tuple[list[Tensor], list[Tensor]]] = {}
         for unit in self.units:
             targets = [target(factor) for factor in unit.factors]
@@ -46,7 +46,7 @@ class FrobeniusEngine:
             for factor, tensor, number, gradient in zip(unit.factors, targets, numbers, unit.gradients(), strict=True):
                 if tensor is not None:
                     into, parts = additions.setdefault(number, ([], []))
-                    into.append(factor.part(tensor))
+                    into.append(tensor if gradient.dim() == tensor.dim() else factor.part(tensor))
                     parts.append(gradient)
         for number, (into, parts) in additions.items():
             if isinstance(number, Tensor):
@@ -54,8 +54,9 @@ class FrobeniusEngine:
             elif number != 0:
                 torch._foreach_add_(into, parts, alpha=number)
 
-    def _places(self) -> list[tuple[torch.device, torch.dtype]]:
-        return [(factor.parameter.device, factor.parameter.dtype) for factor in self.form_of]
+    def _place(self) -> tuple[torch.device, torch.dtype] | None:
+        first = next(iter(self.form_of), None)
+        return (first.parameter.device, first.parameter.dtype) if first is not None else None
 
 
 def gradient_of(factor: Factor) -> Tensor | None:

@@ -38,7 +38,8 @@ class Arena:
         sizes = [factor.value.numel() for factor in self.factors]
         self.flat = torch.zeros(sum(sizes) + 1, dtype=dtype, device=like.device)  # the last entry is the zero
         self.gathered = torch.empty(sum(sizes), dtype=dtype, device=like.device)
-        self.parts = [part.view(shape) for part, shape in zip(self.gathered.split(sizes), self.shapes, strict=True)]
+        parts = zip(self.factors, self.gathered.split(sizes), self.shapes, strict=True)
+        self.parts = [part.view(shape[1:] if factor.is_whole else shape) for factor, part, shape in parts]
         self.starts = [sum(sizes[:position]) for position in range(len(sizes))]
         self.batches: list[_Padded] = []
         self.results = torch.empty(0, dtype=dtype, device=like.device)

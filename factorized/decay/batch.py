@@ -30,7 +30,7 @@ class Single:
         """Return the gradient of ½‖U M₁…M_d Vᵀ‖² for every factor, in the order of ``factors``."""
         U, *inner, V = (computable(factor.value) for factor in self.factors)
         dU, dV, d_inner = frobenius_gradients(U, V, inner)
-        return [dU, *d_inner, dV]
+        return [like_parameter(f, gradient) for f, gradient in zip(self.factors, (dU, *d_inner, dV), strict=True)]
 
     def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[float]) -> None:
         """Add ``numbers`` times the gradients of a plain pair of matrices to ``targets``, in the products themselves.
@@ -63,16 +63,22 @@ class Batch:
         sizes = [factor.batch for factor in self.factors]
         stacked = [self.results[0]] if self.square else self.results
         per_side = [sizes] if self.square else [sizes[: len(members)], sizes[len(members) :]]
-        self.parts = [part for side, size in zip(stacked, per_side, strict=True) for part in side.split(size)]
+        parts = [part for side, size in zip(stacked, per_side, strict=True) for part in side.split(size)]
+        self.parts = [like_parameter(factor, part) for factor, part in zip(self.factors, parts, strict=True)]
+        # Plain matrices in a type to compute with are stacked as they are, which saves making views at every step.
+        plain = all(factor.is_whole for factor in self.factors) and like.dtype == members[0].U.dtype
+        self.matrices: list[Tensor] = [factor.parameter for factor in self.factors] if plain else []
 
+    @torch.no_grad()
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``; valid until the next call."""
-        sources = [computable(factor.value) for factor in self.factors]
+        sources = list(self.matrices) or [computable(factor.value) for factor in self.factors]
+        join = torch.stack if self.matrices else torch.cat
         half = len(sources) // 2
         for value, gram, side in zip(
             self.values, self.grams, [sources] if self.square else [sources[:half], sources[half:]], strict=True
         ):
-            torch.cat(side, out=value)
+            join(side, out=value)
             torch.bmm(value.mT, value, out=gram)
         # Each factor is multiplied by the Gram matrix of its partner, half a batch away or in the other tensor.
         partners = [self.grams[0].roll(self.grams[0].shape[0] // 2, 0)] if self.square else self.grams[::-1]
@@ -102,6 +108,11 @@ def batches(found: Sequence[Form]) -> list[Unit]:
         else:
             units.append(Arena(members) if members[0].U.is_cuda else Batch(members))
     return units
+
+
+def like_parameter(factor: Factor, gradient: Tensor) -> Tensor:
+    """Return a gradient (batch, long, rank) without the batch where the factor is its whole parameter."""
+    return gradient[0] if factor.is_whole else gradient
 
 
 def computable(value: Tensor) -> Tensor:

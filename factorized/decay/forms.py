@@ -28,6 +28,11 @@ class Factor:
         """The factor as it stands, without gradient history; of a sharded one, the rows that this rank has."""
         return self.part(self.parameter.detach())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the factor is its parameter, as it is, and no view of it is needed."""
+        return self.batch == 1 and self.view is _one_group and not isinstance(self.parameter, DTensor)
+
     def part(self, tensor: Tensor) -> Tensor:
         """Return the factor's part of a tensor shaped like its parameter, such as the gradient, to be changed in place.
 
