@@ -46,7 +46,7 @@ class FrobeniusEngine:
             for factor, tensor, number, gradient in zip(unit.factors, targets, numbers, unit.gradients(), strict=True):
                 if tensor is not None:
                     into, parts = additions.setdefault(number, ([], []))
-                    into.append(tensor if gradient.dim() == tensor.dim() else factor.part(tensor))
+                    into.append(tensor if factor.is_whole else factor.part(tensor))
                     parts.append(gradient)
         for number, (into, parts) in additions.items():
             if isinstance(number, Tensor):
