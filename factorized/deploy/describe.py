@@ -6,10 +6,9 @@ from torch import nn
 
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.conv import FactorizedConv
+from factorized.layers.swap import COMPILED
 from factorized.planning.plan import Plan, PlanEntry
 from factorized.planning.scheme import LowRank, Overcomplete
-
-COMPILED = "_orig_mod"  # what torch.compile calls the module inside it, and so a part of every name in there
 
 
 def describe(model: nn.Module) -> Plan:

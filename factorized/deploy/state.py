@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from factorized.deploy.describe import plain_name
+from factorized.layers.swap import COMPILED
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -17,8 +18,8 @@ Shapes = dict[str, tuple[int, ...]]
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside ``torch.compile`` and data-parallel wrappers."""
     while True:
-        if "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
+        if COMPILED in model._modules:
+            model = model.get_submodule(COMPILED)
         elif isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
         else:

@@ -26,6 +26,7 @@ _CONVOLUTIONS: dict[type[nn.Module], type[FactorizedConv]] = {
     nn.Conv2d: FactorizedConv2d,
     nn.Conv3d: FactorizedConv3d,
 }
+COMPILED = "_orig_mod"  # what torch.compile calls the module inside it, and so a part of every name in there
 
 
 def factorize(
@@ -122,7 +123,7 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
         return new
     parent, _, child = name.rpartition(".")
     holder = model.get_submodule(parent)
-    if child == "_orig_mod":  # torch.compile binds the module it is given: a new one needs a new wrapper
+    if child == COMPILED:  # torch.compile binds the module it is given: a new one needs a new wrapper
         return replace_module(model, parent, type(holder)(new, holder.dynamo_ctx))
     setattr(holder, child, new)
     return model

@@ -48,7 +48,7 @@ def test_a_ratio_is_never_exceeded_and_met_to_one_rank_step(
     ratio = low + share * (1 - low)
     made = plan(model, ratio=ratio, allocate=allocate, **WHOLE)
     assert made.ratio <= ratio
-    assert made.params_after > ratio * made.params - max(0.005 * made.params, smallest_step(made))
+    assert made.params_after > ratio * made.params - max(0.005 * ratio * made.params, smallest_step(made))
     for entry in made.selected:
         assert entry.params_after < entry.params or entry.tied_to
 
