@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ class Evaluator:
         self.start = torch.zeros((), dtype=torch.int64, device=self.device)
         self.whole = len(self.y) // BATCH * BATCH  # images in whole batches
         self.rows = torch.arange(BATCH, device=self.device)
-        self._batch = self._whole_batch
+        self._batch: Callable[[], object] = self._whole_batch
         if graph and self.device.type == "cuda" and self.whole:
             with _evaluating(network):
                 self._batch = capture(self._whole_batch)

@@ -28,7 +28,7 @@ class Recorder:
         self.path = folder / "metrics.jsonl"
         # A run that was killed may have written a row after its last checkpoint: begin with what that one knows.
         self.path.write_text("".join(json.dumps(row) + "\n" for row in history))
-        self.board = SummaryWriter(str(folder), purge_step=len(history))  # type: ignore[no-untyped-call]
+        self.board = SummaryWriter(str(folder), purge_step=len(history))
 
     def add(self, row: Row) -> None:
         """Write the row of an epoch."""
@@ -36,12 +36,12 @@ class Recorder:
             file.write(json.dumps(row) + "\n")
         for name, value in row.items():
             if name != "epoch" and isinstance(value, (int, float)):
-                self.board.add_scalar(name, value, row["epoch"])  # type: ignore[no-untyped-call]
-        self.board.flush()  # type: ignore[no-untyped-call]
+                self.board.add_scalar(name, value, row["epoch"])
+        self.board.flush()
 
     def close(self) -> None:
         """Close the curves."""
-        self.board.close()  # type: ignore[no-untyped-call]
+        self.board.close()
 
 
 def product_row(network: nn.Module, lr: float) -> Row:

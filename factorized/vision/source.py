@@ -1,15 +1,13 @@
-"""Where a training step finds its batch: the whole set on the device, or a loader's batches copied there."""
+"""Where a training step finds its batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from factorized.vision.data.images import Images
-from factorized.vision.data.loader import ImageLoader
 
 Batch = tuple[Tensor, Tensor, Tensor]  # images (m, c, h, w) uint8, which of them (batch,), their labels (batch,)
 
@@ -55,32 +53,6 @@ class OnDevice:
         index = self.order[self.cursor + self.offsets]
         self.cursor += self.batch
         return self.x, index, self.y[index]
-
-
-class Streamed:
-    """Batches of a loader, for a training set that does not fit on the device; each is copied to one fixed place."""
-
-    def __init__(self, loader: ImageLoader, device: torch.device) -> None:
-        self.loader, self.steps = loader, len(loader)
-        x, y = loader.example()
-        self.x = x.to(device).contiguous(memory_format=torch.channels_last)
-        self.y = y.to(device)
-        self.all = torch.arange(len(y), device=device)
-        self._batches: Iterator[tuple[Tensor, Tensor]] = iter(())
-
-    def start(self, seed: int, epoch: int, step: int = 0) -> None:
-        """Begin reading an epoch."""
-        self._batches = self.loader.epoch(seed, epoch, step)
-
-    def feed(self) -> None:
-        """Copy the next batch to the device."""
-        x, y = next(self._batches)
-        self.x.copy_(x, non_blocking=True)
-        self.y.copy_(y, non_blocking=True)
-
-    def take(self) -> Batch:
-        """Return the batch that was fed."""
-        return self.x, self.all, self.y
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:  # (count,)

@@ -46,7 +46,7 @@ class TrainingStep:
         self._forward: nn.Module = network
         self._loss: Callable[..., tuple[Tensor, Tensor]] = self._loss_and_correct
         if ranks > 1:
-            self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)  # type: ignore[arg-type]
+            self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)
         elif compiled:
             self._loss = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
         self._run: Callable[[], object] = self._step
@@ -65,7 +65,7 @@ class TrainingStep:
         crops = draw_crops(len(labels), self.pad, self.device, self.recipe.data.flip)
         self.optimizer.zero_grad(set_to_none=True)
         loss, correct = self._loss(x, index, labels, *crops)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if self.recipe.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.recipe.optimizer.clip)
         self.optimizer.step()

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from factorized.decay.forms import forms
-from factorized.deploy.checkpoint import save
 from factorized.planning.cost import count_parameters, measure
 from factorized.vision.data.images import Images
 from factorized.vision.evaluate import Evaluator
@@ -37,6 +36,7 @@ from factorized.vision.state import (
     save_state,
 )
 from factorized.vision.step import TrainingStep, autocast_type
+from factorized.vision.trained import RESULT, save_trained
 
 NORMS = "norms.safetensors"
 
@@ -153,8 +153,8 @@ class Trainer:
         speed = self._speed(steps - first, began)
         if not math.isfinite(loss):
             raise ValueError(
-                f"the training loss is {loss} after epoch {epoch + 1}, at learning rate {lr:g}; the checkpoint before it "
-                f"is kept. Try optimizer.lr={self.recipe.optimizer.lr / 3:.2g}, schedule.warmup_epochs=1 or "
+                f"the training loss is {loss} after epoch {epoch + 1}, at learning rate {lr:g}; the checkpoint before "
+                f"it is kept. Try optimizer.lr={self.recipe.optimizer.lr / 3:.2g}, schedule.warmup_epochs=1 or "
                 "optimizer.clip=1"
             )
         accuracy = 100 * self._total(self.step.correct) / (steps * self.recipe.run.batch)
@@ -176,14 +176,20 @@ class Trainer:
             "macs": self.macs,
             "seconds": state.seconds,
             "machine": {**describe_machine(self.device), "processes": self.ranks},
-            "data": {"name": self.images.name, "checksum": self.images.checksum},
+            "data": {
+                "name": self.images.name,
+                "checksum": self.images.checksum,
+                "classes": list(self.images.classes),
+                "channels": self.images.channels,
+                "size": list(self.images.size),
+            },
             "history": state.history,
         }
         if self.is_first:
-            save(self.network, folder / "model")
+            save_trained(self.network, folder)
             if self.recipe.decay.record_norms and self.step.norms is not None:
                 save_file({"norms": self.step.norms.cpu()}, folder / NORMS)
-            write_json(folder / "result.json", result)
+            write_json(folder / RESULT, result)
         return result
 
     def _save(self, state: RunState, folder: Path, began: float) -> None:
