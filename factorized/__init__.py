@@ -1,64 +1,25 @@
 """Train neural networks whose weights are products: plan, factorize, train, compose.
 
-The public names, in the order of the data path; see docs/path.md for the tour.
+The public names are those of ``factorized.public``. They are imported when one is first asked for, because torch takes
+seconds to import and ``factorized --help`` or a shell that completes a word need none of it.
 """
 
-from factorized.decay.forms import Form, forms
-from factorized.decay.frobenius import FrobeniusDecay, decoupled_frobenius
-from factorized.decay.groups import parameter_groups
-from factorized.decay.penalty import NuclearDecay, ProductPenalty
-from factorized.deploy.checkpoint import load, save
-from factorized.deploy.compose import compose
-from factorized.deploy.dense import load_dense
-from factorized.deploy.lower import lower
-from factorized.diagnostics.bounds import MarginBounds, margin_bounds
-from factorized.diagnostics.diagnose import Diagnosis, diagnose
-from factorized.diagnostics.match import NormMatcher
-from factorized.layers.autotune import autotune
-from factorized.layers.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
-from factorized.layers.drop_connect import drop_connect
-from factorized.layers.embedding import FactorizedEmbedding
-from factorized.layers.linear import FactorizedLinear
-from factorized.layers.swap import factorize
-from factorized.optim.flambe import Flambe
-from factorized.optim.lamb import Lamb
-from factorized.planning.plan import Plan, PlanEntry
-from factorized.planning.planner import plan
-from factorized.planning.scheme import LowRank, Overcomplete
-from factorized.version import __version__
+import importlib
+import typing
 
-__all__ = [  # noqa: RUF022, in path order
-    "plan",
-    "Plan",
-    "PlanEntry",
-    "LowRank",
-    "Overcomplete",
-    "factorize",
-    "FactorizedLinear",
-    "FactorizedConv1d",
-    "FactorizedConv2d",
-    "FactorizedConv3d",
-    "FactorizedEmbedding",
-    "autotune",
-    "drop_connect",
-    "forms",
-    "Form",
-    "parameter_groups",
-    "FrobeniusDecay",
-    "decoupled_frobenius",
-    "ProductPenalty",
-    "NuclearDecay",
-    "Lamb",
-    "Flambe",
-    "compose",
-    "lower",
-    "save",
-    "load",
-    "load_dense",
-    "diagnose",
-    "Diagnosis",
-    "margin_bounds",
-    "MarginBounds",
-    "NormMatcher",
-    "__version__",
-]
+if typing.TYPE_CHECKING:
+    from factorized.public import *
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__") and name not in ("__all__", "__version__"):
+        raise AttributeError(f"module 'factorized' has no attribute {name!r}")
+    public = vars(importlib.import_module("factorized.public"))
+    if name != "__all__" and name not in public["__all__"]:
+        raise AttributeError(f"module 'factorized' has no attribute {name!r}")
+    globals().update({shared: public[shared] for shared in ("__all__", *public["__all__"])})
+    return public[name]
+
+
+def __dir__() -> list[str]:
+    return list(importlib.import_module("factorized.public").__all__)

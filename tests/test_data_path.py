@@ -43,7 +43,7 @@ def place_of(module: str) -> int:
     stage = module.split(".")[1] if "." in module else ""
     if stage in STAGE:
         return STAGE[stage]
-    return max(place_of(name) for _, name in imports_of(PACKAGE / "__init__.py", ROOT) if name.split(".")[1] in STAGE)
+    return max(place_of(name) for _, name in imports_of(PACKAGE / "public.py", ROOT) if name.split(".")[1] in STAGE)
 
 
 def backward_imports(path: Path, root: Path) -> list[str]:
@@ -112,7 +112,7 @@ def test_every_public_name_can_be_imported_has_a_docstring_and_is_on_the_tour(na
 
 
 def test_the_public_names_are_those_that_the_package_imports() -> None:
-    statements = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+    statements = ast.walk(ast.parse((PACKAGE / "public.py").read_text()))
     imported = {alias.name for node in statements if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert imported == set(fz.__all__)
     assert len(fz.__all__) == len(set(fz.__all__))

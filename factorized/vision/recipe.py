@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from factorized.planning.scheme import LowRank, Overcomplete, Scheme
+if TYPE_CHECKING:
+    from factorized.planning.scheme import Scheme
 
 BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
 
@@ -79,6 +80,8 @@ class Factorize(Section):
 
     def build_scheme(self) -> Scheme | None:
         """Return the scheme these fields describe; None for a dense network."""
+        from factorized.planning.scheme import LowRank, Overcomplete  # brings torch, which listing recipes does not need
+
         if self.scheme == "low_rank":
             return LowRank(self.kind)
         if self.scheme == "overcomplete":

@@ -40,7 +40,8 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
     table = read_recipe(name)
     for change in changes:
         table = merge(table, _parse_change(change))
-    return check_recipe({"name": name.removesuffix(".toml"), **table}, name)
+    own = name.endswith(".toml")  # a file of the user: where it lies does not belong to its name
+    return check_recipe({"name": Path(name).stem if own else name, **table}, name)
 
 
 def check_recipe(table: Mapping[str, Any], source: str) -> Recipe:

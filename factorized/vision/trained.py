@@ -11,6 +11,7 @@ from torch import nn
 
 from factorized.decay.forms import forms
 from factorized.deploy.checkpoint import load, save
+from factorized.vision.data.images import Images
 from factorized.vision.models.build import build_model
 from factorized.vision.recipe import Recipe
 from factorized.vision.recipes import check_recipe
@@ -50,9 +51,21 @@ def read_result(run: Path) -> dict[str, Any]:
         hint = (
             f"; did you mean {within[0]}?" if within else "; give the folder of a finished run, such as out/NAME/seed-0"
         )
-        raise ValueError(f"there is no {path}; {hint}")
+        raise ValueError(f"there is no {path}{hint}")
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     return found
+
+
+def check_images(result: dict[str, Any], images: Images) -> None:
+    """Refuse images that the network of a run cannot classify."""
+    data = result["data"]
+    expected = (len(data["classes"]), data["channels"], *data["size"])
+    found = (len(images.classes), images.channels, *images.size)
+    if expected != found:
+        raise ValueError(
+            f"the run knows (classes, channels, height, width) = {expected} of {data['name']}, and {images.name} has "
+            f"{found}; name the data set it was trained on by --data"
+        )

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from factorized.vision.models.hugging_face import hugging_face_model
+from factorized.vision.models.names import MODELS
 from factorized.vision.models.resnet import resnet, resnet32x2
 from factorized.vision.models.vgg import vgg19_nfc
 from factorized.vision.models.wide_resnet import wide_resnet
@@ -29,7 +30,6 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "vgg19": lambda classes, size, channels: vgg19_nfc(classes, _vgg_pool(size), channels),
     "wrn28-10": lambda classes, size, channels: wide_resnet(28, 10, classes, channels),
 }
-MODELS = tuple(_BUILDERS)
 
 
 def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3) -> nn.Module:

@@ -1,0 +1,97 @@
+"""``factorized compose``: a trained run as one file of plain PyTorch, ONNX or torch.export, checked."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factorized.cli.arguments import Data, Device, Run, examples
+from factorized.cli.console import say
+
+EXAMPLES = examples(
+    "factorized compose out/digits/resnet8-wide-fd/seed-0 --to plain",
+    "factorized compose out/cifar10/resnet32x2-lowrank-0.1-si-fd/seed-0 --to onnx --lower --data DIR",
+    "factorized compose out/digits/resnet8-lowrank-0.1-si-fd/seed-0 --to export --out small.pt2",
+)
+ALLOWED = 0.05  # points of accuracy: rounding may move an image or two of ten thousand across a border
+
+
+class Kind(StrEnum):
+    """What a network can be written as."""
+
+    plain = "plain"
+    onnx = "onnx"
+    export = "export"
+
+
+def compose(
+    run: Run,
+    to: Annotated[Kind, typer.Option(help="A plain safetensors checkpoint, an ONNX or a torch.export file.")] = Kind.plain,
+    out: Annotated[Path | None, typer.Option(help="The file; RUN/composed.* unless given.", show_default=False)] = None,
+    lower: Annotated[bool, typer.Option("--lower", help="Keep it low-rank: two plain layers for a product.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    data: Data = None,
+    device: Device = None,
+) -> None:
+    """Turn a trained run into one file without factors, and measure its accuracy before and after.
+
+    The file is read back and run over the test images. If the accuracies differ by more than 0.05 points, nothing is
+    left behind and the exit code is 1.
+    """
+    from factorized.cli.device import pick_device
+    from factorized.cli.images import load_data
+    from factorized.planning.cost import count_parameters
+    from factorized.vision.export import (
+        SUFFIXES,
+        accuracy_of,
+        logits_on_test,
+        plain_network,
+        read_network,
+        write_network,
+    )
+    from factorized.vision.trained import check_images, load_trained
+
+    path = out or run / f"{'lowered' if lower else 'composed'}{SUFFIXES[to.value]}"
+    if path.suffix != SUFFIXES[to.value]:
+        raise ValueError(f"--out {path}: the name of a {to.value} file must end in {SUFFIXES[to.value]}")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} is already there; name another file by --out, or replace it with --overwrite")
+    if not path.parent.is_dir() and out is not None:
+        raise ValueError(f"--out: there is no folder {path.parent}")
+    where = pick_device(device)
+    recipe, result, network = load_trained(run)
+    recipe, images = load_data(recipe, data)
+    check_images(result, images)
+    trained, before = count_parameters(network), logits_on_test(network.to(where), images, where)
+    plain = plain_network(network.cpu(), low_rank=lower)
+    about = {
+        "model": recipe.model.name,
+        "recipe": recipe.name,
+        "classes": "\n".join(images.classes),
+        "mean": " ".join(map(str, images.mean)),
+        "std": " ".join(map(str, images.std)),
+    }
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        write_network(plain, to.value, temporary, images, about)
+        function = read_network(to.value, temporary, plain, where)
+        if function is not None:
+            after = logits_on_test(function, images, where)
+            accuracies = accuracy_of(before, images), accuracy_of(after, images)
+            error = (after - before).abs().max().item()
+            say(f"accuracy before {accuracies[0]:.2f} %, after {accuracies[1]:.2f} %; logits differ by {error:.1e} at most")
+            if not abs(accuracies[0] - accuracies[1]) <= ALLOWED:
+                say(f"more than {ALLOWED} points apart: {path} was not written")
+                raise typer.Exit(1)
+        else:
+            say(f"accuracy before {accuracy_of(before, images):.2f} %; the file was not run: pip install onnxruntime")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    size = path.stat().st_size / 2**20
+    say(f"{path}: {size:.2f} MiB, {trained:,} parameters in training, {count_parameters(plain):,} now")
+    say(f"images go in as pixels in 0..1, minus mean {about['mean']}, over std {about['std']}")

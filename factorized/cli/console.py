@@ -1,0 +1,60 @@
+"""What a verb prints on: plain lines that survive a pipe, and a bar for work that takes a while."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+WIDE = 160  # columns where nobody looks: a table in a file or pipe is not broken
+
+
+def process_number() -> int:
+    """Return the number of this process under ``torchrun``; 0 for one that is alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def console(*, quiet: bool = False) -> Console:
+    """Return a console on standard output; ``quiet``, or in any process but the first, it prints nothing."""
+    out = Console(highlight=False, quiet=quiet or process_number() > 0)
+    return out if out.is_terminal else Console(highlight=False, quiet=out.quiet, width=max(out.width, WIDE))
+
+
+def say(line: str) -> None:
+    """Print a line as it is, however long."""
+    console().print(line, soft_wrap=True, markup=False)
+
+
+def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    """Return an empty table with these headings; those among ``numbers`` are set to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column in numbers)
+    return table
+
+
+@contextmanager
+def progress_bar(*, quiet: bool = False) -> Iterator[_Bar]:
+    """Show the progress that a function reports as (stage, done, total), in a terminal only."""
+    out = Console(stderr=True)
+    shown = out.is_terminal and not quiet and process_number() == 0
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=out, disable=not shown, transient=True) as progress:
+        yield _Bar(progress)
+
+
+class _Bar:
+    """Takes (stage, done, total), one row for each stage."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.rows: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self.rows:
+            self.rows[stage] = self.progress.add_task(stage, total=total)
+        self.progress.update(self.rows[stage], completed=done, total=total)

@@ -1,0 +1,83 @@
+"""``factorized plan``: which layers, which ranks, what they cost; nothing is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from factorized.cli.arguments import Changes, Data, complete_model, complete_recipe, examples
+from factorized.cli.console import say
+
+EXAMPLES = examples(
+    "factorized plan cifar10/resnet32x2-lowrank-0.1-si-fd",
+    "factorized plan cifar10/resnet32x2-lowrank-0.1 --set factorize.ratio=0.05 --html plan.html",
+    "factorized plan --model vgg19 --ratio 0.02 --classes 200 --size 64",
+    "factorized plan --model mymodels:small --macs 0.3",
+    "factorized plan --model resnet32 --scheme overcomplete --variant wide",
+)
+
+
+def plan(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="A recipe.", autocompletion=complete_recipe, show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model instead of a recipe.", autocompletion=complete_model, show_default=False),
+    ] = None,
+    ratio: Annotated[float | None, typer.Option(help="Share of the parameters to keep.", show_default=False)] = None,
+    rank_scale: Annotated[float | None, typer.Option(help="The paper's rank rule.", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option(help="One rank for all layers.", show_default=False)] = None,
+    energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.", show_default=False)] = None,
+    macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.", show_default=False)] = None,
+    scheme: Annotated[str | None, typer.Option(help="low_rank or overcomplete.", show_default=False)] = None,
+    variant: Annotated[str | None, typer.Option(help="full, deep or wide.", show_default=False)] = None,
+    classes: Annotated[int, typer.Option(min=1, help="With --model: how many classes.")] = 10,
+    size: Annotated[int, typer.Option(min=1, help="With --model: height and width of its images.")] = 32,
+    channels: Annotated[int, typer.Option(min=1, help="With --model: channels of its images.")] = 3,
+    changes: Changes = None,
+    data: Data = None,
+    html: Annotated[Path | None, typer.Option(help="Also draw the plan on this page.", show_default=False)] = None,
+) -> None:
+    """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
+    import torch
+
+    from factorized.cli.images import load_data
+    from factorized.planning.cost import count_parameters
+    from factorized.vision.data.stand_in import known_shape, stand_in
+    from factorized.vision.network import build_dense, plan_network
+    from factorized.vision.recipes import check_recipe, load_recipe, merge
+
+    if (name is None) == (model is None):
+        raise ValueError("give the name of a recipe, or a model with --model, and not both; see factorized plan --help")
+    budgets = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
+    fields = {"scheme": scheme, "variant": variant, **budgets}
+    given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
+    if name is None:
+        table = {"name": f"--model {model}", "model": {"name": model}, "factorize": {"scheme": "low_rank", **given}}
+        recipe = check_recipe(table, f"--model {model}")
+        shape = (classes, size, channels)
+    else:
+        read = load_recipe(name, changes or ())
+        recipe = check_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
+        shape = known_shape(recipe.data.name) if data is None else None
+    if shape is None:
+        recipe, images = load_data(recipe, data)
+    else:
+        images = stand_in(recipe.data.name, *shape)
+    needs_weights = recipe.factorize.energy is not None or recipe.factorize.allocate == "spectrum"
+    with torch.device("cpu" if needs_weights else "meta"):
+        dense = build_dense(recipe, images, seed=0)
+        made = plan_network(recipe, dense, images)
+    if made is None:
+        if html is not None:
+            raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")
+        say(f"{recipe.name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
+        return
+    say(str(made))
+    if html is not None:
+        html.write_text(made.to_html())
+        say(f"drawn on {html}")

@@ -1,0 +1,81 @@
+"""``factorized train``: a recipe, once for each seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from factorized.cli.arguments import Changes, Data, Device, Quiet, RecipeName, examples
+from factorized.cli.console import console, plain_table, say
+from factorized.cli.recipes import paper_figure
+
+if TYPE_CHECKING:
+    from factorized.vision.recipe import Recipe
+
+EXAMPLES = examples(
+    "factorized train digits/resnet8-lowrank-0.1-si-fd",
+    "factorized train cifar10/resnet32x2 --data DIR --seeds 3",
+    "factorized train cifar10/resnet32x2 --data cifar.npz --set schedule.epochs=30 --set optimizer.lr=0.05",
+    "factorized train cifar10/resnet32x2 --data DIR --resume",
+    "torchrun --nproc-per-node 4 -m factorized.cli train tiny-imagenet/resnet32x2 --data DIR",
+)
+
+
+def train(
+    name: RecipeName,
+    data: Data = None,
+    changes: Changes = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Train seeds 0 to N-1.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Train this seed; 0 unless given.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME/seed-SEED.")] = Path("out"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run is.")] = False,
+    device: Device = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a recipe, with one seed or several; checkpoints, curves and the result lie in OUT/NAME/seed-SEED."""
+    if seeds is not None and seed is not None:
+        raise ValueError(f"give --seeds {seeds} for seeds 0 to {seeds - 1}, or --seed {seed} for one, not both")
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite starts it anew; give one of them")
+    chosen = tuple(range(seeds)) if seeds is not None else (seed or 0,)
+
+    from factorized.cli.device import pick_device, processes
+    from factorized.cli.images import load_data
+    from factorized.vision.progress import Reporter
+    from factorized.vision.recipes import load_recipe
+    from factorized.vision.train import train as train_seeds
+
+    recipe = load_recipe(name, changes or ())
+    where = pick_device(device)
+    recipe, images = load_data(recipe, data, quiet=quiet)
+    folder = out / recipe.name
+    with processes(where):
+        results = train_seeds(
+            recipe,
+            images,
+            folder,
+            seeds=chosen,
+            device=where,
+            resume=resume,
+            overwrite=overwrite,
+            reporter=Reporter(console(quiet=quiet), quiet=console(quiet=quiet).quiet),
+        )
+    _report(recipe, results, folder)
+
+
+def _report(recipe: Recipe, results: Sequence[dict[str, Any]], folder: Path) -> None:
+    from factorized.reproduce.summary import Summary
+
+    table = plain_table("seed", "test accuracy, %", "seconds", "run", numbers=("seed", "test accuracy, %", "seconds"))
+    for result in results:
+        row = (str(result["seed"]), f"{result['accuracy']:.2f}", f"{result['seconds']:.1f}")
+        table.add_row(*row, str(folder / f"seed-{result['seed']}"))
+    console().print(table)
+    accuracy = Summary.of([result["accuracy"] for result in results])
+    where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
+    beside = f"; paper, {where}: {figure} %" if figure else ""
+    say(f"{recipe.name}: {accuracy} % (n = {accuracy.n}), {results[0]['parameters']:,} parameters{beside}")

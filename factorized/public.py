@@ -1,0 +1,61 @@
+"""The public names, in the order of the data path; see docs/path.md for the tour."""
+
+from factorized.decay.forms import Form, forms
+from factorized.decay.frobenius import FrobeniusDecay, decoupled_frobenius
+from factorized.decay.groups import parameter_groups
+from factorized.decay.penalty import NuclearDecay, ProductPenalty
+from factorized.deploy.checkpoint import load, save
+from factorized.deploy.compose import compose
+from factorized.deploy.dense import load_dense
+from factorized.deploy.lower import lower
+from factorized.diagnostics.bounds import MarginBounds, margin_bounds
+from factorized.diagnostics.diagnose import Diagnosis, diagnose
+from factorized.diagnostics.match import NormMatcher
+from factorized.layers.autotune import autotune
+from factorized.layers.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.layers.drop_connect import drop_connect
+from factorized.layers.embedding import FactorizedEmbedding
+from factorized.layers.linear import FactorizedLinear
+from factorized.layers.swap import factorize
+from factorized.optim.flambe import Flambe
+from factorized.optim.lamb import Lamb
+from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.planner import plan
+from factorized.planning.scheme import LowRank, Overcomplete
+from factorized.version import __version__
+
+__all__ = [  # noqa: RUF022, in path order
+    "plan",
+    "Plan",
+    "PlanEntry",
+    "LowRank",
+    "Overcomplete",
+    "factorize",
+    "FactorizedLinear",
+    "FactorizedConv1d",
+    "FactorizedConv2d",
+    "FactorizedConv3d",
+    "FactorizedEmbedding",
+    "autotune",
+    "drop_connect",
+    "forms",
+    "Form",
+    "parameter_groups",
+    "FrobeniusDecay",
+    "decoupled_frobenius",
+    "ProductPenalty",
+    "NuclearDecay",
+    "Lamb",
+    "Flambe",
+    "compose",
+    "lower",
+    "save",
+    "load",
+    "load_dense",
+    "diagnose",
+    "Diagnosis",
+    "margin_bounds",
+    "MarginBounds",
+    "NormMatcher",
+    "__version__",
+]

@@ -1,0 +1,1 @@
+"""The paper's results: how they are summed up and shown."""

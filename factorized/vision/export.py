@@ -1,0 +1,109 @@
+"""A trained network as one file that others read, and that file read back as a function of images."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from factorized.decay.forms import forms
+from factorized.deploy.compose import compose
+from factorized.deploy.lower import lower
+from factorized.deploy.state import plain_state
+from factorized.vision.data.augment import normalize
+from factorized.vision.data.extras import need
+from factorized.vision.data.images import Images
+
+Kind = Literal["plain", "onnx", "export"]
+Function = Callable[[Tensor], Tensor]  # images (n, channels, height, width) -> logits (n, classes)
+SUFFIXES: dict[Kind, str] = {"plain": ".safetensors", "onnx": ".onnx", "export": ".pt2"}
+BATCH = 500
+
+
+def plain_network(network: nn.Module, *, low_rank: bool) -> nn.Module:
+    """Return the network as plain torch modules in evaluation mode: composed, or still low-rank; a dense one as is."""
+    if not forms(network):
+        return network.eval()
+    return (lower(network) if low_rank else compose(network)).eval()
+
+
+def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, about: Mapping[str, str]) -> None:
+    """Write a plain network on the CPU to ``path``; the batch of an ONNX or export file is free."""
+    if kind == "plain":
+        # Tied weights are written under each of their names: whoever reads the file has a whole state dict.
+        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in plain_state(plain).items()}
+        save_file(tensors, path, metadata={"format": "pt", **about})
+        return
+    example = torch.zeros(2, images.channels, *images.size)
+    program = torch.export.export(plain, (example,), dynamic_shapes=({0: torch.export.Dim("batch", max=65536)},))
+    if kind == "export":
+        torch.export.save(program, path, extra_files=dict(about))
+        return
+    for package in ("onnx", "onnxscript"):
+        need(package, package, "an ONNX file")
+    with _quiet_exporter():
+        written = torch.onnx.export(program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False)
+        if written is not None:
+            written.save(path, external_data=False)
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Keep what torch's exporter says about torchvision, which is not needed, and about itself from the user."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def read_network(kind: Kind, path: Path, like: nn.Module, device: torch.device) -> Function | None:
+    """Return what ``path`` computes, from the file alone; None for ONNX without onnxruntime.
+
+    A plain checkpoint is weights without code: they are put into a copy of ``like``.
+    """
+    if kind == "plain":
+        network = deepcopy(like)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(math.nan)  # so that nothing but the file can answer
+        network.load_state_dict(load_file(path))
+        return network.to(device)
+    if kind == "export":
+        return torch.export.load(path).module().to(device)
+    try:
+        session = need("onnxruntime", "onnxruntime", "reading an ONNX file").InferenceSession(str(path))
+    except ModuleNotFoundError:
+        return None
+    return lambda x: torch.from_numpy(session.run(None, {"images": x.cpu().numpy()})[0])
+
+
+@torch.no_grad()
+def logits_on_test(function: Function, images: Images, device: torch.device) -> Tensor:  # (n, classes) on the CPU
+    """Return what ``function`` says of the test images, in float32."""
+    mean, std = (torch.tensor(values, device=device) for values in (images.mean, images.std))
+    parts = [
+        function(normalize(x.to(device), mean, std, torch.float32).contiguous()) for x in images.x_test.split(BATCH)
+    ]
+    return torch.cat([part.float().cpu() for part in parts])
+
+
+def accuracy_of(
+    logits: Tensor,  # (n, classes)
+    images: Images,
+) -> float:
+    """Return the accuracy in percent."""
+    return 100 * (logits.argmax(1) == images.y_test).double().mean().item()
