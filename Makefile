@@ -13,7 +13,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 .PHONY: demo test nightly lint format types env clean
 
 demo: $(STAMP)
-	OMP_NUM_THREADS=2 $(BIN)/python -m factorized.cli.demo
+	$(BIN)/python -m factorized.cli demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not nightly"

@@ -8,7 +8,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from factorized.public import *
+    from factorized.public import *  # noqa: F403
 
 
 def __getattr__(name: str) -> object:

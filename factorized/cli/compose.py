@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from factorized.cli.arguments import Data, Device, Run, examples
 from factorized.cli.console import say
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from factorized.vision.data.images import Images
 
 EXAMPLES = examples(
     "factorized compose out/digits/resnet8-wide-fd/seed-0 --to plain",
@@ -30,7 +36,9 @@ class Kind(StrEnum):
 
 def compose(
     run: Run,
-    to: Annotated[Kind, typer.Option(help="A plain safetensors checkpoint, an ONNX or a torch.export file.")] = Kind.plain,
+    to: Annotated[
+        Kind, typer.Option(help="A plain safetensors checkpoint, an ONNX or a torch.export file.")
+    ] = Kind.plain,
     out: Annotated[Path | None, typer.Option(help="The file; RUN/composed.* unless given.", show_default=False)] = None,
     lower: Annotated[bool, typer.Option("--lower", help="Keep it low-rank: two plain layers for a product.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
@@ -45,53 +53,62 @@ def compose(
     from factorized.cli.device import pick_device
     from factorized.cli.images import load_data
     from factorized.planning.cost import count_parameters
-    from factorized.vision.export import (
-        SUFFIXES,
-        accuracy_of,
-        logits_on_test,
-        plain_network,
-        read_network,
-        write_network,
-    )
+    from factorized.vision.export import SUFFIXES, describe_network, logits_on_test, plain_network
     from factorized.vision.trained import check_images, load_trained
 
-    path = out or run / f"{'lowered' if lower else 'composed'}{SUFFIXES[to.value]}"
-    if path.suffix != SUFFIXES[to.value]:
-        raise ValueError(f"--out {path}: the name of a {to.value} file must end in {SUFFIXES[to.value]}")
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} is already there; name another file by --out, or replace it with --overwrite")
-    if not path.parent.is_dir() and out is not None:
-        raise ValueError(f"--out: there is no folder {path.parent}")
+    suffix = SUFFIXES[to.value]
+    path = out or run / f"{'lowered' if lower else 'composed'}{suffix}"
+    _check_path(path, suffix, overwrite)
     where = pick_device(device)
     recipe, result, network = load_trained(run)
     recipe, images = load_data(recipe, data)
     check_images(result, images)
     trained, before = count_parameters(network), logits_on_test(network.to(where), images, where)
     plain = plain_network(network.cpu(), low_rank=lower)
-    about = {
-        "model": recipe.model.name,
-        "recipe": recipe.name,
-        "classes": "\n".join(images.classes),
-        "mean": " ".join(map(str, images.mean)),
-        "std": " ".join(map(str, images.std)),
-    }
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        write_network(plain, to.value, temporary, images, about)
-        function = read_network(to.value, temporary, plain, where)
-        if function is not None:
-            after = logits_on_test(function, images, where)
-            accuracies = accuracy_of(before, images), accuracy_of(after, images)
-            error = (after - before).abs().max().item()
-            say(f"accuracy before {accuracies[0]:.2f} %, after {accuracies[1]:.2f} %; logits differ by {error:.1e} at most")
-            if not abs(accuracies[0] - accuracies[1]) <= ALLOWED:
-                say(f"more than {ALLOWED} points apart: {path} was not written")
-                raise typer.Exit(1)
-        else:
-            say(f"accuracy before {accuracy_of(before, images):.2f} %; the file was not run: pip install onnxruntime")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    about = describe_network(recipe, images)
+    if not _write_checked(plain, to, path, images, about, before, where):
+        raise typer.Exit(1)
     size = path.stat().st_size / 2**20
     say(f"{path}: {size:.2f} MiB, {trained:,} parameters in training, {count_parameters(plain):,} now")
     say(f"images go in as pixels in 0..1, minus mean {about['mean']}, over std {about['std']}")
+
+
+def _check_path(path: Path, suffix: str, overwrite: bool) -> None:
+    if path.suffix != suffix:
+        raise ValueError(f"--out {path}: the name of such a file must end in {suffix}")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} is already there; name another file by --out, or replace it with --overwrite")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
+
+
+def _write_checked(
+    plain: nn.Module,
+    to: Kind,
+    path: Path,
+    images: Images,
+    about: dict[str, str],
+    before: Tensor,  # (n, classes)
+    device: torch.device,
+) -> bool:
+    """Write the file, read it back, and keep it if it is as accurate as ``before``; say which, and return it."""
+    from factorized.vision.export import accuracy_of, logits_on_test, read_network, write_network
+
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
+    expected = accuracy_of(before, images)
+    try:
+        write_network(plain, to.value, temporary, images, about)
+        function = read_network(to.value, temporary, plain, device)
+        if function is None:
+            say(f"accuracy before {expected:.2f} %; the file was written and not run: pip install onnxruntime")
+        else:
+            after = logits_on_test(function, images, device)
+            accuracy, error = accuracy_of(after, images), (after - before).abs().max().item()
+            say(f"accuracy before {expected:.2f} %, after {accuracy:.2f} %; logits differ by {error:.1e} at most")
+            if not abs(accuracy - expected) <= ALLOWED:
+                say(f"that is more than {ALLOWED} points apart: {path} was not written")
+                return False
+        temporary.replace(path)
+        return True
+    finally:
+        temporary.unlink(missing_ok=True)

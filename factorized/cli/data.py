@@ -67,7 +67,9 @@ def list_sets(folder: Folder = None) -> None:
 
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--folder: there is no folder {folder}")
-    table = plain_table("data set", "training", "test", "classes", "shape", "sha256", "from", numbers=("training", "test"))
+    table = plain_table(
+        "data set", "training", "test", "classes", "shape", "sha256", "from", numbers=("training", "test")
+    )
     ready = list_prepared(folder)
     for item in ready:
         if item.problem:

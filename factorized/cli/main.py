@@ -46,7 +46,7 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit code: 0, 1 for a check that failed, 2 for an error, 128 + n for signal n."""
+    """Run the command line and return its exit code: 1 for a failed check, 2 for an error, 128 + n for signal n."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(given or ["--help"], prog_name="factorized", standalone_mode=False)

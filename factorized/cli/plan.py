@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from factorized.cli.arguments import Changes, Data, complete_model, complete_recipe, examples
 from factorized.cli.console import say
+
+if TYPE_CHECKING:
+    import torch
+
+    from factorized.vision.data.images import Images
+    from factorized.vision.recipe import Recipe
 
 EXAMPLES = examples(
     "factorized plan cifar10/resnet32x2-lowrank-0.1-si-fd",
@@ -43,11 +49,6 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Also draw the plan on this page.", show_default=False)] = None,
 ) -> None:
     """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
-    import torch
-
-    from factorized.cli.images import load_data
-    from factorized.planning.cost import count_parameters
-    from factorized.vision.data.stand_in import known_shape, stand_in
     from factorized.vision.network import build_dense, plan_network
     from factorized.vision.recipes import check_recipe, load_recipe, merge
 
@@ -57,27 +58,45 @@ def plan(
     fields = {"scheme": scheme, "variant": variant, **budgets}
     given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
     if name is None:
-        table = {"name": f"--model {model}", "model": {"name": model}, "factorize": {"scheme": "low_rank", **given}}
-        recipe = check_recipe(table, f"--model {model}")
-        shape = (classes, size, channels)
+        table = {"name": model, "model": {"name": model}, "factorize": {"scheme": "low_rank", **given}}
+        recipe, images = _without_data(check_recipe(table, f"--model {model}"), (classes, size, channels))
     else:
         read = load_recipe(name, changes or ())
         recipe = check_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
-        shape = known_shape(recipe.data.name) if data is None else None
-    if shape is None:
-        recipe, images = load_data(recipe, data)
-    else:
-        images = stand_in(recipe.data.name, *shape)
-    needs_weights = recipe.factorize.energy is not None or recipe.factorize.allocate == "spectrum"
-    with torch.device("cpu" if needs_weights else "meta"):
+        recipe, images = _images_of(recipe, data)
+    with _weights_if_needed(recipe):
         dense = build_dense(recipe, images, seed=0)
         made = plan_network(recipe, dense, images)
-    if made is None:
+    if made is not None:
+        say(str(made))
         if html is not None:
-            raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")
-        say(f"{recipe.name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
-        return
-    say(str(made))
-    if html is not None:
-        html.write_text(made.to_html())
-        say(f"drawn on {html}")
+            html.write_text(made.to_html())
+            say(f"drawn on {html}")
+    elif html is not None:
+        raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")
+    else:
+        count = sum(parameter.numel() for parameter in dense.parameters())
+        say(f"{recipe.name} trains a dense network of {count:,} parameters; nothing is factorized")
+
+
+def _images_of(recipe: Recipe, data: str | None) -> tuple[Recipe, Images]:
+    """Return the recipe and its images; noise of their shape where that is known, for a plan looks at nothing else."""
+    from factorized.cli.images import load_data
+    from factorized.vision.data.stand_in import known_shape
+
+    shape = known_shape(recipe.data.name) if data is None else None
+    return load_data(recipe, data) if shape is None else _without_data(recipe, shape)
+
+
+def _without_data(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[Recipe, Images]:
+    from factorized.vision.data.stand_in import stand_in
+
+    return recipe, stand_in(recipe.data.name, *shape)
+
+
+def _weights_if_needed(recipe: Recipe) -> torch.device:
+    """Return the device to build the model on: one without memory, unless ranks depend on the weights."""
+    import torch
+
+    by_spectrum = recipe.factorize.energy is not None or recipe.factorize.allocate == "spectrum"
+    return torch.device("cpu" if by_spectrum else "meta")

@@ -29,7 +29,9 @@ def train(
     data: Data = None,
     changes: Changes = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Train seeds 0 to N-1.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Train this seed; 0 unless given.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Train this seed; 0 unless given.", show_default=False)
+    ] = None,
     out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME/seed-SEED.")] = Path("out"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run is.")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import warnings
@@ -22,6 +23,7 @@ from factorized.deploy.state import plain_state
 from factorized.vision.data.augment import normalize
 from factorized.vision.data.extras import need
 from factorized.vision.data.images import Images
+from factorized.vision.recipe import Recipe
 
 Kind = Literal["plain", "onnx", "export"]
 Function = Callable[[Tensor], Tensor]  # images (n, channels, height, width) -> logits (n, classes)
@@ -36,11 +38,24 @@ def plain_network(network: nn.Module, *, low_rank: bool) -> nn.Module:
     return (lower(network) if low_rank else compose(network)).eval()
 
 
+def describe_network(recipe: Recipe, images: Images) -> dict[str, str]:
+    """Return what a file says of itself: enough to build the network, to feed it and to read its answers."""
+    return {
+        "model": recipe.model.name,
+        "recipe": recipe.name,
+        "classes": json.dumps(images.classes),
+        "mean": " ".join(map(str, images.mean)),
+        "std": " ".join(map(str, images.std)),
+    }
+
+
 def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, about: Mapping[str, str]) -> None:
     """Write a plain network on the CPU to ``path``; the batch of an ONNX or export file is free."""
     if kind == "plain":
         # Tied weights are written under each of their names: whoever reads the file has a whole state dict.
-        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in plain_state(plain).items()}
+        tensors = {
+            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in plain_state(plain).items()
+        }
         save_file(tensors, path, metadata={"format": "pt", **about})
         return
     example = torch.zeros(2, images.channels, *images.size)
@@ -51,9 +66,12 @@ def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, abou
     for package in ("onnx", "onnxscript"):
         need(package, package, "an ONNX file")
     with _quiet_exporter():
-        written = torch.onnx.export(program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False)
-        if written is not None:
-            written.save(path, external_data=False)
+        written = torch.onnx.export(
+            program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
+        )
+        assert written is not None  # it is, without a path to write to
+        written.model.metadata_props.update(about)
+        written.save(path, external_data=False)
 
 
 @contextmanager

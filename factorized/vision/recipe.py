@@ -80,7 +80,10 @@ class Factorize(Section):
 
     def build_scheme(self) -> Scheme | None:
         """Return the scheme these fields describe; None for a dense network."""
-        from factorized.planning.scheme import LowRank, Overcomplete  # brings torch, which listing recipes does not need
+        from factorized.planning.scheme import (  # brings torch, which listing recipes does not need
+            LowRank,
+            Overcomplete,
+        )
 
         if self.scheme == "low_rank":
             return LowRank(self.kind)

@@ -1,0 +1,113 @@
+"""A comparison of recipes from training to checks: what ``factorized demo`` shows."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from factorized.decay.forms import forms
+from factorized.deploy.checkpoint import load, save
+from factorized.deploy.compose import compose
+from factorized.deploy.lower import lower
+from factorized.planning.cost import count_parameters
+from factorized.reproduce.report import Check
+from factorized.reproduce.variant import Variant, mark_best
+from factorized.vision.data.images import Images
+from factorized.vision.data.load import load_images
+from factorized.vision.export import accuracy_of, logits_on_test
+from factorized.vision.models.build import build_model
+from factorized.vision.progress import Reporter
+from factorized.vision.recipes import load_recipe
+from factorized.vision.train import train
+from factorized.vision.trained import load_trained
+
+CPU = torch.device("cpu")
+
+
+def run_variants(
+    recipes: Mapping[str, str],  # name and label
+    folder: Path,
+    seeds: Sequence[int],
+    changes: Sequence[str],
+    *,
+    report: Callable[[], Reporter],
+    tell: Callable[[Variant], None],
+) -> list[Variant]:
+    """Train each recipe with each seed into ``folder``, in place of what is there; return them with the best marked.
+
+    ``report`` makes what shows the progress of a recipe's runs, ``tell`` learns of each recipe that is done.
+    """
+    variants = []
+    with _one_thread():
+        for name, label in recipes.items():
+            recipe = load_recipe(name, changes)
+            images = load_images(recipe.data.name)
+            where = folder / name
+            results = train(recipe, images, where, seeds=seeds, device=CPU, overwrite=True, reporter=report())
+            network = load_trained(where / f"seed-{seeds[0]}")[2]
+            deployed = count_parameters(lower(network)) if forms(network) else count_parameters(network)
+            variants.append(Variant(label, results, deployed))
+            tell(variants[-1])
+    return mark_best(variants)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one core: images this small keep no second thread busy, and one that waits takes time from others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def winner_of(variants: Sequence[Variant]) -> Variant:
+    """Return the most accurate variant that has something to compose."""
+    return max((v for v in variants if v.scheme != "none"), key=lambda variant: variant.accuracy.mean)
+
+
+def check_winner(winner: Variant, run: Path) -> list[Check]:
+    """Return what must hold of a trained factorized network and of its plain forms, on all test images."""
+    recipe, result, network = load_trained(run)
+    images = load_images(recipe.data.name)
+    expected = logits_on_test(network, images, CPU)
+    checks = [
+        Check(
+            "accuracy, measured again, off the recorded one (points)", _off(expected, images, result["accuracy"]), 0.05
+        )
+    ]
+    for what, plain in (
+        ("plain dense modules", compose(network)),
+        ("plain modules, small ones low-rank", lower(network)),
+    ):
+        logits = logits_on_test(plain.eval(), images, CPU)
+        checks.append(Check(f"{what}: largest error of a logit, relative", _error(logits, expected), 1e-4))
+        checks.append(
+            Check(f"{what}: accuracy off (points)", _off(logits, images, accuracy_of(expected, images)), 0.05)
+        )
+    saved = logits_on_test(_saved_and_loaded(network, recipe.model.name, images), images, CPU)
+    checks.append(Check("saved and loaded: largest error of a logit, relative", _error(saved, expected), 0.0))
+    if recipe.factorize.ratio is not None:
+        dense = count_parameters(compose(network))
+        checks.append(Check("share of the parameters", winner.parameters / dense, recipe.factorize.ratio))
+    return checks
+
+
+def _saved_and_loaded(network: nn.Module, model: str, images: Images) -> nn.Module:
+    with tempfile.TemporaryDirectory() as folder:
+        save(network, folder)
+        return load(folder, build_model(model, len(images.classes), images.size[0], images.channels)).eval()
+
+
+def _off(logits: Tensor, images: Images, accuracy: float) -> float:
+    return abs(accuracy_of(logits, images) - accuracy)
+
+
+def _error(logits: Tensor, expected: Tensor) -> float:
+    return ((logits - expected).abs().max() / expected.abs().max()).item()
