@@ -32,7 +32,8 @@ def load_npz(path: Path) -> Images:
 
 def _read(path: Path) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # opened here: numpy leaves a file that is no archive open
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError(f"{path} holds one array; expected an .npz with {', '.join(KEYS)}")
             missing = [key for key in KEYS if key not in archive.files]

@@ -1,0 +1,44 @@
+"""``factorized demo``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from factorized.reproduce import demonstration
+from factorized.reproduce.report import Check
+from tests.cli.conftest import Cli
+
+SHORT = ("--seeds", 1, "--set", "schedule.epochs=1")
+
+
+def test_the_demo_compares_composes_checks_and_draws(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")  # a table in a file is as wide as it needs to be
+    said = cli("demo", *SHORT, "--out", tmp_path)
+    assert said.code == 0, said
+    table = said.out.split("variant")[1]
+    for label in ("dense", "low rank 0.1", "low rank 0.1, SI", "low rank 0.1, FD", "low rank 0.1, SI & FD"):
+        assert re.search(rf"^{label} +\d+\.\d\d +[\d,]+ +[\d,]+ +\d", table, flags=re.MULTILINE)
+    assert re.search(r"^overcomplete wide, FD .* 512,762 +75,002 ", table, flags=re.MULTILINE)
+    assert table.count("← best low-rank") == 1
+    assert len(re.findall(r"← best(?! low-rank)", table)) == 1
+    assert "composed into plain PyTorch" in said.out
+    assert "FAIL" not in said.out
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") > 7
+    assert "low rank 0.1, SI &amp; FD" in page
+
+
+def test_a_check_that_fails_is_exit_code_1(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demonstration, "check_winner", lambda winner, run: [Check("it is the same", 1.0, 0.1)])
+    monkeypatch.setattr("factorized.cli.demo.VARIANTS", {"digits/resnet8-lowrank-0.1": "low rank"})
+    said = cli("demo", *SHORT, "--out", tmp_path, "--quiet")
+    assert said.code == 1
+    assert "FAIL  it is the same" in said.out
+    assert "FAIL" in (tmp_path / "report.html").read_text()
+
+
+def test_a_wrong_change_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    assert "did you mean 'epochs'?" in cli("demo", "--set", "schedule.epoch=1", "--out", tmp_path).error

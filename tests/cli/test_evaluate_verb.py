@@ -1,0 +1,54 @@
+"""``factorized evaluate``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from tests.cli.conftest import Cli
+
+
+def test_a_run_has_the_accuracy_that_was_recorded(cli: Cli, trained: Path, trained_dense: Path) -> None:
+    for run in (trained, trained_dense):
+        recorded = json.loads((run / "result.json").read_text())["accuracy"]
+        said = cli("evaluate", run)
+        assert said.code == 0
+        assert f"test accuracy {recorded:.2f} %" in said.out
+        assert f"recorded {recorded:.2f} %: +0.00 points" in said.out
+
+
+def test_a_run_that_is_not_what_it_says_fails(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "accuracy": result["accuracy"] + 1}))
+    said = cli("evaluate", run)
+    assert said.code == 1
+    assert "-1.00 points" in said.out
+
+
+def test_other_images_are_measured_and_not_compared(cli: Cli, trained: Path, npz: Path) -> None:
+    said = cli("evaluate", trained, "--data", npz)
+    assert said.code == 0
+    assert "on 20 images of noise" in said.out
+    assert "not comparable" in said.out
+
+
+def test_images_that_do_not_fit_are_refused(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    x, y = np.zeros((4, 16, 16), dtype=np.uint8), np.arange(4) % 2
+    np.savez(tmp_path / "other.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    message = cli("evaluate", trained, "--data", tmp_path / "other.npz").error
+    assert "(10, 1, 8, 8) of digits" in message
+    assert "(2, 1, 16, 16)" in message
+
+
+def test_what_is_no_run_says_what_one_is(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    assert f"did you mean {trained}?" in cli("evaluate", trained.parent).error
+    (tmp_path / "result.json").write_text("{")
+    assert "is not valid JSON" in cli("evaluate", tmp_path).error
+    run = shutil.copytree(trained, tmp_path / "run")
+    weights = next((run / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert "is damaged" in cli("evaluate", run).error

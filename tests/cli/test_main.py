@@ -1,0 +1,194 @@
+"""The command line as a whole: help, errors, completion, signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from factorized.cli import plan
+from factorized.cli.main import app, main
+from tests.cli.conftest import Cli
+
+ROOT = Path(__file__).parents[2]
+VERBS = [
+    [],
+    ["recipes"],
+    ["recipes", "ls"],
+    ["recipes", "show"],
+    ["plan"],
+    ["train"],
+    ["evaluate"],
+    ["compose"],
+    ["data"],
+    ["data", "prepare"],
+    ["data", "ls"],
+    ["demo"],
+]
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start the command line as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "factorized.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb) or "factorized")
+def test_the_help_of_every_verb_has_examples_of_it(verb: list[str]) -> None:
+    result = CliRunner().invoke(app, [*verb, "--help"], prog_name="factorized")
+    assert result.exit_code == 0
+    examples = result.output.split("Examples:")[1]
+    assert re.search(rf"^ *factorized {' '.join(verb)}", examples, flags=re.MULTILINE)
+
+
+def test_every_verb_is_tried_here() -> None:
+    groups = {group.name: group.typer_instance for group in app.registered_groups}
+    assert set(groups) == {verb[0] for verb in VERBS if len(verb) == 2}
+    inside = {(name, command.name) for name, group in groups.items() for command in group.registered_commands}
+    assert inside == {tuple(verb) for verb in VERBS if len(verb) == 2}
+    assert {command.name for command in app.registered_commands} == {v[0] for v in VERBS if len(v) == 1} - set(groups)
+
+
+def test_no_arguments_show_the_help(cli: Cli) -> None:
+    assert "Usage: factorized" in cli().out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["recipes", "ls"]])
+def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
+    code = f"import sys; from factorized.cli.main import main; main({arguments}); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["train", "digits/resnet8", "--sed", "1"], "--seed"),
+        (["train"], "Missing argument 'NAME'. See `factorized train --help`."),
+        (["train", "digits/resnet9"], "did you mean 'digits/resnet8'?"),
+        (["train", "digits/resnet8", "--seeds", "0"], "--seeds"),
+        (["train", "digits/resnet8", "--seeds", "two"], "--seeds"),
+        (["compose", "out", "--to", "caffe"], "'plain', 'onnx', 'export'"),
+        (["recipes"], "Missing command"),
+        (["evaluate", "nowhere"], "there is no nowhere/result.json; give the folder of a finished run"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_exit_code_2(cli: Cli, arguments: list[str], message: str) -> None:
+    assert message in cli(*arguments).error
+
+
+@pytest.mark.parametrize(
+    ("problem", "line"),
+    [
+        (ValueError("one\n  two"), "factorized: one two\n"),
+        (PermissionError(13, "Permission denied", "out"), "factorized: [Errno 13] Permission denied: 'out'\n"),
+        (ModuleNotFoundError("a needs b: pip install b"), "factorized: a needs b: pip install b\n"),
+        (RuntimeError("odd"), "factorized: RuntimeError: odd; `factorized --debug …` shows where\n"),
+        (RuntimeError("CUDA out of memory"), "factorized: RuntimeError: CUDA out of memory; use a smaller run.batch"),
+    ],
+)
+def test_whatever_goes_wrong_is_one_line(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, problem: Exception, line: str
+) -> None:
+    def fail(line: str) -> None:
+        raise problem
+
+    monkeypatch.setattr(plan, "say", fail)
+    said = cli("plan", "digits/resnet8")
+    assert said.error.startswith(line)
+    debugged = cli("--debug", "plan", "digits/resnet8")
+    assert debugged.code == 2
+    assert "Traceback" in debugged.err
+    assert debugged.err.splitlines()[-1].startswith("factorized: ")
+
+
+def test_ctrl_c_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(line: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "say", stop)
+    assert cli("plan", "digits/resnet8").code == 130
+
+
+def test_only_the_first_of_several_processes_prints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli("recipes", "show", "digits/resnet8").out == ""
+    assert cli("recipes", "show", "digits/resnet9").err == ""
+
+
+def test_an_error_of_one_process_alone_is_told_by_that_process(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(line: str) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(plan, "say", fail)
+    monkeypatch.setenv("RANK", "1")
+    assert cli("plan", "digits/resnet8").err.startswith("factorized (process 1): RuntimeError: odd")
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m factorized.cli recipes ls | head -1"
+    found = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert found.stderr == ""
+    assert found.stdout.startswith("recipe")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("factorized tr", ["train"]),
+        (
+            "factorized train digits/resnet8-lowrank-0.1-",
+            [f"digits/resnet8-lowrank-0.1-{end}" for end in ("fd", "si", "si-fd")],
+        ),
+        ("factorized recipes show digits/resnet8-w", ["digits/resnet8-wide-fd"]),
+        ("factorized plan --model wr", ["wrn28-10"]),
+        ("factorized data prepare tiny", ["tiny-imagenet"]),
+    ],
+)
+def test_a_shell_completes_verbs_recipes_and_models(words: str, expected: list[str]) -> None:
+    completing = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    process = start(_FACTORIZED_COMPLETE="complete_bash", **completing)
+    out, err = process.communicate(timeout=120)
+    assert (sorted(out.split()), err) == (sorted(expected), "")
+
+
+def test_finished_runs_are_completed(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from factorized.cli.arguments import complete_run
+
+    monkeypatch.chdir(trained.parents[2])
+    (trained.parents[2] / "out").symlink_to(trained.parents[1], target_is_directory=True)
+    found = complete_run("out/")
+    (trained.parents[2] / "out").unlink()
+    assert found == [f"out/{trained.parent.name}/seed-0"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly)]
+)
+def test_a_stopped_run_says_how_to_go_on_and_that_works(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    arguments = ["train", "digits/resnet8", "--set", "schedule.epochs=3", "--out", str(tmp_path / "o"), "--overwrite"]
+    process = start(*arguments)
+    assert process.stdout is not None
+    assert "epoch 1/3" in process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == code
+    assert err.count("\n") == 1
+    assert err.startswith(f"factorized: stopped by {number.name}; its state is saved, go on with: factorized train")
+    command = err.split("go on with: ")[1].split()
+    assert "--overwrite" not in command
+    assert main(command[1:]) == 0
+    assert (tmp_path / "o/digits/resnet8/seed-0/result.json").is_file()

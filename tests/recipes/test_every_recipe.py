@@ -1,0 +1,124 @@
+"""Every recipe, found by glob: it names itself, is valid, can be planned, and trains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from factorized.planning.cost import count_parameters
+from factorized.vision.data.stand_in import known_shape, stand_in
+from factorized.vision.network import build_dense, plan_network
+from factorized.vision.recipe import Recipe
+from factorized.vision.recipes import SHIPPED, load_recipe, recipe_names
+from factorized.vision.train import train
+
+PATHS = sorted(SHIPPED.rglob("*.toml"))
+NAMES = [path.relative_to(SHIPPED).with_suffix("").as_posix() for path in PATHS]
+RECIPES = {name: load_recipe(name) for name in NAMES}
+HEAVY = ("vgg19", "wrn28-10", "resnet110", "resnet56")
+BATCH = 2
+
+
+def one_of_each_kind() -> list[str]:
+    """Return the first recipe of every combination of model, scheme, decay and init that is not heavy."""
+    kinds: dict[tuple[object, ...], str] = {}
+    for name, recipe in RECIPES.items():
+        fields = recipe.factorize
+        kind = (recipe.model.name, fields.scheme, fields.variant, recipe.decay.kind, fields.init)
+        if recipe.model.name not in HEAVY and recipe.data.name != "tiny-imagenet":
+            kinds.setdefault(kind, name)
+    return list(kinds.values())
+
+
+LIGHT = one_of_each_kind()
+
+
+def test_the_recipes_of_the_paper_are_there() -> None:
+    assert recipe_names() == sorted(NAMES)
+    assert len(NAMES) >= 159
+    for task in ("cifar10", "cifar100", "tiny-imagenet"):
+        assert f"{task}/resnet32x2-lowrank-0.1-si-fd" in NAMES
+    for depth in (20, 32, 56, 110):
+        variants = [f"{variant}-{decay}" for variant in ("full", "deep", "wide") for decay in ("wd", "fd")]
+        assert {f"cifar10/resnet{depth}", *(f"cifar10/resnet{depth}-{v}" for v in variants)} <= set(NAMES)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_a_recipe_opens_with_its_launch_command(path: Path) -> None:
+    name = path.relative_to(SHIPPED).with_suffix("").as_posix()
+    first = path.read_text().splitlines()[0]
+    embedded = RECIPES[name].data.name == "digits"
+    assert first == f"# factorized train {name}" + ("" if embedded else " --data DIR")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_says_what_it_is_and_aims_at_a_figure_of_the_paper(name: str) -> None:
+    recipe = RECIPES[name]
+    assert recipe.name == name
+    assert recipe.title
+    assert recipe.data.name == name.split("/")[0]
+    if recipe.paper is None:  # nothing of the paper is on digits, and its table 3 begins with 32 layers
+        assert recipe.data.name == "digits" or recipe.model.name == "resnet20"
+        return
+    assert (recipe.paper.table is None) != (recipe.paper.figure is None)
+    assert recipe.paper.accuracy is not None or recipe.paper.figure is not None
+    assert recipe.paper.accuracy is None or 20 < recipe.paper.accuracy < 100
+
+
+def one_of_each_plan() -> list[str]:
+    """Return the first recipe of every plan: the decay and the initialization make no difference to it."""
+    plans: dict[tuple[str, str, str], str] = {}
+    for name, recipe in RECIPES.items():
+        if recipe.factorize.scheme != "none":
+            fields = recipe.factorize.model_copy(update={"init": None})
+            plans.setdefault((recipe.model.name, recipe.data.name, fields.model_dump_json()), name)
+    return list(plans.values())
+
+
+@pytest.mark.parametrize("name", one_of_each_plan())
+def test_a_recipe_can_be_planned_and_meets_its_budget(name: str) -> None:
+    recipe = RECIPES[name]
+    shape = known_shape(recipe.data.name)
+    assert shape is not None
+    images = stand_in(recipe.data.name, *shape)
+    with torch.device("meta"):
+        dense = build_dense(recipe, images, seed=0)
+        plan = plan_network(recipe, dense, images)
+    assert plan is not None
+    assert plan.params == count_parameters(dense)
+    ratio = recipe.factorize.ratio
+    assert ratio is None or 0.99 * ratio < plan.ratio <= ratio
+    assert recipe.factorize.scheme == "low_rank" or plan.ratio > 1
+
+
+def train_two_steps(recipe: Recipe, folder: Path) -> None:
+    """Train for two steps on noise of the data's shape, with norms to follow where the recipe follows some."""
+    shape = known_shape(recipe.data.name)
+    assert shape is not None
+    images = stand_in(recipe.data.name, *shape, count=2 * BATCH)
+    run = recipe.run.model_copy(update={"batch": BATCH, "compile": "no", "diagnose": False})
+    schedule = recipe.schedule.model_copy(update={"epochs": 1})
+    decay = recipe.decay
+    if decay.kind == "normalized":
+        recorded = decay.model_copy(update={"kind": "none", "norms": None, "record_norms": True})
+        first = recipe.model_copy(update={"run": run, "schedule": schedule, "decay": recorded})
+        train(first, images, folder / "recorded", device="cpu")
+        decay = decay.model_copy(update={"norms": str(folder / "recorded/seed-{seed}")})
+    short = recipe.model_copy(update={"run": run, "schedule": schedule, "decay": decay})
+    (result,) = train(short, images, folder / "run", device="cpu")
+    assert math.isfinite(result["history"][-1]["loss"])
+    assert result["recipe"]["name"] == recipe.name
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_a_recipe_trains(name: str, tmp_path: Path) -> None:
+    train_two_steps(RECIPES[name], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LIGHT])
+def test_a_heavier_recipe_trains(name: str, tmp_path: Path) -> None:
+    train_two_steps(RECIPES[name], tmp_path)
