@@ -31,21 +31,18 @@ def load_npz(path: Path) -> Images:
 
 
 def _read(path: Path) -> dict[str, Array]:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError(f"{path} holds one array; expected an .npz with {', '.join(KEYS)}")
-            missing = [key for key in KEYS if key not in archive.files]
-            if missing:
-                raise ValueError(
-                    f"{path} must hold {', '.join(KEYS)}; {', '.join(missing)} is missing, it holds "
-                    f"{', '.join(archive.files) or 'nothing'}"
-                )
-            return {key: _member(path, archive, key) for key in (*KEYS, "classes") if key in archive.files}
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
+    if not zipfile.is_zipfile(path):
         raise ValueError(
-            f"{path} is not an .npz file, or truncated ({path.stat().st_size:,} bytes): {error}"
-        ) from error
+            f"{path} is not an .npz file with {', '.join(KEYS)}, or truncated ({path.stat().st_size:,} bytes)"
+        )
+    with np.load(path, allow_pickle=False) as archive:
+        missing = [key for key in KEYS if key not in archive.files]
+        if missing:
+            raise ValueError(
+                f"{path} must hold {', '.join(KEYS)}; {', '.join(missing)} is missing, it holds "
+                f"{', '.join(archive.files) or 'nothing'}"
+            )
+        return {key: _member(path, archive, key) for key in (*KEYS, "classes") if key in archive.files}
 
 
 def _member(path: Path, archive: Any, key: str) -> Array:
