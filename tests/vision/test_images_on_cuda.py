@@ -43,6 +43,7 @@ def test_a_captured_step_draws_anew_at_each_replay(compiled: bool) -> None:
 
     step = torch.compile(augment, fullgraph=True) if compiled else augment
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step(images.x_train, index)

@@ -67,7 +67,7 @@ def read_pixels(path: Path) -> Pixels:
     try:
         with pillow.open(path) as image:
             return to_pixels(image, str(path))
-    except OSError as error:
+    except (OSError, pillow.DecompressionBombError) as error:
         raise ValueError(f"{path} is damaged, or no image: {error}") from error
 
 

@@ -43,7 +43,7 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
         if value < 1:
             raise ValueError(f"{argument} must be a whole number from 1, got {value!r}")
     if name.startswith("hf:"):
-        return hugging_face_model(Path(name.removeprefix("hf:")), classes, image_size, channels)
+        return hugging_face_model(Path(name.removeprefix("hf:")).expanduser(), classes, image_size, channels)
     if ":" in name:
         return _from_function(name, classes, image_size, channels)
     if name not in _BUILDERS:

@@ -145,3 +145,10 @@ def test_a_damaged_tiny_imagenet_says_which_file_and_what_was_expected(
     change(folder)
     with pytest.raises(ValueError, match=message):
         load_image_folder(folder, silent)
+
+
+def test_an_image_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path, small_images())
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(ValueError, match=r"0000.png is damaged, or no image: .*decompression bomb"):
+        load_image_folder(folder, silent)

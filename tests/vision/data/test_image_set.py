@@ -60,6 +60,9 @@ def test_a_set_moves_to_a_device() -> None:
     moved = small_images().to(torch.device("cpu"))
     assert isinstance(moved, Images)
     assert moved.checksum == small_images().checksum
+    images = small_images()
+    images.checksum  # noqa: B018, computed once and taken along
+    assert "checksum" in vars(images.to("cpu"))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -100,3 +100,9 @@ def test_a_single_array_is_not_a_data_set(tmp_path: Path) -> None:
     (tmp_path / "one.npy").rename(tmp_path / "one.npz")
     with pytest.raises(ValueError, match="file with x_train, y_train, x_test, y_test, or truncated"):
         load_npz(tmp_path / "one.npz")
+
+
+def test_progress_is_told_for_each_array(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    load_npz(write_npz(tmp_path / "a.npz", small_images()), lambda *call: told.append(call))
+    assert told == [("reading", i, 4) for i in range(1, 5)]

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from factorized.vision.data import prepared as prepared_module
 from factorized.vision.data.images import Images
+from factorized.vision.data.known import KNOWN
 from factorized.vision.data.load import data_folder, load_images
 from factorized.vision.data.prepare import list_prepared, prepare
 from factorized.vision.data.prepared import read_prepared, write_prepared
-from tests.vision.data.small_sets import small_images, write_folder, write_npz
+from tests.vision.data.small_sets import TINY, small_images, write_cifar10, write_folder, write_npz
 
 
 @pytest.fixture
@@ -113,6 +114,31 @@ def test_another_source_of_the_same_name_is_not_mixed_up(source: Path, folder: P
     assert len(load_images("flowers", folder).x_train) == 12
     prepare(str(other), folder, name="more-flowers")
     assert len(load_images("more-flowers", folder).x_train) == 15
+
+
+@pytest.mark.parametrize("name", ["a/b", "a.npz", "..", "hf:a"])
+def test_a_name_that_is_none_says_what_is_allowed(source: Path, folder: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"name must be a plain name, without folder or ending, got '{name}'"):
+        prepare(str(source), folder, name=name)
+
+
+def test_what_is_called_a_known_set_has_to_be_it(
+    source: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KNOWN, "cifar10", TINY)
+    with pytest.raises(ValueError, match="cifar10 has 10 classes"):
+        prepare(str(source), folder, name="cifar10")
+    fits = write_npz(tmp_path / "fits.npz", small_images(50, 10, 32, classes=10))
+    assert read_prepared(prepare(str(fits), folder, name="cifar10")).mean == TINY.mean
+
+
+def test_an_official_folder_is_prepared_under_the_short_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KNOWN, "cifar10", TINY)
+    official = write_cifar10(tmp_path / "cifar-10-batches-py", small_images(50, 10, 32, classes=10))
+    assert prepare(str(official), folder) == folder / "cifar10.safetensors"
+    assert load_images("cifar10", folder).source == str(official)
 
 
 def test_the_digits_can_be_prepared_too(folder: Path) -> None:
