@@ -39,6 +39,13 @@ def test_tiny_imagenets_layout_is_read_with_the_labels_of_its_annotations(tmp_pa
     assert torch.equal(read.y_test, images.y_test)
 
 
+def test_test_images_without_labels_are_passed_over_for_labelled_ones(tmp_path: Path) -> None:
+    images = small_images()
+    folder = write_folder(tmp_path / "sorted", images, "val")
+    save(folder / "test" / "images" / "test_0.JPEG", pictures(1)[0], "PNG")
+    assert len(load_image_folder(folder, silent).x_test) == 6
+
+
 def test_gray_images_among_colour_ones_get_three_channels(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "mixed", small_images(channels=1))
     colour = pictures(1)[0]
