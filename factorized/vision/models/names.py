@@ -10,4 +10,5 @@ MODELS = (
     "resnet32x2",
     "vgg19",
     "wrn28-10",
+    "wrn28-10-separable",
 )
