@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -66,14 +67,13 @@ class Evaluator:
         self.correct += (logits.argmax(1) == y).sum()
 
 
-class _evaluating:
-    """The network in evaluation mode, and then as it was."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network, self.was_training = network, network.training
-
-    def __enter__(self) -> None:
-        self.network.eval()
-
-    def __exit__(self, *exception: object) -> None:
-        self.network.train(self.was_training)
+@contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    """Put the network in evaluation mode, and then every module of it back as it was."""
+    training = [module for module in network.modules() if module.training]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
