@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.layers.timing import capture
+from factorized.planning.cost import evaluation_mode
 from factorized.vision.data.augment import normalize
 from factorized.vision.data.images import Images
 
@@ -32,14 +32,14 @@ class Evaluator:
         self.rows = torch.arange(BATCH, device=self.device)
         self._batch: Callable[[], object] = self._whole_batch
         if graph and self.device.type == "cuda" and self.whole:
-            with _evaluating(network):
+            with evaluation_mode(network):
                 self._batch = capture(self._whole_batch)
 
     def __call__(self) -> tuple[float, float]:
         """Return the mean loss and the accuracy in percent; the network is left in the mode it was in."""
         for count in (self.loss_sum, self.correct, self.start):
             count.zero_()
-        with _evaluating(self.network):
+        with evaluation_mode(self.network):
             for _ in range(self.whole // BATCH):
                 self._batch()
             if self.whole < len(self.y):
@@ -65,15 +65,3 @@ class Evaluator:
             logits = self.network(inputs).float()
         self.loss_sum += F.cross_entropy(logits, y, reduction="sum")
         self.correct += (logits.argmax(1) == y).sum()
-
-
-@contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Put the network in evaluation mode, and then every module of it back as it was."""
-    training = [module for module in network.modules() if module.training]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -89,8 +89,8 @@ class Trainer:
         self.step = TrainingStep(recipe, self.network, self.optimizer, self.source, images, norms, processes)
         self.evaluate = Evaluator(self.network, images, autocast_type(recipe, self.device))
         state = sum(tensor.nbytes for tensor in self.network.state_dict().values())
-        # weights and momentum, the old file beside the new one, and the model at the end; the norms as often
-        self.bytes_to_write = 5 * state + (0 if norms is None else 3 * norms.nbytes)
+        # weights and momentum, the old file beside the new one, and the model at the end; the norms; room for logs
+        self.bytes_to_write = 5 * state + (0 if norms is None else 3 * norms.nbytes) + 2**20
 
     def run(self, seed: int, folder: Path, resume: bool, reporter: Reporter, stop: StopRequest) -> dict[str, Any]:
         """Train with one seed, from the beginning or from the folder's checkpoint, and return the result."""
