@@ -92,8 +92,8 @@ def test_a_signal_saves_the_run_in_the_middle_of_an_epoch_and_it_goes_on_to_the_
 @pytest.mark.parametrize("change", ["data.place=loader", "decay.record_norms=true", "optimizer.clip=0.5"])
 def test_a_stopped_run_goes_on_to_the_same_bits_with(change: str, tmp_path: Path) -> None:
     train(recipe(change), digits(), tmp_path / "whole", device="cpu")
+    reporter = Signals(signal.SIGTERM, epoch=1, step=1)
     with pytest.raises(Interrupted):
-        reporter = Signals(signal.SIGTERM, epoch=1, step=1)
         train(recipe(change), digits(), tmp_path / "cut", device="cpu", reporter=reporter)
     train(recipe(change), digits(), tmp_path / "cut", device="cpu", resume=True)
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
@@ -161,8 +161,8 @@ def test_resuming_several_seeds_goes_on_with_those_that_have_not_ended(tmp_path:
     train(recipe(), digits(), tmp_path / "whole", seeds=(0, 1, 2), device="cpu")
     cut = tmp_path / "cut"
     train(recipe(), digits(), cut, seeds=(0,), device="cpu")
+    reporter = Signals(signal.SIGTERM, epoch=1, step=0)
     with pytest.raises(Interrupted):
-        reporter = Signals(signal.SIGTERM, epoch=1, step=0)
         train(recipe(), digits(), cut, seeds=(1,), device="cpu", reporter=reporter)
     results = train(recipe(), digits(), cut, seeds=(0, 1, 2), device="cpu", resume=True)
     assert [result["seed"] for result in results] == [0, 1, 2]
@@ -211,8 +211,8 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained(whole: Path, tmp_p
 
 
 def test_metrics_hold_one_row_per_epoch_after_a_kill_between_row_and_checkpoint(whole: Path, tmp_path: Path) -> None:
+    reporter = Signals(signal.SIGTERM, epoch=1, step=0)
     with pytest.raises(Interrupted):
-        reporter = Signals(signal.SIGTERM, epoch=1, step=0)
         train(recipe(), digits(), tmp_path, device="cpu", reporter=reporter)
     path = tmp_path / "seed-0" / "metrics.jsonl"
     path.write_text(path.read_text() * 2)  # as if the row of another epoch had been written, and no checkpoint
