@@ -76,8 +76,10 @@ def build_optimizer(recipe: Recipe, network: nn.Module) -> SGD:
         fused=device.type == "cuda",
     )
     if recipe.decay.kind == "frobenius":
-        # Inside the backward pass it is next to free, and exact where nothing rescales the gradients after it.
-        FrobeniusDecay(network, recipe.decay.strength, in_backward=fields.clip is None).attach(optimizer)
+        # Products of full rank are composed to run: adding λW in their backward pass is next to free, and exact where
+        # nothing rescales the gradients after it. Products of low rank would be slowed down by being composed.
+        in_backward = recipe.factorize.scheme == "overcomplete" and fields.clip is None
+        FrobeniusDecay(network, recipe.decay.strength, in_backward=in_backward).attach(optimizer)
     if fields.momentum:
         for parameter in trained_parameters(optimizer):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

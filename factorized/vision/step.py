@@ -52,6 +52,8 @@ class TrainingStep:
             self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)
         elif compiled:
             self._loss = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
+        # Measuring convolutions beats cuDNN's guesses: those run thin networks in tf32, with conversions around it.
+        torch.backends.cudnn.benchmark = self.device.type == "cuda"
         self._run: Callable[[], object] = self._step
         if self.device.type == "cuda" and recipe.run.graph == "auto" and processes.count == 1:
             self.source.start(0, 0)
