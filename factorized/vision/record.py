@@ -74,7 +74,7 @@ def product_row(network: nn.Module, lr: float) -> Row:
 
 def describe_machine(device: torch.device) -> Row:
     """Return the hardware and versions to write beside a result."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
         "device": name,
         "threads": torch.get_num_threads(),
@@ -85,6 +85,13 @@ def describe_machine(device: torch.device) -> Row:
         "factorized": __version__,
         "commit": commit(),
     }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")  # Linux says more there than to Python
+    lines = path.read_text().splitlines() if path.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
 
 
 def describe_data(images: Images) -> Row:

@@ -70,8 +70,9 @@ def test_a_dense_network_is_decayed_too() -> None:
 
 def test_frobenius_decay_acts_in_the_backward_pass_only_where_nothing_rescales_gradients() -> None:
     def strengths(*changes: str) -> set[float]:
-        network = Trainer(recipe(*changes, "factorize.execution=one_conv"), digits(), CPU, seed=0).network
-        return {form.layer.decay_in_backward for form in fz.forms(network) if form.layer is not None}
+        changed = recipe(*changes, "factorize.execution=one_conv", name=WIDE)
+        forms = fz.forms(Trainer(changed, digits(), CPU, seed=0).network)
+        return {form.layer.decay_in_backward for form in forms if form.layer is not None}
 
     assert strengths() == {0.001}
     assert strengths("optimizer.clip=1") == {0.0}
