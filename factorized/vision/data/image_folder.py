@@ -67,7 +67,7 @@ def read_pixels(path: Path) -> Pixels:
     try:
         with pillow.open(path) as image:
             return to_pixels(image, str(path))
-    except OSError as error:
+    except (OSError, pillow.DecompressionBombError) as error:
         raise ValueError(f"{path} is damaged, or no image: {error}") from error
 
 
@@ -125,7 +125,7 @@ def _annotated(part: Path, classes: tuple[str, ...]) -> Files:
     found: dict[Path, int] = {}
     for number, line in enumerate((part / ANNOTATIONS).read_text().splitlines(), start=1):
         where = f"{part / ANNOTATIONS}:{number}"
-        fields = line.split()
+        fields = line.split("\t")
         if len(fields) < 2:
             raise ValueError(f"{where} must be a file and its class, got {line!r}")
         path = part / "images" / fields[0]
@@ -145,11 +145,11 @@ def _check_announced(folder: Path, classes: tuple[str, ...]) -> None:
     """Compare the classes with Tiny-ImageNet's own list of them, where there is one."""
     if not (folder / "wnids.txt").is_file():
         return
-    announced = set((folder / "wnids.txt").read_text().split())
+    announced = set((folder / "wnids.txt").read_text().splitlines())
     differ = sorted(announced ^ set(classes))
     if differ:
-        state = "is missing, though" if differ[0] in announced else "is there, but not where"
-        raise ValueError(f"{folder / 'train' / differ[0]} {state} {folder / 'wnids.txt'} lists the classes")
+        state = "is missing, though it is" if differ[0] in announced else "is there, but not"
+        raise ValueError(f"{folder / 'train' / differ[0]} {state} in the list of classes {folder / 'wnids.txt'}")
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -63,13 +63,16 @@ class Images:
 
     def to(self, device: torch.device | str) -> Images:
         """Return the same set with its tensors on ``device``."""
-        return replace(
+        moved = replace(
             self,
             x_train=self.x_train.to(device),
             y_train=self.y_train.to(device),
             x_test=self.x_test.to(device),
             y_test=self.y_test.to(device),
         )
+        if "checksum" in vars(self):  # computed already: spare reading it all back
+            vars(moved)["checksum"] = self.checksum
+        return moved
 
 
 def byte_chunks(tensor: Tensor) -> list[memoryview]:

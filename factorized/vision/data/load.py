@@ -55,7 +55,7 @@ def load_source(name_or_path: str, folder: Path | None = None, progress: Progres
     if name.startswith("hf:"):
         return load_hugging_face(name, name.removeprefix("hf:"), progress)
     if name in KNOWN:
-        local = [data_folder(folder) / file for file in (f"{name}.npz", *KNOWN[name].folders)]
+        local = [data_folder(folder) / file for file in (f"{name}.npz", name, *KNOWN[name].folders)]
         for path in local:
             if path.exists():
                 return _load_path(path, progress)
@@ -68,7 +68,7 @@ def load_source(name_or_path: str, folder: Path | None = None, progress: Progres
 
 def _load_path(path: Path, progress: Progress) -> Images:
     if path.is_file() and path.suffix == ".npz":
-        return load_npz(path)
+        return load_npz(path, progress)
     if path.is_file() and path.suffix == SUFFIX:
         return read_prepared(path)
     if path.is_dir() and cifar_layout(path):

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from factorized.vision.data.images import Images
 from factorized.vision.data.known import make_images
+from factorized.vision.data.progress import Progress, silent
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 CHANNELS = (1, 3)
 Array = npt.NDArray[Any]
 
 
-def load_npz(path: Path) -> Images:
+def load_npz(path: Path, progress: Progress = silent) -> Images:
     """Return the images of an ``.npz`` file; nothing in it is unpickled."""
-    arrays = _read(path)
+    arrays = _read(path, progress)
     parts = []
     for part in ("train", "test"):
         x = _channels_first(path, f"x_{part}", arrays[f"x_{part}"])
@@ -30,22 +31,24 @@ def load_npz(path: Path) -> Images:
     return make_images(path.stem, parts[0], parts[1], _classes(path, arrays), str(path))
 
 
-def _read(path: Path) -> dict[str, Array]:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError(f"{path} holds one array; expected an .npz with {', '.join(KEYS)}")
-            missing = [key for key in KEYS if key not in archive.files]
-            if missing:
-                raise ValueError(
-                    f"{path} must hold {', '.join(KEYS)}; {', '.join(missing)} is missing, it holds "
-                    f"{', '.join(archive.files) or 'nothing'}"
-                )
-            return {key: _member(path, archive, key) for key in (*KEYS, "classes") if key in archive.files}
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
+def _read(path: Path, progress: Progress) -> dict[str, Array]:
+    if not zipfile.is_zipfile(path):
         raise ValueError(
-            f"{path} is not an .npz file, or truncated ({path.stat().st_size:,} bytes): {error}"
-        ) from error
+            f"{path} is not an .npz file with {', '.join(KEYS)}, or truncated ({path.stat().st_size:,} bytes)"
+        )
+    with np.load(path, allow_pickle=False) as archive:
+        missing = [key for key in KEYS if key not in archive.files]
+        if missing:
+            raise ValueError(
+                f"{path} must hold {', '.join(KEYS)}; {', '.join(missing)} is missing, it holds "
+                f"{', '.join(archive.files) or 'nothing'}"
+            )
+        arrays = {}
+        keys = [key for key in (*KEYS, "classes") if key in archive.files]
+        for done, key in enumerate(keys, start=1):
+            arrays[key] = _member(path, archive, key)
+            progress("reading", done, len(keys))
+        return arrays
 
 
 def _member(path: Path, archive: Any, key: str) -> Array:

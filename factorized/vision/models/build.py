@@ -28,6 +28,7 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "resnet32x2": lambda classes, size, channels: resnet32x2(classes, channels),
     "vgg19": lambda classes, size, channels: vgg19_nfc(classes, _vgg_pool(size), channels),
     "wrn28-10": lambda classes, size, channels: wide_resnet(28, 10, classes, channels),
+    "wrn28-10-separable": lambda classes, size, channels: wide_resnet(28, 10, classes, channels, separable=True),
 }
 MODELS = tuple(_BUILDERS)
 
@@ -42,7 +43,7 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
         if value < 1:
             raise ValueError(f"{argument} must be a whole number from 1, got {value!r}")
     if name.startswith("hf:"):
-        return hugging_face_model(Path(name.removeprefix("hf:")), classes, image_size, channels)
+        return hugging_face_model(Path(name.removeprefix("hf:")).expanduser(), classes, image_size, channels)
     if ":" in name:
         return _from_function(name, classes, image_size, channels)
     if name not in _BUILDERS:

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -45,12 +46,18 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         if config.num_labels != classes:
             config.num_labels = classes
         if any((folder / name).is_file() for name in WEIGHTS):
-            model = kind.from_pretrained(
-                folder, config=config, ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=False
+            model, report = kind.from_pretrained(
+                folder,
+                config=config,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
+            _check_filled(folder, model, report, classes)
         else:
             model = kind.from_config(config, trust_remote_code=False)
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"model hf:{folder} cannot be read: {error}") from error
     return ImageClassifier(model.train())
 
@@ -64,6 +71,18 @@ def _check(folder: Path, config: dict[str, Any], image_size: int, channels: int)
                 f"model hf:{folder}: its config.json says {key}={expected}, the data have {got}; take data that fit, "
                 f"or a folder whose config.json says {key}={got}"
             )
+
+
+def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classes: int) -> None:
+    """Raise where more than the last layer, whose size is the number of classes, was left without its weights."""
+    drawn = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    state = model.state_dict()
+    lost = sorted(key for key in drawn if len(state[key]) != classes)
+    if lost:
+        raise ValueError(
+            f"model hf:{folder}: its weights have no fitting {', '.join(lost[:3])} ({len(lost)} in all); they are of "
+            "another model than config.json says"
+        )
 
 
 def _transformers() -> Any:
