@@ -221,7 +221,8 @@ class Trainer:
         """Return the mean loss of the epoch's steps; raise if it, or what was learned, is not a number any more."""
         loss = self.processes.total(self.step.loss_sum) / (steps * self.processes.count)
         state = [tensor for tensor in self.network.state_dict().values() if tensor.is_floating_point()]
-        whole = torch.stack([tensor.isfinite().all() for tensor in state]).all()
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(state, math.inf)])
+        whole = largest.isfinite().all()
         lost = "" if self.processes.total(whole.int()) == self.processes.count else " and weights are not finite"
         if math.isfinite(loss) and not lost:
             return loss

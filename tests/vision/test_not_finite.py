@@ -13,15 +13,15 @@ from tests.vision.small import STEPS, Signals, digits, recipe, state_of
 
 
 def break_at(monkeypatch: pytest.MonkeyPatch, step: int, what: str) -> None:
-    """Put NaN into the loss or a weight after a step of the run."""
+    """Put NaN into the loss, or NaN or infinity into one weight, after a step of the run."""
     original, taken = TrainingStep.__call__, []
 
     def broken(self: TrainingStep) -> None:
         original(self)
         taken.append(None)
         if len(taken) == step:
-            target = self.loss_sum if what == "loss" else next(self.network.parameters()).detach()
-            target.fill_(float("nan"))
+            target = self.loss_sum if what == "loss" else list(self.network.parameters())[-1].detach()[3]
+            target.fill_(float("inf" if what == "infinite weight" else "nan"))
 
     monkeypatch.setattr(TrainingStep, "__call__", broken)
 
@@ -37,7 +37,7 @@ def test_a_learning_rate_far_too_high_stops_with_the_epoch_the_rate_and_what_to_
     assert not (tmp_path / "seed-0" / FILE).exists()
 
 
-@pytest.mark.parametrize("what", ["loss", "weight"])
+@pytest.mark.parametrize("what", ["loss", "weight", "infinite weight"])
 @pytest.mark.parametrize("step", [STEPS + 1, 2 * STEPS])
 def test_what_is_not_finite_stops_the_run_and_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, step: int

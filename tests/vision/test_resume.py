@@ -5,13 +5,16 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from factorized.vision.interrupt import Interrupted
+from factorized.vision.progress import Reporter
 from factorized.vision.state import FILE
 from factorized.vision.train import Trainer, train
 from tests.vision.small import STEPS, Signals, assert_same_run, digits, metrics, recipe, state_of
@@ -219,3 +222,24 @@ def test_metrics_hold_one_row_per_epoch_after_a_kill_between_row_and_checkpoint(
     [result] = train(recipe(), digits(), tmp_path, device="cpu", resume=True)
     assert len(path.read_text().splitlines()) == 2
     assert metrics(result["history"]) == metrics(state_of(whole).history)
+
+
+def test_a_run_outside_the_main_thread_leaves_signals_alone(whole: Path, tmp_path: Path) -> None:
+    handlers = []
+
+    class Watch(Reporter):
+        def epoch(self, row: dict[str, Any]) -> None:
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    threads = torch.get_num_threads()
+
+    def work() -> None:
+        torch.set_num_threads(threads)
+        train(recipe(), digits(), tmp_path, device="cpu", reporter=Watch(quiet=True))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [before, before]
+    assert_same_run(tmp_path, whole)
