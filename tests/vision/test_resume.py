@@ -20,7 +20,7 @@ from factorized.vision.train import Trainer, train
 from tests.vision.small import STEPS, Signals, assert_same_run, digits, metrics, recipe, state_of
 
 ROOT = Path(__file__).parents[2]
-LONG = ("schedule.epochs=14", "run.evaluate_every=5", "run.checkpoint_every=2")
+LONG = ("schedule.epochs=20", "run.evaluate_every=5", "run.checkpoint_every=2")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def wait_for_rows(process: subprocess.Popen[str], folder: Path, rows: int) -> No
 def kill_somewhere(folder: Path, rows: int, changes: tuple[str, ...]) -> None:
     with driver(folder, *changes) as process:
         wait_for_rows(process, folder, rows)
-        time.sleep(random.uniform(0, 0.3))
+        time.sleep(random.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
     assert not (folder / "seed-0" / "result.json").exists()
