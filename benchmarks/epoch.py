@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from factorized.vision.data.images import Images
+from factorized.vision.processes import Processes
 from factorized.vision.recipes import load_recipe
 from factorized.vision.record import describe_machine, product_row
 from factorized.vision.train import Trainer
@@ -76,7 +77,7 @@ def main() -> None:
     for name in arguments.recipes:
         began = time.perf_counter()
         torch._dynamo.reset()
-        trainers[name] = Trainer(load_recipe(name, arguments.set), images, torch.device("cuda"), 0)
+        trainers[name] = Trainer(load_recipe(name, arguments.set), images, Processes(torch.device("cuda")), 0)
         rows[name] = {"recipe": name, "start_seconds": round(time.perf_counter() - began, 1)}
         print(rows[name], flush=True)
     times: dict[str, list[float]] = {name: [] for name in trainers}

@@ -98,5 +98,4 @@ def _weights_if_needed(recipe: Recipe) -> torch.device:
     """Return the device to build the model on: one without memory, unless ranks depend on the weights."""
     import torch
 
-    by_spectrum = recipe.factorize.energy is not None or recipe.factorize.allocate == "spectrum"
-    return torch.device("cpu" if by_spectrum else "meta")
+    return torch.device("cpu" if recipe.factorize.depends_on_weights else "meta")

@@ -45,7 +45,7 @@ def train(
         raise ValueError("--resume goes on with a run and --overwrite starts it anew; give one of them")
     chosen = tuple(range(seeds)) if seeds is not None else (seed or 0,)
 
-    from factorized.cli.device import pick_device, processes
+    from factorized.cli.device import pick_device
     from factorized.cli.images import load_data
     from factorized.vision.progress import Reporter
     from factorized.vision.recipes import load_recipe
@@ -55,17 +55,16 @@ def train(
     where = pick_device(device)
     recipe, images = load_data(recipe, data, quiet=quiet)
     folder = out / recipe.name
-    with processes(where):
-        results = train_seeds(
-            recipe,
-            images,
-            folder,
-            seeds=chosen,
-            device=where,
-            resume=resume,
-            overwrite=overwrite,
-            reporter=Reporter(console(quiet=quiet), quiet=console(quiet=quiet).quiet),
-        )
+    results = train_seeds(
+        recipe,
+        images,
+        folder,
+        seeds=chosen,
+        device=where,
+        resume=resume,
+        overwrite=overwrite,
+        reporter=Reporter(console(quiet=quiet), quiet=quiet),
+    )
     _report(recipe, results, folder)
 
 

@@ -84,7 +84,7 @@ def run_once(model: nn.Module, example_input: ExampleInput) -> None:
     """Run ``model`` on ``example_input`` without gradients, in evaluation mode, every layer called as a module."""
     arguments, keywords = _as_call(example_input, _device_of(model))
     try:
-        with torch.no_grad(), _evaluation_mode(model), _no_fused_attention():
+        with torch.no_grad(), evaluation_mode(model), _no_fused_attention():
             model(*arguments, **keywords)
     except Exception as error:
         raise ValueError(
@@ -145,7 +145,8 @@ def _as_call(example_input: ExampleInput, device: torch.device) -> tuple[list[An
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` in evaluation mode, and then every module of it back as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

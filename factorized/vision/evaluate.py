@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.layers.timing import capture
+from factorized.planning.cost import evaluation_mode
 from factorized.vision.data.augment import normalize
 from factorized.vision.data.images import Images
 
@@ -31,14 +32,14 @@ class Evaluator:
         self.rows = torch.arange(BATCH, device=self.device)
         self._batch: Callable[[], object] = self._whole_batch
         if graph and self.device.type == "cuda" and self.whole:
-            with _evaluating(network):
+            with evaluation_mode(network):
                 self._batch = capture(self._whole_batch)
 
     def __call__(self) -> tuple[float, float]:
         """Return the mean loss and the accuracy in percent; the network is left in the mode it was in."""
         for count in (self.loss_sum, self.correct, self.start):
             count.zero_()
-        with _evaluating(self.network):
+        with evaluation_mode(self.network):
             for _ in range(self.whole // BATCH):
                 self._batch()
             if self.whole < len(self.y):
@@ -64,16 +65,3 @@ class Evaluator:
             logits = self.network(inputs).float()
         self.loss_sum += F.cross_entropy(logits, y, reduction="sum")
         self.correct += (logits.argmax(1) == y).sum()
-
-
-class _evaluating:
-    """The network in evaluation mode, and then as it was."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network, self.was_training = network, network.training
-
-    def __enter__(self) -> None:
-        self.network.eval()
-
-    def __exit__(self, *exception: object) -> None:
-        self.network.train(self.was_training)

@@ -32,7 +32,7 @@ class StopRequest:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: one that was not set from Python
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:

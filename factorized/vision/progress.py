@@ -33,28 +33,29 @@ class Reporter:
     def __exit__(self, *exception: object) -> None:
         self.progress.stop()
 
-    def begin(self, title: str, steps: int, done: int) -> None:
-        """Begin the run ``title`` of ``steps`` steps, ``done`` of which were taken before."""
-        self.task = self.progress.add_task(title, total=steps, completed=done, figures="")
-        self.title = title
+    def begin(self, title: str, epochs: int, steps: int, done: int) -> None:
+        """Begin the run ``title`` of ``epochs`` epochs of ``steps`` steps, ``done`` of which were taken before."""
+        self.task = self.progress.add_task(title, total=epochs * steps, completed=done, figures="")
+        self.title, self.epochs, self.steps = title, epochs, steps
+        self.test = ""
 
     def step(self, epoch: int, step: int, loss_sum: Tensor, images_per_second: float) -> None:
         """Show a step of an epoch; the loss is only read now and then."""
         if self.live and (step + 1) % REFRESH == 0:
-            loss = loss_sum.item() / (step + 1)
-            figures = f"epoch {epoch + 1}  loss {loss:.3f}  {images_per_second:,.0f} images/s"
-            self.progress.update(self.task, advance=REFRESH, figures=figures)
+            self._show(epoch, step + 1, loss_sum.item() / (step + 1), images_per_second)
 
-    def epoch(self, row: dict[str, Any], epochs: int, steps: int) -> None:
+    def epoch(self, row: dict[str, Any]) -> None:
         """Show a finished epoch."""
-        done = (row["epoch"] + 1) * steps
-        test = f"  test {row['test_accuracy']:.2f} %" if "test_accuracy" in row else ""
-        figures = (
-            f"epoch {row['epoch'] + 1}/{epochs}  loss {row['loss']:.3f}{test}  {row['images_per_second']:,.0f} images/s"
-        )
-        self.progress.update(self.task, completed=done, figures=figures)
+        if "test_accuracy" in row:
+            self.test = f"  test {row['test_accuracy']:.2f} %"
+        figures = self._show(row["epoch"], self.steps, row["loss"], row["images_per_second"])
         if not self.live and not self.quiet:
             self.console.print(f"{self.title}  {figures}", highlight=False, soft_wrap=True)
+
+    def _show(self, epoch: int, steps: int, loss: float, images_per_second: float) -> str:
+        figures = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}{self.test}  {images_per_second:,.0f} images/s"
+        self.progress.update(self.task, completed=epoch * self.steps + steps, figures=figures)
+        return figures
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

@@ -41,6 +41,7 @@ class Data(Section):
     flip: bool = True
     # "device" keeps the whole training set there as uint8; "loader" streams it, for what does not fit
     place: Literal["device", "loader"] = "device"
+    workers: int = Field(default=0, ge=0)  # processes that read ahead for "loader"
 
 
 class Factorize(Section):
@@ -67,6 +68,11 @@ class Factorize(Section):
         """The budget as ``fz.plan`` takes it, by name."""
         given = {name: getattr(self, name) for name in BUDGETS}
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def depends_on_weights(self) -> bool:
+        """Whether the ranks come from the weights, and may differ from seed to seed."""
+        return self.scheme != "none" and (self.energy is not None or self.allocate == "spectrum")
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -110,6 +116,12 @@ class Decay(Section):
         return 0.0 if self.kind in ("none", "normalized") else self.strength
 
     @model_validator(mode="after")
+    def _rest_goes_with_products(self) -> Self:
+        if self.rest is not None and self.kind in ("weight", "crs"):
+            raise ValueError(f'rest sets a decay apart from that of the products, and kind = "{self.kind}" has one')
+        return self
+
+    @model_validator(mode="after")
     def _norms_go_with_normalized(self) -> Self:
         if (self.kind == "normalized") != (self.norms is not None):
             raise ValueError(
@@ -132,7 +144,7 @@ class Schedule(Section):
     """How long, and at what learning rate."""
 
     epochs: PositiveInt = 200
-    milestones: list[float] = [0.5, 0.75]  # shares of the epochs, or epochs where at least 1
+    milestones: list[PositiveFloat] = [0.5, 0.75]  # shares of the epochs, or epochs where at least 1
     factor: PositiveFloat = 0.1  # at every milestone
     warmup_epochs: int = Field(default=0, ge=0)
     warmup_factor: PositiveFloat = 0.1
@@ -141,7 +153,8 @@ class Schedule(Section):
         """Return the learning rate of an epoch, counted from 0."""
         if epoch < self.warmup_epochs:
             return base * self.warmup_factor
-        passed = sum(epoch >= (m if m >= 1 else m * self.epochs) for m in self.milestones)
+        # rounded: 0.55 of 100 epochs is 55.00000000000001
+        passed = sum(epoch >= (m if m >= 1 else round(m * self.epochs, 6)) for m in self.milestones)
         return base * self.factor**passed
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -15,33 +16,47 @@ from torch import nn
 from factorized.decay.forms import forms
 from factorized.diagnostics.diagnose import diagnose
 from factorized.version import __version__
+from factorized.vision.data.images import Images
+from factorized.vision.folder import METRICS, writing
 
 Row = dict[str, Any]
 
 
 class Recorder:
-    """Writes a row per epoch, to a file that is complete after every row and to TensorBoard."""
+    """While entered, writes a row per epoch to TensorBoard and to a file that is whole after every row.
 
-    def __init__(self, folder: Path, history: Sequence[Row]) -> None:
+    ``folder=None`` writes nothing, for a process that is not the first.
+    """
+
+    def __init__(self, folder: Path | None, history: Sequence[Row]) -> None:
+        self.folder, self.history = folder, history
+
+    def __enter__(self) -> Self:
+        if self.folder is None:
+            return self
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.path = folder / "metrics.jsonl"
         # A run that was killed may have written a row after its last checkpoint: begin with what that one knows.
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in history))
-        self.board = SummaryWriter(str(folder), purge_step=len(history))
+        with writing(self.folder):
+            (self.folder / METRICS).write_text("".join(map(_line, self.history)))
+            self.board = SummaryWriter(str(self.folder), purge_step=len(self.history))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.folder is not None:
+            self.board.close()
 
     def add(self, row: Row) -> None:
         """Write the row of an epoch."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        for name, value in row.items():
-            if name != "epoch" and isinstance(value, (int, float)):
-                self.board.add_scalar(name, value, row["epoch"])
-        self.board.flush()
-
-    def close(self) -> None:
-        """Close the curves."""
-        self.board.close()
+        if self.folder is None:
+            return
+        with writing(self.folder):
+            with (self.folder / METRICS).open("a") as file:
+                file.write(_line(row))
+            for name, value in row.items():
+                if name != "epoch":
+                    self.board.add_scalar(name, value, row["epoch"])
+            self.board.flush()
 
 
 def product_row(network: nn.Module, lr: float) -> Row:
@@ -59,21 +74,49 @@ def product_row(network: nn.Module, lr: float) -> Row:
 
 def describe_machine(device: torch.device) -> Row:
     """Return the hardware and versions to write beside a result."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
         "device": name,
         "threads": torch.get_num_threads(),
+        "system": platform.platform(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
         "python": platform.python_version(),
         "factorized": __version__,
         "commit": commit(),
     }
 
 
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")  # Linux says more there than to Python
+    lines = path.read_text().splitlines() if path.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def describe_data(images: Images) -> Row:
+    """Return what a result says of the images, enough to build the network again."""
+    return {
+        "name": images.name,
+        "checksum": images.checksum,
+        "classes": list(images.classes),
+        "channels": images.channels,
+        "size": list(images.size),
+    }
+
+
 def commit() -> str | None:
-    """Return the commit of the package's own checkout; None where it is not in one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """Return the commit of the package's own checkout, with -dirty where files differ; None where it is not in one."""
+    root = Path(__file__).resolve().parents[2]
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root:  # installed below somebody else's repository
+        return None
+    return _git(root, "describe", "--match=", "--always", "--abbrev=40", "--dirty")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
     try:
+        command = ["git", "-C", str(folder), *arguments]
         found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -83,5 +126,21 @@ def commit() -> str | None:
 def write_json(path: Path, data: Row) -> None:
     """Write ``data`` whole or not at all."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(_plain(data), indent=1, allow_nan=False) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _line(row: Row) -> str:
+    return json.dumps(_plain(row), allow_nan=False) + "\n"
+
+
+def _plain(data: Any) -> Any:
+    """Return ``data`` with null for what JSON has no number for, such as the step size of a product that is zero."""
+    if isinstance(data, dict):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from factorized.vision.data.images import Images
+from factorized.vision.data.loader import epoch_order
+from factorized.vision.processes import Processes
 
 Batch = tuple[Tensor, Tensor, Tensor]  # images (m, c, h, w) uint8, which of them (batch,), their labels (batch,)
 
@@ -30,19 +33,19 @@ class Source(Protocol):
 class OnDevice:
     """The whole training set on the device as uint8; a batch is a choice of rows, made inside the step."""
 
-    def __init__(self, images: Images, batch: int, device: torch.device, rank: int = 0, ranks: int = 1) -> None:
-        check_batch(len(images.y_train), batch, ranks)
+    def __init__(self, images: Images, batch: int, processes: Processes) -> None:
+        check_batch(len(images.y_train), batch, processes.count)
+        device = processes.device
         self.batch, self.steps = batch, len(images.y_train) // batch
         self.x = images.x_train.to(device).contiguous(memory_format=torch.channels_last)
         self.y = images.y_train.to(device)
         self.order = torch.zeros(len(self.y), dtype=torch.int64, device=device)
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
-        share = batch // ranks
-        self.offsets = torch.arange(rank * share, (rank + 1) * share, device=device)
+        self.offsets = torch.arange(processes.rank, batch, processes.count, device=device)
 
     def start(self, seed: int, epoch: int, step: int = 0) -> None:
         """Shuffle for an epoch."""
-        self.order.copy_(shuffled(len(self.y), seed, epoch))
+        self.order.copy_(epoch_order(len(self.y), seed, epoch))
         self.cursor.fill_(step * self.batch)
 
     def feed(self) -> None:
@@ -52,22 +55,21 @@ class OnDevice:
         """Return the set, the rows of this batch and their labels."""
         index = self.order[self.cursor + self.offsets]
         self.cursor += self.batch
+        self.cursor %= self.steps * self.batch  # a capture warms up past the end of a short epoch
         return self.x, index, self.y[index]
 
 
-def shuffled(count: int, seed: int, epoch: int) -> Tensor:  # (count,)
-    """Return the order of an epoch, the same on every machine and after every restart."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(epoch_seed(seed, epoch)))
+def draws_seed(seed: int, epoch: int) -> int:
+    """Return the number that an epoch's draws start from; its order has another, so that they are independent."""
+    mixed = hashlib.sha256(f"{seed} {epoch} draws".encode()).digest()
+    return int.from_bytes(mixed[:8], "little") >> 1
 
 
-def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the number that all randomness of an epoch starts from."""
-    return (seed * 1_000_003 + epoch + 1) % 2**63
-
-
-def check_batch(count: int, batch: int, ranks: int) -> None:
+def check_batch(count: int, batch: int, processes: int) -> None:
     """Refuse a batch that the data or the processes cannot fill."""
     if batch > count:
         raise ValueError(f"run.batch = {batch} is more than the {count} training images; make it smaller")
-    if batch % ranks:
-        raise ValueError(f"run.batch = {batch} cannot be shared by {ranks} processes; make it a multiple of {ranks}")
+    if batch % processes:
+        raise ValueError(
+            f"run.batch = {batch} cannot be shared by {processes} processes; make it a multiple of {processes}"
+        )

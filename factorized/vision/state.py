@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
-import shutil
-from dataclasses import asdict, dataclass, field
+import zipfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class RunState:
 
     recipe: dict[str, Any]
     seed: int
+    data: str  # checksum
     epoch: int = 0  # that comes next, or is under way
     step: int = 0  # of that epoch, that comes next
     history: list[dict[str, Any]] = field(default_factory=list)  # a row per finished epoch
@@ -72,12 +73,15 @@ def _counts(step: TrainingStep) -> dict[str, Tensor]:
 
 def save_state(state: RunState, folder: Path) -> None:
     """Write ``state`` to ``folder``: the file there is the old one or the new one, never half of it."""
+    buffer = io.BytesIO()  # torch's own writer ends the program when the disk is full
+    torch.save(vars(state), buffer)
     path = folder / FILE
     temporary = path.with_suffix(".tmp")
     try:
-        torch.save(asdict(state), temporary)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
+        with temporary.open("wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -87,16 +91,19 @@ def load_state(folder: Path) -> RunState:
     """Read what ``save_state`` wrote; nothing in the file is executed."""
     path = folder / FILE
     try:
+        with zipfile.ZipFile(path) as archive:
+            if (broken := archive.testzip()) is not None:  # torch does not look at the checksums
+                raise ValueError(f"{broken} has another checksum than it says")
         return RunState(**torch.load(path, map_location="cpu", weights_only=True))
-    except (RuntimeError, EOFError, TypeError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file can raise anything
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} cannot be read ({reason}); remove it to start this run anew") from None
+        raise ValueError(f"{path} is damaged ({reason}); remove it to start this run anew") from error
 
 
-def check_recipe_matches(state: RunState, recipe: dict[str, Any], seed: int, folder: Path) -> None:
-    """Refuse to go on with another recipe than the one the run began with; the first difference is named."""
+def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str, folder: Path) -> None:
+    """Refuse to go on with another recipe or other data than the run began with; the first difference is named."""
     if state.seed != seed:
-        raise ValueError(f"{folder} holds a run of seed {state.seed}, not {seed}")
+        raise ValueError(f"{folder} holds a run of seed {state.seed}, not {seed}; resume with that seed")
     for section, value in recipe.items():
         before = state.recipe.get(section)
         if section in ("name", "title", "paper") or before == value:
@@ -108,24 +115,8 @@ def check_recipe_matches(state: RunState, recipe: dict[str, Any], seed: int, fol
             f"{folder} holds a run with {section} = {before!r}, and this recipe says {value!r}; resume with the same "
             "recipe, or train into another folder"
         )
-
-
-def prepare_folder(folder: Path, network: nn.Module, *, resume: bool, overwrite: bool) -> None:
-    """Make the run's folder, and fail now rather than at the first checkpoint if it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / "probe.tmp"
-        probe.write_bytes(b"x" * 4096)
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
-    # weights and momentum, the old file beside the new one, and the model at the end
-    needed = 5 * sum(tensor.nbytes for tensor in network.state_dict().values())
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ValueError(f"{folder} has {free / 2**20:.0f} MiB free, and checkpoints need {needed / 2**20:.0f} MiB")
-    if (folder / FILE).exists() and not (resume or overwrite):
-        raise ValueError(f"{folder} already holds a run; go on with --resume, or start anew with --overwrite")
-    if overwrite and not resume:
-        for name in (FILE, "metrics.jsonl", "result.json", "norms.safetensors"):
-            (folder / name).unlink(missing_ok=True)
+    if state.data != data:
+        raise ValueError(
+            f"{folder} holds a run on other images: their checksum was {state.data[:12]}…, and is {data[:12]}… now; "
+            "resume with the same data, or train into another folder"
+        )

@@ -15,6 +15,7 @@ from factorized.layers.timing import capture
 from factorized.vision.data.augment import crop_flip, draw_crops, normalize
 from factorized.vision.data.images import Images
 from factorized.vision.network import trained_parameters
+from factorized.vision.processes import Processes
 from factorized.vision.recipe import Recipe
 from factorized.vision.source import Source
 
@@ -30,7 +31,7 @@ class TrainingStep:
         source: Source,
         images: Images,
         norms: Tensor | None = None,  # (steps of the run, forms): recorded, or to be followed
-        ranks: int = 1,
+        processes: Processes | None = None,
     ) -> None:
         self.device = next(network.parameters()).device
         self.recipe, self.network, self.optimizer, self.source = recipe, network, optimizer, source
@@ -45,14 +46,16 @@ class TrainingStep:
         compiled = recipe.run.compile == "yes" or (recipe.run.compile == "auto" and self.device.type == "cuda")
         self._forward: nn.Module = network
         self._loss: Callable[..., tuple[Tensor, Tensor]] = self._loss_and_correct
-        if ranks > 1:
+        processes = processes or Processes(self.device)
+        self.share = slice(processes.rank, None, processes.count)  # of a batch, that is trained on here
+        if processes.count > 1:
             self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)
         elif compiled:
             self._loss = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
         # Measuring convolutions beats cuDNN's guesses: those run thin networks in tf32, with conversions around it.
         torch.backends.cudnn.benchmark = self.device.type == "cuda"
         self._run: Callable[[], object] = self._step
-        if self.device.type == "cuda" and recipe.run.graph == "auto" and ranks == 1:
+        if self.device.type == "cuda" and recipe.run.graph == "auto" and processes.count == 1:
             self.source.start(0, 0)
             self.source.feed()
             self._run = capture(self._step)
@@ -64,9 +67,10 @@ class TrainingStep:
 
     def _step(self) -> None:
         x, index, labels = self.source.take()
-        crops = draw_crops(len(labels), self.pad, self.device, self.recipe.data.flip)
+        # every process draws for the whole batch: what is computed does not depend on how many there are
+        crops = draw_crops(self.recipe.run.batch, self.pad, self.device, self.recipe.data.flip)
         self.optimizer.zero_grad(set_to_none=True)
-        loss, correct = self._loss(x, index, labels, *crops)
+        loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in crops))
         loss.backward()
         if self.recipe.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.recipe.optimizer.clip)
@@ -98,7 +102,7 @@ class TrainingStep:
     def _after_step(self) -> None:
         if self.matcher is None or self.norms is None:
             return
-        row = self.position.reshape(1)
+        row = self.position.reshape(1) % len(self.norms)  # a capture warms up past the end of a short run
         if self.recipe.decay.kind == "normalized":
             self.matcher.rescale(self.norms.index_select(0, row)[0])
         else:

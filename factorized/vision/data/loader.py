@@ -28,6 +28,7 @@ class EpochSampler(Sampler[list[int]]):
         self.count, self.batch, self.seed, self.shuffle, self.drop_last = count, batch, seed, shuffle, drop_last
         self.rank, self.world = rank, world
         self.epoch = 0
+        self.first = 0  # batch of the epoch that is read
 
     def order(self) -> list[int]:
         """Return this process's images of the epoch, in order.
@@ -48,7 +49,7 @@ class EpochSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
-        return (order[start : start + self.batch] for start in range(0, len(self) * self.batch, self.batch))
+        return (order[self.batch * i : self.batch * (i + 1)] for i in range(self.first, len(self)))
 
 
 class ImageLoader:
@@ -95,8 +96,11 @@ class ImageLoader:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches of an epoch: (n, channels, height, width) uint8 and (n,) int64."""
-        self._sampler.epoch = epoch
+    def epoch(
+        self, epoch: int, *, seed: int | None = None, first: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # (n, channels, height, width) uint8, (n,) int64
+        """Yield the batches of an epoch from the ``first``; ``seed`` replaces the loader's, from now on."""
+        self._sampler.epoch, self._sampler.first = epoch, first
+        self._sampler.seed = self._sampler.seed if seed is None else seed
         for x, y in self._loader:
             yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)

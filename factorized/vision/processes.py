@@ -1,0 +1,81 @@
+"""One process, or several that ``torchrun`` started: who is the first, and what all of them know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that train together, as one of them sees them."""
+
+    device: torch.device  # of this process
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that writes."""
+        return self.rank == 0
+
+    def total(
+        self,
+        number: Tensor,  # ()
+    ) -> float:
+        """Return the sum of every process's ``number``; all of them have to ask."""
+        if self.count > 1:
+            number = number.clone()
+            dist.all_reduce(number)
+        return float(number.item())
+
+    def from_first(self, make: Callable[[], Result]) -> Result:
+        """Return what ``make`` returns in the first process, or raise in every process the ValueError it raises."""
+        if self.count == 1:
+            return make()
+        told: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                told = [make(), None]
+            except ValueError as error:
+                told = [None, str(error)]
+        dist.broadcast_object_list(told, device=self.device)
+        result, problem = told
+        if problem is not None:
+            raise ValueError(problem)
+        return result
+
+
+@contextmanager
+def joined_processes(device: torch.device | str | None = None) -> Iterator[Processes]:
+    """Join the processes that ``torchrun`` started, each with a GPU of its own where there are any; or be the only one.
+
+    A process group that is there already is used, and left as it was.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
+    together = started or dist.is_initialized()
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if together else 0)
+    device = torch.device(device or "cpu")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    if not together:
+        yield Processes(device)
+        return
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Processes(device, dist.get_rank(), dist.get_world_size())
+    finally:
+        if mine:
+            dist.destroy_process_group()

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from factorized.vision.state import FILE
+from factorized.vision.step import TrainingStep
+from factorized.vision.train import train
+from tests.vision.small import STEPS, Signals, digits, recipe, state_of
+
+
+def break_at(monkeypatch: pytest.MonkeyPatch, step: int, what: str) -> None:
+    """Put NaN into the loss, or NaN or infinity into one weight, after a step of the run."""
+    original, taken = TrainingStep.__call__, []
+
+    def broken(self: TrainingStep) -> None:
+        original(self)
+        taken.append(None)
+        if len(taken) == step:
+            target = self.loss_sum if what == "loss" else list(self.network.parameters())[-1].detach()[3]
+            target.fill_(float("inf" if what == "infinite weight" else "nan"))
+
+    monkeypatch.setattr(TrainingStep, "__call__", broken)
+
+
+def test_a_learning_rate_far_too_high_stops_with_the_epoch_the_rate_and_what_to_try(tmp_path: Path) -> None:
+    changed = recipe("optimizer.lr=3e30", "schedule.milestones=[1]", "schedule.factor=0.5")
+    with pytest.raises(
+        ValueError,
+        match=r"loss is nan and weights are not finite in epoch 1, at learning rate 3e\+30; .*"
+        r"Try optimizer\.lr=1e\+30, schedule\.warmup_epochs=1 or optimizer\.clip=1",
+    ):
+        train(changed, digits(), tmp_path, device="cpu")
+    assert not (tmp_path / "seed-0" / FILE).exists()
+
+
+@pytest.mark.parametrize("what", ["loss", "weight", "infinite weight"])
+@pytest.mark.parametrize("step", [STEPS + 1, 2 * STEPS])
+def test_what_is_not_finite_stops_the_run_and_keeps_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, step: int
+) -> None:
+    break_at(monkeypatch, step, what)
+    with pytest.raises(ValueError, match=r"in epoch 2, at learning rate 0\.01; the checkpoint before it"):
+        train(recipe(), digits(), tmp_path, device="cpu")
+    state = state_of(tmp_path)
+    assert (state.epoch, state.step) == (1, 0)
+    assert all(torch.isfinite(tensor).all() for tensor in state.network.values())
+
+
+def test_a_signal_does_not_replace_a_good_checkpoint_by_one_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_at(monkeypatch, STEPS + 1, "weight")
+    with pytest.raises(ValueError, match="in epoch 2"):
+        train(recipe(), digits(), tmp_path, device="cpu", reporter=Signals(signal.SIGTERM, epoch=1, step=0))
+    assert (state_of(tmp_path).epoch, state_of(tmp_path).step) == (1, 0)
