@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from factorized.reproduce.chart import SMALL, Line, line_chart
+from factorized.reproduce.chart import SMALL, Line, line_chart, nice_ticks
 from factorized.reproduce.variant import Variant
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -73,7 +73,7 @@ def report_page(
 def _curve_panels(variants: Sequence[Variant]) -> list[Panel]:
     accuracy = [line for variant in variants if (line := variant.curve("test_accuracy")) is not None]
     loss = [line for variant in variants if (line := variant.curve("loss")) is not None]
-    low = _focus(accuracy)
+    low = nice_ticks(_focus(accuracy), 100)[0]
     note = f"The axis starts at {low:g} %." if low else ""
     highest = max(y for line in loss for x, y in line.points if x > 1 or len(line.points) == 1)
     return [
@@ -83,8 +83,8 @@ def _curve_panels(variants: Sequence[Variant]) -> list[Panel]:
 
 
 def _focus(lines: Sequence[Line]) -> float:
-    """Return where the axis of accuracies begins: low enough for the later half of every curve."""
-    later = [y for line in lines for _, y in line.points[len(line.points) // 2 :]]
+    """Return where the axis of accuracies begins: low enough for the last quarter of every curve."""
+    later = [y for line in lines for _, y in line.points[len(line.points) * 3 // 4 :]]
     return max(0.0, 10 * ((min(later) - 5) // 10))
 
 

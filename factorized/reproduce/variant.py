@@ -12,7 +12,7 @@ from factorized.reproduce.summary import Summary
 Result = dict[str, Any]  # what a run's result.json holds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """A recipe that was trained with some seeds."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from factorized.reproduce import demonstration
 from factorized.reproduce.report import Check
+from factorized.reproduce.variant import Variant
 from tests.cli.conftest import Cli
 
 SHORT = ("--seeds", 1, "--set", "schedule.epochs=1")
@@ -24,7 +25,8 @@ def test_the_demo_compares_composes_checks_and_draws(cli: Cli, tmp_path: Path, m
     assert re.search(r"^overcomplete wide, FD .* 512,762 +75,002 ", table, flags=re.MULTILINE)
     assert table.count("← best low-rank") == 1
     assert len(re.findall(r"← best(?! low-rank)", table)) == 1
-    assert "composed into plain PyTorch" in said.out
+    assert re.search(r"ok +low rank 0.1.*, composed: largest error of a logit", said.out)
+    assert re.search(r"ok +low rank 0.1.*: share of the dense parameters: 1.0e-01", said.out)
     assert "FAIL" not in said.out
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") > 7
@@ -42,3 +44,14 @@ def test_a_check_that_fails_is_exit_code_1(cli: Cli, tmp_path: Path, monkeypatch
 
 def test_a_wrong_change_is_one_line(cli: Cli, tmp_path: Path) -> None:
     assert "did you mean 'epochs'?" in cli("demo", "--set", "schedule.epoch=1", "--out", tmp_path).error
+
+
+def test_the_winners_are_the_best_factorized_one_and_the_best_low_rank_one() -> None:
+    def variant(scheme: str, accuracy: float) -> Variant:
+        return Variant(scheme, [{"accuracy": accuracy, "recipe": {"factorize": {"scheme": scheme}}}], 1)
+
+    dense, wide, small, smaller = (
+        variant(*given) for given in (("none", 99.0), ("overcomplete", 98.0), ("low_rank", 97.0), ("low_rank", 96.0))
+    )
+    assert demonstration.winners_of([dense, smaller, small, wide]) == [wide, small]
+    assert demonstration.winners_of([dense, smaller, small]) == [small]
