@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 from factorized.cli import compose, data, demo, evaluate, plan, recipes, train
 from factorized.cli.arguments import examples
 from factorized.cli.console import process_number
+from factorized.vision.interrupt import Interrupted
 
 app = typer.Typer(
     name="factorized",
@@ -65,18 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explain(error: Exception, given: Sequence[str]) -> int:
     if "--debug" in given:
         traceback.print_exception(error)
+    if isinstance(error, Interrupted):
+        again = [word for word in given if word not in ("--overwrite", "--resume")]
+        _complain(f"{error}; its state is saved, go on with: {shlex.join(['factorized', *again, '--resume'])}")
+        return error.exit_code
     if isinstance(error, TyperException):
         _complain(f"{error.format_message()} See `{_help_of(given)}`.")
     elif isinstance(error, (ValueError, OSError, ImportError)):
         _complain(str(error))
-    elif "factorized.vision.interrupt" in sys.modules:
-        from factorized.vision.interrupt import Interrupted
-
-        if isinstance(error, Interrupted):
-            again = [word for word in given if word not in ("--overwrite", "--resume")]
-            _complain(f"{error}; its state is saved, go on with: {shlex.join(['factorized', *again, '--resume'])}")
-            return error.exit_code
-        _unexpected(error)
     else:
         _unexpected(error)
     return 2
@@ -96,7 +93,6 @@ def _complain(message: str, *, everywhere: bool = False) -> None:
 
 
 def _help_of(given: Sequence[str]) -> str:
-    verbs = [word for word in given[:2] if word.isalpha()]
-    known = {"recipes", "plan", "train", "evaluate", "compose", "data", "demo"}
-    verb = [verbs[0]] if verbs and verbs[0] in known else []
+    verbs = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    verb = [word for word in given if word in verbs][:1]
     return " ".join(["factorized", *verb, "--help"])
