@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,12 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from factorized.cli.processes import process_number
+
 WIDE = 160  # columns where nobody looks: a table in a file or pipe is not broken
-
-
-def process_number() -> int:
-    """Return the number of this process under ``torchrun``; 0 for one that is alone."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def console(*, quiet: bool = False) -> Console:

@@ -1,4 +1,4 @@
-"""``factorized``: the command line. A verb is a file; an error is one line and exit code 2."""
+"""``factorized``: the command line from the outside. An error is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -7,49 +7,20 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-from typer.exceptions import TyperException
-
-from factorized.cli import compose, data, demo, evaluate, plan, recipes, train
-from factorized.cli.arguments import examples
-from factorized.cli.console import process_number
+from factorized.cli.processes import process_number
 from factorized.vision.interrupt import Interrupted
 
-app = typer.Typer(
-    name="factorized",
-    help="Train networks whose weights are products, and turn them back into plain PyTorch.",
-    epilog=examples(
-        "factorized demo                                        three minutes, no download",
-        "factorized recipes ls cifar10                          what can be trained",
-        "factorized train cifar10/resnet32x2-lowrank-0.1-si-fd --data DIR --seeds 3",
-        "factorized compose out/digits/resnet8-wide-fd/seed-0 --to onnx",
-    ),
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
-app.add_typer(recipes.app, name="recipes")
-app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
-app.command("train", epilog=train.EXAMPLES)(train.train)
-app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
-app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
-app.add_typer(data.app, name="data")
-app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
-
-
-@app.callback()
-def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
-) -> None:
-    """Train networks whose weights are products, and turn them back into plain PyTorch."""
+# packages of the extra "vision", which the library itself does without
+EXTRAS = ("datasets", "jinja2", "numpy", "PIL", "pydantic", "rich", "sklearn", "tensorboard", "typer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 for a failed check, 2 for an error, 128 + n for signal n."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        from factorized.cli.app import app  # here, so that a package it misses is an error like any other
+
         code = app(given or ["--help"], prog_name="factorized", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
@@ -70,13 +41,23 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
         again = [word for word in given if word not in ("--overwrite", "--resume")]
         _complain(f"{error}; its state is saved, go on with: {shlex.join(['factorized', *again, '--resume'])}")
         return error.exit_code
-    if isinstance(error, TyperException):
-        _complain(f"{error.format_message()} See `{_help_of(given)}`.")
+    missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing in EXTRAS and "pip install" not in str(error):
+        _complain(f"this needs {missing}, which is not installed: pip install 'factorized[vision]'")
     elif isinstance(error, (ValueError, OSError, ImportError)):
         _complain(str(error))
+    elif (misused := _misuse(error)) is not None:
+        _complain(f"{misused} See `{_help_of(given)}`.")
     else:
         _unexpected(error)
     return 2
+
+
+def _misuse(error: Exception) -> str | None:
+    """Return what is wrong with the command itself; None if it is something else that went wrong."""
+    from typer.exceptions import TyperException
+
+    return error.format_message() if isinstance(error, TyperException) else None
 
 
 def _unexpected(error: Exception) -> None:
@@ -93,6 +74,8 @@ def _complain(message: str, *, everywhere: bool = False) -> None:
 
 
 def _help_of(given: Sequence[str]) -> str:
+    from factorized.cli.app import app
+
     verbs = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     verb = [word for word in given if word in verbs][:1]
     return " ".join(["factorized", *verb, "--help"])

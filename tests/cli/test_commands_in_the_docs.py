@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from factorized.cli.main import app
+from factorized.cli.app import app
 from factorized.vision.recipes import recipe_names
 from tests.cli.conftest import Cli
 

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from factorized.cli import plan
-from factorized.cli.main import app, main
+from factorized.cli.app import app
+from factorized.cli.main import main
 from tests.cli.conftest import Cli
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,26 @@ def test_whatever_goes_wrong_is_one_line(
     assert debugged.code == 2
     assert "Traceback" in debugged.err
     assert debugged.err.splitlines()[-1].startswith("factorized: ")
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "pydantic"])
+def test_without_the_extra_it_says_what_to_install(package: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from factorized.cli.main import main; sys.exit(main(['recipes', 'ls']))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    line = f"factorized: this needs {package}, which is not installed: pip install 'factorized[vision]'\n"
+    assert (found.returncode, found.stderr) == (2, line)
+
+
+def test_a_package_that_a_model_of_the_users_misses_is_named_as_it_is(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_model.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    message = cli("plan", "--model", "odd_model:build", "--ratio", 0.5).error
+    assert message == "factorized: No module named 'no_such_package'\n"
 
 
 def test_ctrl_c_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
