@@ -3,7 +3,7 @@
 The public names, in the order of the data path; see docs/path.md for the tour.
 """
 
-from factorized.decay.forms import Form, forms
+from factorized.decay.forms import Form, TensorForm, forms
 from factorized.decay.frobenius import FrobeniusDecay, decoupled_frobenius
 from factorized.decay.groups import parameter_groups
 from factorized.decay.penalty import NuclearDecay, ProductPenalty
@@ -20,29 +20,38 @@ from factorized.layers.drop_connect import drop_connect
 from factorized.layers.embedding import FactorizedEmbedding
 from factorized.layers.linear import FactorizedLinear
 from factorized.layers.swap import factorize
+from factorized.layers.tensor_conv import TensorizedConv2d
+from factorized.layers.tensor_linear import TensorizedLinear
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
-from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.plan import Plan, PlanEntry, TensorEntry
 from factorized.planning.planner import plan
 from factorized.planning.scheme import LowRank, Overcomplete
+from factorized.planning.tensor_scheme import TensorTrain, Tucker
 from factorized.version import __version__
 
 __all__ = [  # noqa: RUF022, in path order
     "plan",
     "Plan",
     "PlanEntry",
+    "TensorEntry",
     "LowRank",
     "Overcomplete",
+    "TensorTrain",
+    "Tucker",
     "factorize",
     "FactorizedLinear",
     "FactorizedConv1d",
     "FactorizedConv2d",
     "FactorizedConv3d",
     "FactorizedEmbedding",
+    "TensorizedLinear",
+    "TensorizedConv2d",
     "autotune",
     "drop_connect",
     "forms",
     "Form",
+    "TensorForm",
     "parameter_groups",
     "FrobeniusDecay",
     "decoupled_frobenius",

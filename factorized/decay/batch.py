@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from factorized.decay.arena import Arena
-from factorized.decay.forms import Factor, Form
+from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, computable
 from factorized.decay.sharded import Sharded, is_sharded
+from factorized.decay.tensors import Tensors
 from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
 
 # Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
@@ -87,14 +88,17 @@ class Batch:
         return self.parts
 
 
-Unit = Single | Batch | Arena | Sharded
+Unit = Single | Batch | Arena | Sharded | Tensors
 
 
-def batches(found: Sequence[Form]) -> list[Unit]:
+def batches(found: Sequence[AnyForm]) -> list[Unit]:
     """Group forms that can be computed together; what is sharded, on a GPU, and of one shape on the CPU."""
-    sharded = [form for form in found if is_sharded(form.left.parameter)]
-    whole = [form for form in found if not is_sharded(form.left.parameter)]
+    tensors = [form for form in found if isinstance(form, TensorForm)]
+    products = [form for form in found if isinstance(form, Form)]
+    sharded = [form for form in products if is_sharded(form.left.parameter)]
+    whole = [form for form in products if not is_sharded(form.left.parameter)]
     units: list[Unit] = [Sharded(sharded)] if sharded else []
+    units += tensor_units(tensors)
     units += [Single(form) for form in whole if not _shares(form)]
     alike: dict[tuple[object, ...], list[Form]] = {}
     for form in whole:
@@ -110,14 +114,19 @@ def batches(found: Sequence[Form]) -> list[Unit]:
     return units
 
 
+def tensor_units(found: Sequence[TensorForm]) -> list[Unit]:
+    """Group tensors of one format that are small enough to gain from a batch."""
+    alike: dict[tuple[object, ...], list[TensorForm]] = {}
+    for form in found:
+        core = form.factors[0].parameter
+        large = form.format.core_numel > LARGEST_BATCHED["cuda" if core.is_cuda else "cpu"]
+        alike.setdefault((form.format, core.dtype, core.device, form if large else None), []).append(form)
+    return [Tensors(members) for members in alike.values()]
+
+
 def like_parameter(factor: Factor, gradient: Tensor) -> Tensor:
     """Return a gradient (batch, long, rank) without the batch where the factor is its whole parameter."""
     return gradient[0] if factor.is_whole else gradient
-
-
-def computable(value: Tensor) -> Tensor:
-    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _shares(form: Form) -> bool:

@@ -6,13 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.embedding import FactorizedEmbedding
-from factorized.maths.kernel import grouped
+from factorized.layers.tensor import TensorizedLayer
+from factorized.maths.frobenius import compose, frobenius_norm_squared
+from factorized.maths.kernel import KernelShape, grouped, to_matrix
+from factorized.maths.tensor_format import TensorFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +25,7 @@ class Factor:
     """A parameter, or a part of one, that is a factor of a product; batched over groups or heads."""
 
     parameter: nn.Parameter
-    view: Callable[[Tensor], Tensor]  # a tensor shaped like the parameter -> its view (batch, long, rank)
+    view: Callable[[Tensor], Tensor]  # a tensor shaped like the parameter -> its view (batch, long, rank), or a core
     batch: int = 1  # groups or heads
 
     @property
@@ -50,7 +55,7 @@ class Form:
     left: Factor
     middle: tuple[Factor, ...]
     right: Factor
-    layer: FactorizedLayer | None = None  # where one module holds the whole product
+    layer: ComposedLayer | None = None  # where one module holds the whole product
 
     @property
     def U(self) -> Tensor:  # (batch, m, rank)
@@ -72,19 +77,85 @@ class Form:
         """All factors, in the product's order."""
         return (self.left, *self.middle, self.right)
 
+    @property
+    def numel(self) -> int:
+        """Entries of the product."""
+        return self.U.shape[0] * self.U.shape[-2] * self.V.shape[-2]
 
-def forms(model: nn.Module) -> list[Form]:
-    """Return every product in ``model``, each once, however many layers are tied to its factors."""
-    found: dict[tuple[nn.Parameter, ...], Form] = {}
+    @property
+    def values(self) -> list[Tensor]:
+        """All factors, differentiable, in the product's order."""
+        return [self.U, *self.inner, self.V]
+
+    def compose(self, values: Sequence[Tensor]) -> Tensor:  # (batch, m, n)
+        """Return the product of ``values``, which stand for the factors."""
+        return compose(values[0], values[-1], values[1:-1])
+
+    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # (batch,)
+        """Return ‖U M₁…M_d Vᵀ‖² of ``values``, which stand for the factors."""
+        return frobenius_norm_squared(values[0], values[-1], values[1:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class TensorForm:
+    """One tensor in a format: the weight of a tensorized layer, or the pointwise part of a separable one."""
+
+    name: str  # of the module it belongs to
+    kind: str  # "tensor_train" or "tucker"
+    factors: tuple[Factor, ...]  # the cores
+    format: TensorFormat
+    shape: KernelShape  # of the weight that the tensor is
+    layer: ComposedLayer | None = None
+
+    @property
+    def cores(self) -> tuple[Tensor, ...]:
+        """The cores, differentiable, in the format's order."""
+        return tuple(factor.parameter for factor in self.factors)
+
+    @property
+    def numel(self) -> int:
+        """Entries of the tensor."""
+        return self.format.numel
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The cores, differentiable."""
+        return list(self.cores)
+
+    def compose(self, values: Sequence[Tensor]) -> Tensor:  # (groups, m, n)
+        """Return the tensor as the matrices that low rank would read its weight as."""
+        return to_matrix(self.format.expand(values).reshape(self.shape.weight_shape), self.shape)
+
+    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # ()
+        """Return the squared norm of the whole tensor, by contraction where that is cheaper."""
+        return self.format.norm_squared(values)
+
+
+AnyForm = Form | TensorForm
+
+
+def forms(model: nn.Module) -> list[AnyForm]:
+    """Return every product in ``model``, each once, however many layers are tied to its factors.
+
+    Low-rank layers give a ``Form`` with ``U``, ``inner`` and ``V``, tensorized ones a ``TensorForm`` with ``cores``.
+    """
+    found: dict[tuple[nn.Parameter, ...], AnyForm] = {}
     for name, module in model.named_modules():
         if isinstance(module, FactorizedLayer):
             found.setdefault(module.factors, _layer_form(name, module))
+        elif isinstance(module, TensorizedLayer):
+            found.setdefault(module.factors, _tensor_form(name, module))
     return list(found.values())
 
 
-def factor_parameters(found: Sequence[Form]) -> dict[nn.Parameter, Form]:
+def computable(value: Tensor) -> Tensor:
+    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def factor_parameters(found: Sequence[AnyForm]) -> dict[nn.Parameter, AnyForm]:
     """Return every parameter that holds a factor, with the (first) form it belongs to."""
-    owners: dict[nn.Parameter, Form] = {}
+    owners: dict[nn.Parameter, AnyForm] = {}
     for form in found:
         for factor in form.factors:
             owners.setdefault(factor.parameter, form)
@@ -99,6 +170,15 @@ def _layer_form(name: str, layer: FactorizedLayer) -> Form:
     view = partial(grouped, groups=groups) if groups > 1 else _one_group
     left, *middle, right = (Factor(parameter, view, groups) for parameter in layer.factors)
     return Form(name, kind, left, tuple(middle), right, layer)
+
+
+def _tensor_form(name: str, layer: TensorizedLayer) -> TensorForm:
+    cores = tuple(Factor(core, _as_it_is) for core in layer.cores)
+    return TensorForm(name, layer.method, cores, layer.format, layer.folding.shape, layer)
+
+
+def _as_it_is(core: Tensor) -> Tensor:
+    return core
 
 
 def _one_group(factor: Tensor) -> Tensor:  # (long, rank) -> (1, long, rank)

@@ -15,11 +15,12 @@ from factorized.decay.act import Arguments, FrobeniusEngine, act_before_update, 
 from factorized.decay.forms import Factor, forms
 from factorized.decay.guard import check_attachable, composed_layers
 from factorized.decay.strength import Number, Strength, check_strength, decayed_forms, strengths
-from factorized.maths.frobenius import frobenius_norm_squared
 
 
 class FrobeniusDecay:
     """Penalize the product, not its factors: adds λ · ∂½‖U M₁…M_d Vᵀ‖² to the factors' gradients before every step.
+
+    Of a tensorized layer it is the squared norm of the whole tensor, and the factors are its cores.
 
     Args:
         model: holds the products, see ``fz.forms``.
@@ -49,7 +50,7 @@ class FrobeniusDecay:
     def penalty(self) -> Tensor:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; for a loss of your own, or to log."""
         numbers = strengths(self.strength, self.forms, self.steps)
-        norms = [frobenius_norm_squared(form.U, form.V, form.inner).sum() for form in self.forms]
+        norms = [form.norm_squared(form.values).sum() for form in self.forms]
         return torch.stack([number * norm / 2 for number, norm in zip(numbers, norms, strict=True)]).sum()
 
     def apply_(self, lr: Number | None = None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from factorized.decay.forms import Form, factor_parameters, forms
+from factorized.decay.forms import AnyForm, factor_parameters, forms
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -37,7 +37,7 @@ def parameter_groups(
     norms = {p for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
-    factors: dict[Form, list[nn.Parameter]] = {}
+    factors: dict[AnyForm, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -62,10 +62,9 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def compression_rate(form: Form) -> float:
+def compression_rate(form: AnyForm) -> float:
     """Return the entries of a form's factors over those of its product."""
-    product = form.U.shape[0] * form.U.shape[-2] * form.V.shape[-2]
-    return sum(factor.value.numel() for factor in form.factors) / product
+    return sum(factor.value.numel() for factor in form.factors) / form.numel
 
 
 def _is_norm(module: nn.Module) -> bool:

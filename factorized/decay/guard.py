@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from factorized.decay.forms import Form, factor_parameters
+from factorized.decay.forms import AnyForm, factor_parameters
 from factorized.decay.strength import Strength, strengths
-from factorized.layers.conv import FactorizedConv
-from factorized.layers.linear import FactorizedLinear
 
 
-def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) -> None:
+def check_attachable(decayed: Sequence[AnyForm], optimizer: Optimizer, kind: type) -> None:
     """Raise if ``optimizer`` holds none of the factors, decays them itself, or has such a decay attached already."""
     owners = factor_parameters(decayed)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in owners]
@@ -38,7 +36,7 @@ def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) 
             )
 
 
-def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool) -> dict[Form, float]:
+def composed_layers(decayed: Sequence[AnyForm], strength: Strength, decoupled: bool) -> dict[AnyForm, float]:
     """Return the forms whose layer composes its weight to run, with their strengths: λW can act in their backward."""
     if decoupled or callable(strength):
         raise ValueError(
@@ -47,10 +45,6 @@ def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool
     numbers = strengths(strength, decayed, step=0)
     inside = {}
     for form, number in zip(decayed, numbers, strict=True):
-        composes = isinstance(form.layer, (FactorizedConv, FactorizedLinear)) and form.layer.chosen_execution() in (
-            "one_conv",
-            "one_product",
-        )
-        if composes and not isinstance(number, Tensor):
+        if form.layer is not None and form.layer.composes and not isinstance(number, Tensor):
             inside[form] = number
     return inside

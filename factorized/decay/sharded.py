@@ -36,7 +36,7 @@ class Sharded:
         result = []
         for index, form in enumerate(self.members):
             left, right = grams[2 * index], grams[2 * index + 1]  # (groups, r, r)
-            inner = [_replicated(factor).unflatten(0, (left.shape[0], -1)) for factor in form.middle]
+            inner = [whole(factor).unflatten(0, (left.shape[0], -1)) for factor in form.middle]
             rights = [right]  # of M_{j+1}…M_d Vᵀ
             for M in reversed(inner):
                 rights.append(M @ rights[-1] @ M.mT)
@@ -46,7 +46,7 @@ class Sharded:
                 middle.append((left @ M @ R).flatten(0, 1))
                 left = M.mT @ left @ M
             result.append(_times_gram(form.left, rights[0]))
-            result += [_own_rows(gradient, factor) for gradient, factor in zip(middle, form.middle, strict=True)]
+            result += [own_rows(gradient, factor) for gradient, factor in zip(middle, form.middle, strict=True)]
             result.append(_times_gram(form.right, left))
         return result
 
@@ -76,7 +76,8 @@ def _times_gram(factor: Factor, gram: Tensor) -> Tensor:  # (local rows, r)
     return torch.cat([rows @ of_group for rows, of_group in zip(_group_rows(factor), gram, strict=True)])
 
 
-def _own_rows(gradient: Tensor, factor: Factor) -> Tensor:
+def own_rows(gradient: Tensor, factor: Factor) -> Tensor:
+    """Return the rows of a whole gradient that this rank has of the factor."""
     start = _first_row(factor.parameter)
     return gradient[start : start + factor.value.shape[0]]
 
@@ -87,7 +88,8 @@ def _first_row(parameter: nn.Parameter) -> int:
     return int(offset[0])
 
 
-def _replicated(factor: Factor) -> Tensor:
+def whole(factor: Factor) -> Tensor:
+    """Return a sharded factor's parameter, gathered from all ranks."""
     return factor.parameter.detach().full_tensor()  # type: ignore[attr-defined]
 
 

@@ -8,13 +8,13 @@ from math import isfinite
 
 from torch import Tensor
 
-from factorized.decay.forms import Form
+from factorized.decay.forms import AnyForm
 
 Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
 Strength = Number | Mapping[str, Number] | Callable[[int], float]
 
 
-def strengths(strength: Strength, found: Sequence[Form], step: int) -> list[Number]:
+def strengths(strength: Strength, found: Sequence[AnyForm], step: int) -> list[Number]:
     """Return the strength of every form at ``step``."""
     if callable(strength):
         strength = strength(step)
@@ -24,7 +24,7 @@ def strengths(strength: Strength, found: Sequence[Form], step: int) -> list[Numb
     return [_scalar(strength)] * len(found)
 
 
-def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
+def decayed_forms(strength: Strength, found: Sequence[AnyForm]) -> list[AnyForm]:
     """Return the forms that are decayed at all: those of strength zero are none of a decay's business."""
     if callable(strength):
         return list(found)
@@ -32,7 +32,7 @@ def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
     return [form for form, n in zip(found, numbers, strict=True) if isinstance(n, Tensor) or n != 0]
 
 
-def check_strength(strength: Strength, found: Sequence[Form]) -> None:
+def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
     """Raise unless every number is finite and not negative, and every pattern matches a form."""
     if callable(strength):
         check_number("strength at step 0", strength(0))
@@ -50,7 +50,7 @@ def check_strength(strength: Strength, found: Sequence[Form]) -> None:
             )
 
 
-def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
+def _by_pattern(strength: Mapping[str, Number], form: AnyForm) -> Number:
     # The last pattern that matches wins, so that exceptions stand below the rule.
     for pattern in reversed(list(strength)):
         if _matches(pattern, form):
@@ -63,7 +63,7 @@ def _scalar(number: Number) -> Number:
     return number.reshape(()) if isinstance(number, Tensor) else number
 
 
-def _matches(pattern: str, form: Form) -> bool:
+def _matches(pattern: str, form: AnyForm) -> bool:
     return pattern == form.kind or fnmatchcase(form.name, pattern)
 
 

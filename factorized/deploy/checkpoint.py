@@ -33,7 +33,7 @@ from factorized.deploy.state import (
     plain_state,
     unwrapped,
 )
-from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import build_layers, install, refuse_wrapped, replace_module
 from factorized.planning.plan import Plan
 from factorized.version import __version__
@@ -187,7 +187,7 @@ def _renamed(plan: Plan, model: nn.Module) -> Plan:
     return replace(plan, entries=entries)
 
 
-def _shapes_after(model: nn.Module, layers: dict[str, FactorizedLayer]) -> Shapes:
+def _shapes_after(model: nn.Module, layers: dict[str, ComposedLayer]) -> Shapes:
     """Return the state that ``model`` will have once ``layers`` are in, without putting them in."""
     replaced = {id(model.get_submodule(name)): layer for name, layer in layers.items()}
     shapes: Shapes = {}
@@ -201,7 +201,7 @@ def _shapes_after(model: nn.Module, layers: dict[str, FactorizedLayer]) -> Shape
     return shapes
 
 
-def _check_ties(model: nn.Module, layers: dict[str, FactorizedLayer], tensors: dict[str, Tensor]) -> None:
+def _check_ties(model: nn.Module, layers: dict[str, ComposedLayer], tensors: dict[str, Tensor]) -> None:
     """Raise where ``model`` holds one tensor under two names and the checkpoint two different ones."""
     replaced = {id(model.get_submodule(name)) for name in layers}
     first: dict[Tensor, str] = {}

@@ -8,7 +8,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import replace_module
 
 
@@ -18,7 +18,7 @@ class SharedWeights:
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[nn.Parameter, ...], str], nn.Parameter] = {}
 
-    def parameter(self, layer: FactorizedLayer, role: str, value: Tensor) -> nn.Parameter:
+    def parameter(self, layer: ComposedLayer, role: str, value: Tensor) -> nn.Parameter:
         """Return the parameter that plays ``role`` for the layer's factors, made from ``value`` at the first call."""
         trains = any(factor.requires_grad for factor in layer.factors)
         made = nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format), requires_grad=trains)
@@ -34,7 +34,7 @@ def compose(model: nn.Module) -> nn.Module:
     return convert(model, dense_layer)
 
 
-def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
+def dense_layer(layer: ComposedLayer, shared: SharedWeights) -> nn.Module:
     """Return the dense ``torch.nn`` layer for ``layer``, with its very bias."""
     dense = layer.dense_skeleton()
     dense.weight = shared.parameter(layer, "weight", layer.weight)
@@ -43,12 +43,12 @@ def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
     return dense.train(layer.training)
 
 
-def convert(model: nn.Module, to_plain: Callable[[FactorizedLayer, SharedWeights], nn.Module]) -> nn.Module:
+def convert(model: nn.Module, to_plain: Callable[[ComposedLayer, SharedWeights], nn.Module]) -> nn.Module:
     """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names."""
     copy = deepcopy(model)
-    places: dict[FactorizedLayer, list[str]] = {}
+    places: dict[ComposedLayer, list[str]] = {}
     for name, module in copy.named_modules(remove_duplicate=False):
-        if isinstance(module, FactorizedLayer):
+        if isinstance(module, ComposedLayer):
             places.setdefault(module, []).append(name)
     if not places:
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")

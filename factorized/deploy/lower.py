@@ -5,9 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from factorized.deploy.compose import SharedWeights, convert, dense_layer
+from factorized.deploy.lower_tensor import chain_or_dense
 from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.embedding import FactorizedEmbedding
+from factorized.layers.tensor import TensorizedLayer
 from factorized.maths.kernel import KernelShape, column_kernel, grouped, row_kernel
 
 
@@ -15,7 +18,9 @@ def lower(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` whose low-rank layers are pairs of plain layers in ``nn.Sequential``.
 
     Two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a factor. A
-    layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tied embedding and
+    layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tensor train gives
+    two plain layers, a Tucker tensor three (1×1, k×k, 1×1) and a separable convolution its depthwise one before them;
+    where its dimensions mix outputs and inputs, the tensor is composed. A tied embedding and
     output layer go on sharing ``U``; ``V`` stands transposed in one of them and is copied. The given model is not
     touched. Code that reads ``layer.weight`` of a lowered layer finds a pair there: such a model wants
     ``fz.compose``. Torch's own encoder, which does so on its fast paths, is kept off them; like in training, its output
@@ -35,7 +40,10 @@ def _has_pair(encoder_layer: nn.Module) -> bool:
     return any(isinstance(linear, nn.Sequential) for linear in linears)
 
 
-def _pair_or_dense(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
+def _pair_or_dense(layer: ComposedLayer, shared: SharedWeights) -> nn.Module:
+    if isinstance(layer, TensorizedLayer):
+        return chain_or_dense(layer, shared)
+    assert isinstance(layer, FactorizedLayer)
     if layer.shape.factor_numel(layer.rank) >= layer.shape.numel:
         return dense_layer(layer, shared)
     U, V = _merged_factors(layer)

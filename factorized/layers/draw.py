@@ -1,4 +1,4 @@
-"""Filling the factors of a layer: from the SVD of a dense weight, or drawn at random."""
+"""Drawing the factors of a layer, or a dense weight to decompose, at random."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from factorized.maths.kernel import KernelShape, grouped, to_matrix
-from factorized.maths.spectral import spectral_factors
+from factorized.maths.kernel import KernelShape, grouped
 
 Init = Literal["spectral", "default", "kaiming", "normal"] | Callable[[Tensor], object]
 INITS = ("spectral", "default", "kaiming", "normal")
@@ -21,16 +20,6 @@ def check_init(init: Init) -> None:
     if not callable(init) and init not in INITS:
         names = ", ".join(f'"{name}"' for name in INITS)
         raise ValueError(f"init must be one of {names} or a callable that fills a tensor in place, got {init!r}")
-
-
-def decompose(
-    weight: Tensor,  # (out, in/groups, *size)
-    shape: KernelShape,
-    rank: int,
-) -> tuple[Tensor, Tensor]:  # (groups·rows, rank), (groups·columns, rank)
-    """Return the spectral initialization of one weight, stacked over groups (section 3.1)."""
-    U, V = spectral_factors(to_matrix(weight, shape), rank)
-    return U.flatten(0, 1), V.flatten(0, 1)
 
 
 def draw(
@@ -51,6 +40,16 @@ def draw(
             matrix = torch.empty_like(part.mT if transposed else part, memory_format=torch.contiguous_format)
             fill(matrix)
             part.copy_(matrix.mT if transposed else matrix)
+
+
+def draw_dense_as(
+    weight: Tensor,  # (out, in, *size), filled in place
+    shape: KernelShape,
+    init: Init,
+) -> None:
+    """Draw a dense weight as ``init`` says."""
+    fill = init if callable(init) else _named_fill(init, shape)
+    fill(weight)
 
 
 def draw_dense(

@@ -67,6 +67,24 @@ def cheapest_linear(shape: KernelShape, rank: int, depth: int) -> str:
     return "two_products" if thin <= shape.numel + _composing(shape, rank, depth) else "one_product"
 
 
+def cheapest_tensor(
+    dense: int,  # multiply-accumulates per position with the composed weight
+    composing: int,  # those of composing it
+    contracted: int,  # multiply-accumulates per position without composing it
+    preparing: int,  # what else that takes, once
+    held: int,  # channels of the tensors in between
+    channels: int,  # of input and output together
+    moving: int = 0,  # what moving one channel costs, where there are more operations
+) -> bool:
+    """Return whether contracting cores with the input costs less than composing the weight, and not too much memory.
+
+    Tensors in between are held for the backward pass and get gradients; up to half the channels of input and output,
+    all tensors together stay below twice those of the dense layer.
+    """
+    cheaper = contracted + preparing / POSITIONS + moving * channels < dense + composing / POSITIONS
+    return cheaper and 2 * held <= channels
+
+
 def _composing(shape: KernelShape, rank: int, depth: int) -> float:
     shorter = min(shape.rows, shape.columns)
     macs = shape.groups * rank * (shape.rows * shape.columns + depth * shorter * rank)

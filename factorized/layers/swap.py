@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from factorized.layers.base import FactorizedLayer
 from factorized.layers.batch import decompose_all
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv, FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
 from factorized.layers.draw import Init, check_init
 from factorized.layers.embedding import FactorizedEmbedding
 from factorized.layers.linear import FactorizedLinear
+from factorized.layers.tensor_conv import TensorizedConv2d
+from factorized.layers.tensor_linear import TensorizedLinear
 from factorized.planning.cost import ExampleInput
-from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.plan import Plan, PlanEntry, TensorEntry
 from factorized.planning.planner import Allocate
 from factorized.planning.planner import plan as make_plan
 from factorized.planning.scheme import Scheme
@@ -77,12 +80,12 @@ def factorize(
     return install(model, plan, build_layers(model, plan, init))
 
 
-def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, FactorizedLayer]:
+def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, ComposedLayer]:
     """Return the new layer of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
     dense = _matching_layers(model, plan, same_ties=init is not None)
     layers = {entry.name: _build(dense[entry.name], entry) for entry in plan.selected}
     leaders = [entry.name for entry in plan.selected if entry.tied_to is None]
-    filled = {name: layers[name] for name in leaders if not layers[name].U.is_meta}
+    filled = {name: layers[name] for name in leaders if not layers[name].factors[0].is_meta}
     if init == "spectral":
         factors = decompose_all({name: _weight(dense[name]) for name in filled}, filled)
         for name, layer in filled.items():
@@ -92,11 +95,11 @@ def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, F
             layer.draw_factors(init)
     for entry in plan.selected:
         if entry.tied_to is not None:
-            tie(layers[entry.name], layers[entry.tied_to])
+            layers[entry.name].share_factors(layers[entry.tied_to])
     return layers
 
 
-def install(model: nn.Module, plan: Plan, layers: dict[str, FactorizedLayer]) -> nn.Module:
+def install(model: nn.Module, plan: Plan, layers: dict[str, ComposedLayer]) -> nn.Module:
     """Put built layers into ``model`` under all of their names, each with the very bias of the layer it replaces."""
     for entry in plan.selected:
         layer = layers[entry.name]
@@ -129,20 +132,42 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
     return model
 
 
-def tie(follower: FactorizedLayer, leader: FactorizedLayer) -> None:
-    """Let ``follower`` hold the very factors of ``leader``."""
-    follower.U, follower.V, follower.inner = leader.U, leader.V, leader.inner
-
-
-def _build(dense: nn.Module, entry: PlanEntry) -> FactorizedLayer:
-    assert entry.rank is not None
+def _build(dense: nn.Module, entry: PlanEntry) -> ComposedLayer:
+    if entry.tensor is not None:
+        return _build_tensor(dense, entry, entry.tensor)
+    rank = cast(int, entry.rank)  # the layers check it
     if isinstance(dense, nn.Embedding):
-        return FactorizedEmbedding.from_dense(dense, entry.rank, init=None, depth=entry.depth)
+        return FactorizedEmbedding.from_dense(dense, rank, init=None, depth=entry.depth)
     if isinstance(dense, nn.Linear):
-        return FactorizedLinear.from_dense(dense, entry.rank, init=None, depth=entry.depth)
+        return FactorizedLinear.from_dense(dense, rank, init=None, depth=entry.depth)
     assert isinstance(dense, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     factorized = _CONVOLUTIONS[type(dense)]
-    return factorized.from_dense(dense, entry.rank, init=None, kind=entry.kind, depth=entry.depth)
+    return factorized.from_dense(dense, rank, init=None, kind=entry.kind, depth=entry.depth)
+
+
+def _build_tensor(dense: nn.Module, entry: PlanEntry, tensor: TensorEntry) -> ComposedLayer:
+    assert entry.rank is not None
+    if isinstance(dense, nn.Linear):
+        return TensorizedLinear.from_dense(
+            dense,
+            entry.rank,
+            init=None,
+            method=tensor.method,
+            dims=tensor.dims,
+            core=tensor.core,
+            refinements=tensor.refinements,
+        )
+    assert isinstance(dense, nn.Conv2d)
+    return TensorizedConv2d.from_dense(
+        dense,
+        entry.rank,
+        init=None,
+        method=tensor.method,
+        dims=tensor.dims,
+        core=tensor.core,
+        refinements=tensor.refinements,
+        separable=tensor.separable,
+    )
 
 
 def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str, nn.Module]:

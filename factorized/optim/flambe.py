@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from factorized.decay.act import FrobeniusEngine
-from factorized.decay.forms import Factor, Form, forms
+from factorized.decay.forms import AnyForm, Factor, forms
 from factorized.decay.strength import Strength, check_strength, decayed_forms, strengths
 from factorized.optim.lamb import Lamb
 from factorized.optim.norms import local_part
@@ -55,7 +55,7 @@ class Flambe(Lamb):
             capturable=capturable,
             skip_nonfinite=skip_nonfinite,
         )
-        self.forms: list[Form] = forms(model)
+        self.forms: list[AnyForm] = forms(model)
         if not self.forms:
             raise ValueError(f"{type(model).__name__} holds no products; use fz.Lamb, or call fz.factorize first")
         check_strength(frobenius_decay, self.forms)

@@ -7,17 +7,21 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from factorized.maths.folding import Rank
 from factorized.planning.budget import Budget
 from factorized.planning.cost import Call, LayerCost, Measured, count_parameters
-from factorized.planning.plan import Plan, PlanEntry
-from factorized.planning.scheme import Scheme
+from factorized.planning.plan import Plan, PlanEntry, TensorEntry
+from factorized.planning.scheme import LowRank, Scheme
 from factorized.planning.select import Candidate
+from factorized.planning.tensor_cost import TensorCost
+from factorized.planning.tensor_scheme import TensorTrain, Tucker
 
+Cost = LayerCost | TensorCost
 Tied = list[Candidate]  # layers that share one weight, the first of them in front; mostly one
-Solved = dict[str, tuple[LayerCost, int | None]]  # cost and rank (None: dense) by the name of the first of the tied
+Solved = dict[str, tuple[Cost, Rank | None]]  # cost and rank (None: dense) by the name of the first of the tied
 
 
-def cost_of(tied: Tied, scheme: Scheme, measured: Measured | None) -> LayerCost:
+def cost_of(tied: Tied, scheme: Scheme, measured: Measured | None) -> Cost:
     """Return what the weight of some tied layers costs, with the calls of all of them."""
     shape = tied[0].shape
     assert shape is not None
@@ -25,7 +29,7 @@ def cost_of(tied: Tied, scheme: Scheme, measured: Measured | None) -> LayerCost:
     for candidate in tied if measured is not None else ():
         assert measured is not None
         calls[isinstance(candidate.module, nn.Embedding)] += tuple(measured.calls[candidate.module])
-    return LayerCost(shape, scheme.depth, multiplied=calls[False], looked_up=calls[True])
+    return scheme.cost(shape, multiplied=calls[False], looked_up=calls[True])
 
 
 def assemble(
@@ -54,6 +58,14 @@ def assemble(
     )
 
 
+def tensor_of(scheme: Scheme, cost: Cost | None) -> TensorEntry | None:
+    """Return how a layer's weight is folded, if it is to be a tensor."""
+    if not isinstance(scheme, (TensorTrain, Tucker)) or not isinstance(cost, TensorCost):
+        return None
+    folding = cost.folding
+    return TensorEntry(folding.method, folding.dims, folding.core, folding.refinements, scheme.separable)
+
+
 def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]]:
     """Yield every candidate with whether an earlier one holds the same weight."""
     seen: set[Tensor] = set()
@@ -77,7 +89,9 @@ def _entry(
     reason = candidate.reason
     if reason is None and cost is not None and rank is None:
         reason = "would grow: the factors would cost more than the dense layer"
-    own = cost_of([candidate], scheme, measured) if candidate.shape is not None else None
+    # What stays dense may be of a shape that the scheme cannot take.
+    of = scheme if cost is not None else LowRank()
+    own = cost_of([candidate], of, measured) if candidate.shape is not None else None
     dense_params = weight.numel() if weight is not None else count_parameters(candidate.module)
     return PlanEntry(
         name=candidate.name,
@@ -87,6 +101,7 @@ def _entry(
         rank=rank if reason is None else None,
         kind=scheme.kind,
         depth=scheme.depth,
+        tensor=tensor_of(scheme, own) if rank is not None and reason is None else None,
         reason=reason,
         aliases=candidate.aliases,
         tied_to=candidate.tied_to if reason is None else None,

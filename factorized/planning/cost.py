@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
+from factorized.maths.folding import Rank
 from factorized.maths.kernel import KernelShape
 
 # Torch's counter knows attention on every device but this one, where it would count nothing.
@@ -46,15 +47,19 @@ class LayerCost:
     multiplied: tuple[Call, ...] = ()  # calls of layers that multiply by the weight
     looked_up: tuple[Call, ...] = ()  # calls of embeddings, which multiply nothing when dense
 
-    def params(self, rank: int | None) -> int:
+    def params(self, rank: Rank | None) -> int:
         """Return the entries of the weight or of its factors."""
-        return self.shape.numel if rank is None else self.shape.factor_numel(rank, self.depth)
+        if rank is None:
+            return self.shape.numel
+        assert isinstance(rank, int)
+        return self.shape.factor_numel(rank, self.depth)
 
-    def macs(self, rank: int | None) -> int:
+    def macs(self, rank: Rank | None) -> int:
         """Return the MACs of all calls: those of ``V`` and the inner matrices, then those of ``U``."""
         positions = sum(call.positions for call in self.multiplied)
         if rank is None:
             return positions * self.shape.numel
+        assert isinstance(rank, int)
         row_positions = sum(call.row_positions for call in self.multiplied)
         inner = self.shape.groups * self.depth * rank * rank
         first = self.shape.groups * rank * self.shape.columns + inner

@@ -8,14 +8,15 @@ from typing import Literal
 
 from torch import nn
 
-from factorized.planning.assemble import Tied, assemble, cost_of
+from factorized.planning.assemble import Cost, Tied, assemble, cost_of
 from factorized.planning.budget import Budget, read_budget
-from factorized.planning.cost import ExampleInput, LayerCost, Measured, count_parameters, measure
+from factorized.planning.cost import ExampleInput, Measured, count_parameters, measure
 from factorized.planning.plan import Plan
 from factorized.planning.ranks import Item, Ranks, lowest_cost, scaled_ranks, spend_by_spectrum, spend_uniformly
-from factorized.planning.scheme import LowRank, Scheme, reference_size
+from factorized.planning.scheme import LowRank, Scheme
 from factorized.planning.select import Candidate, Pattern, find_candidates
 from factorized.planning.spectrum import rank_for_energy, squared_spectrum
+from factorized.planning.tensor_scheme import TensorTrain, Tucker, warn_if_clipped
 
 Allocate = Literal["uniform", "spectrum"]
 
@@ -43,7 +44,8 @@ def plan(
         model: any ``nn.Module``, on the meta device too.
         scheme: ``LowRank()`` unless given.
         ratio: parameters of the whole model after over before; never exceeded, and met to one rank step.
-        rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))`` else.
+        rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))`` else;
+            of tensors as ``TensorTrain`` and ``Tucker`` say.
         rank: the same rank everywhere.
         energy: share of each layer's squared singular values to keep.
         macs: multiply-accumulates of the whole model after over before, on ``example_input``.
@@ -57,7 +59,7 @@ def plan(
     scheme = LowRank() if scheme is None else scheme
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given)
-    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last)
+    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last, scheme.refuse)
     weights = _tied_groups(candidates)
     if not weights:
         raise ValueError(_nothing_selected(model, candidates))
@@ -88,17 +90,20 @@ def _solve(
     budget: Budget,
     allocate: Allocate,
     weights: list[Tied],
-    costs: list[LayerCost],
+    costs: list[Cost],
     measured: Measured | None,
 ) -> Ranks:
     by_macs = budget.name == "macs"
     items = [_item(cost, scheme, by_macs) for cost in costs]
+    if isinstance(scheme, (TensorTrain, Tucker)) and budget.name in ("rank", "rank_scale"):
+        shapes = {tied[0].name: cost.shape for tied, cost in zip(weights, costs, strict=True)}
+        warn_if_clipped(scheme, budget.value, budget.name == "rank_scale", shapes)
     if budget.name == "rank_scale":
         return scaled_ranks(items, budget.value)
     if budget.name == "rank":
         return [
-            item.settle(_checked_rank(tied[0], scheme, int(budget.value)))
-            for item, tied in zip(items, weights, strict=True)
+            item.settle(scheme.checked_rank(cost.shape, tied[0].name, int(budget.value)))
+            for item, tied, cost in zip(items, weights, costs, strict=True)
         ]
     if budget.name == "energy":
         return [
@@ -110,7 +115,7 @@ def _solve(
     target = _largest_within(budget.value, whole) - rest
     if target < lowest_cost(items):
         lowest = ceil((rest + lowest_cost(items)) / whole * 1e4) / 1e4  # rounded up, so that asking for it works
-        allowed = f"{lowest:.4f}..1" if isinstance(scheme, LowRank) else f"{lowest:.4f} or more"
+        allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
         raise ValueError(
             f"{budget} is out of reach for {type(model).__name__}: with rank 1 everywhere it still keeps {lowest:.4f} "
             f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "
@@ -129,24 +134,14 @@ def _largest_within(share: float, whole: int) -> int:
     return count
 
 
-def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
+def _item(cost: Cost, scheme: Scheme, by_macs: bool) -> Item:
     return Item(
         cost=cost.macs if by_macs else cost.params,
         rank_at=lambda scale: scheme.rank(cost.shape, scale),
-        reference=reference_size(cost.shape),
-        may_stay_dense=isinstance(scheme, LowRank),
+        reference=scheme.reference(cost.shape),
+        may_stay_dense=scheme.compresses,
+        higher=lambda rank: scheme.higher_ranks(cost.shape, rank),
     )
-
-
-def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> int:
-    assert candidate.shape is not None
-    full = candidate.shape.full_rank
-    if isinstance(scheme, LowRank) and rank > full:
-        raise ValueError(
-            f"rank must be in 1..{full} for layer {candidate.name!r} ({candidate.shape}), got {rank}; "
-            'use Overcomplete("wide") to go above full rank, or exclude= this layer'
-        )
-    return rank
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -42,8 +42,12 @@ def find_candidates(
     include: Sequence[Pattern] | None,
     exclude: Sequence[Pattern],
     keep_first_and_last: bool,
+    refuse: Callable[[nn.Module, KernelShape], str | None] = lambda module, shape: None,
 ) -> list[Candidate]:
-    """Return every module of ``model`` with a weight matrix, in order; those to factorize have no ``reason``."""
+    """Return every module of ``model`` with a weight matrix, in order; those to factorize have no ``reason``.
+
+    ``refuse`` says why a scheme leaves a layer alone that others would not.
+    """
     candidates = _walk(model, kind)
     _check_patterns("include", include or (), model, candidates)
     _check_patterns("exclude", exclude, model, candidates)
@@ -54,6 +58,8 @@ def find_candidates(
             candidate.reason = "not in include="
         elif candidate.reason is None and _matches(candidate, exclude):
             candidate.reason = "in exclude="
+        elif candidate.reason is None and candidate.shape is not None:
+            candidate.reason = refuse(candidate.module, candidate.shape)
     _join_tied(model, candidates)
     return candidates
 

@@ -43,12 +43,17 @@ def short_count(count: int) -> str:
     return f"{count:,}"
 
 
+def rank_text(entry: PlanEntry) -> str:
+    """Return the rank of a layer, of a tensor all of them."""
+    return "x".join(map(str, entry.rank)) if isinstance(entry.rank, tuple) else str(entry.rank or "")
+
+
 def _row(entry: PlanEntry) -> Row:
     shape, name = "x".join(map(str, entry.shape)), entry.name or "(model)"
     if entry.rank is None:
         return name, entry.type, shape, "", "", ""
     params = "shared" if entry.tied_to else _change(entry.params, entry.params_after)
-    return name, entry.type, shape, str(entry.rank), params, _change(entry.macs, entry.macs_after)
+    return name, entry.type, shape, rank_text(entry), params, _change(entry.macs, entry.macs_after)
 
 
 def _note(entry: PlanEntry) -> str:
