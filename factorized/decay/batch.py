@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from factorized.decay.arena import Arena
-from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, computable
-from factorized.decay.sharded import Sharded, is_sharded
-from factorized.decay.tensors import Tensors
+from factorized.decay.forms import AnyForm, Factor, Form, TensorForm
+from factorized.decay.sharded import Sharded, is_sharded, own_rows, whole
 from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
 
 # Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
@@ -88,6 +87,28 @@ class Batch:
         return self.parts
 
 
+class Tensors:
+    """Tensors of one format. Cores that are sharded are gathered: they are small, and each is needed whole."""
+
+    def __init__(self, members: Sequence[TensorForm]) -> None:
+        self.members = list(members)
+        self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in form.factors)
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of half the squared norm for every core, in the order of ``factors``."""
+        cores = [computable(whole(f) if is_sharded(f.parameter) else f.value) for f in self.factors]
+        count, format = len(self.members[0].factors), self.members[0].format
+        if len(self.members) == 1:
+            gradients = list(format.gradients(cores))
+        else:
+            stacks = format.gradients([torch.stack(cores[place::count]) for place in range(count)])
+            gradients = [stacks[place][member] for member in range(len(self.members)) for place in range(count)]
+        return [
+            own_rows(gradient, factor) if is_sharded(factor.parameter) else gradient
+            for gradient, factor in zip(gradients, self.factors, strict=True)
+        ]
+
+
 Unit = Single | Batch | Arena | Sharded | Tensors
 
 
@@ -96,12 +117,12 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
     tensors = [form for form in found if isinstance(form, TensorForm)]
     products = [form for form in found if isinstance(form, Form)]
     sharded = [form for form in products if is_sharded(form.left.parameter)]
-    whole = [form for form in products if not is_sharded(form.left.parameter)]
+    local = [form for form in products if not is_sharded(form.left.parameter)]
     units: list[Unit] = [Sharded(sharded)] if sharded else []
     units += tensor_units(tensors)
-    units += [Single(form) for form in whole if not _shares(form)]
+    units += [Single(form) for form in local if not _shares(form)]
     alike: dict[tuple[object, ...], list[Form]] = {}
-    for form in whole:
+    for form in local:
         if _shares(form):
             on_gpu = form.U.is_cuda
             shape = () if on_gpu else (*form.U.shape[-2:], form.V.shape[-2])
@@ -127,6 +148,11 @@ def tensor_units(found: Sequence[TensorForm]) -> list[Unit]:
 def like_parameter(factor: Factor, gradient: Tensor) -> Tensor:
     """Return a gradient (batch, long, rank) without the batch where the factor is its whole parameter."""
     return gradient[0] if factor.is_whole else gradient
+
+
+def computable(value: Tensor) -> Tensor:
+    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _shares(form: Form) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -146,11 +145,6 @@ def forms(model: nn.Module) -> list[AnyForm]:
         elif isinstance(module, TensorizedLayer):
             found.setdefault(module.factors, _tensor_form(name, module))
     return list(found.values())
-
-
-def computable(value: Tensor) -> Tensor:
-    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def factor_parameters(found: Sequence[AnyForm]) -> dict[nn.Parameter, AnyForm]:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.act import Arguments, act_before_update, gradient_of, learning_rates
-from factorized.decay.forms import AnyForm, TensorForm, computable, forms
+from factorized.decay.batch import computable
+from factorized.decay.forms import AnyForm, TensorForm, forms
 from factorized.decay.guard import check_attachable
 from factorized.decay.strength import Number, check_number
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from factorized.decay.forms import computable
+from factorized.decay.batch import computable
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
 from factorized.maths.kernel import KernelShape, grouped, to_matrix

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from factorized.decay.forms import AnyForm, TensorForm, computable, forms
+from factorized.decay.batch import computable
+from factorized.decay.forms import AnyForm, TensorForm, forms
 from factorized.maths.spectral import factor_spectrum
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.forms import AnyForm, computable, forms
+from factorized.decay.batch import computable
+from factorized.decay.forms import AnyForm, forms
 
 Norms = dict[str, float]  # by form name
 

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from factorized.layers.composed import ComposedLayer, check_whole
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.draw import Init, draw, fill_identity
 from factorized.maths.convolution import composed_kernel
 from factorized.maths.kernel import KernelShape, to_matrix
@@ -98,3 +98,16 @@ class FactorizedLayer(ComposedLayer):
         depth = f", depth={self.depth}" if self.depth else ""
         used = sum(factor.numel() for factor in self.factors)
         return f"rank={self.rank}{depth}, params={used:,} of {self.shape.numel:,}"
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise unless ``value`` is a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        quoted = ", ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be one of {quoted}, got {value!r}")

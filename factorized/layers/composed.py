@@ -170,16 +170,3 @@ class _AddToGradient(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return gradient + ctx.strength * weight, None  # type: ignore[attr-defined]
-
-
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise unless ``value`` is a whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        quoted = ", ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be one of {quoted}, got {value!r}")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from factorized.layers.base import FactorizedLayer
-from factorized.layers.composed import check_choice
+from factorized.layers.base import FactorizedLayer, check_choice
 from factorized.layers.draw import Init
 from factorized.layers.execution import cheapest_conv
 from factorized.maths.convolution import Geometry, convolve, explicit_padding, two_convs

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.layers.base import FactorizedLayer
-from factorized.layers.composed import check_choice
+from factorized.layers.base import FactorizedLayer, check_choice
 from factorized.layers.draw import Init
 from factorized.layers.execution import cheapest_linear
 from factorized.maths.kernel import KernelShape

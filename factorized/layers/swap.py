@@ -95,7 +95,7 @@ def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, C
             layer.draw_factors(init)
     for entry in plan.selected:
         if entry.tied_to is not None:
-            layers[entry.name].share_factors(layers[entry.tied_to])
+            tie(layers[entry.name], layers[entry.tied_to])
     return layers
 
 
@@ -130,6 +130,11 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
         return replace_module(model, parent, type(holder)(new, holder.dynamo_ctx))
     setattr(holder, child, new)
     return model
+
+
+def tie(follower: ComposedLayer, leader: ComposedLayer) -> None:
+    """Let ``follower`` hold the very factors of ``leader``."""
+    follower.share_factors(leader)
 
 
 def _build(dense: nn.Module, entry: PlanEntry) -> ComposedLayer:

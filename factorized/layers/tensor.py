@@ -10,7 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from factorized.layers.composed import ComposedLayer, check_choice
+from factorized.layers.base import check_choice
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.draw import Init, draw_dense, draw_dense_as
 from factorized.maths.folding import Rank, fold
 from factorized.maths.kernel import KernelShape

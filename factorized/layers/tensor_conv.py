@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from factorized.layers.composed import check_choice
+from factorized.layers.base import check_choice
 from factorized.layers.conv import Extent, conv_repr
 from factorized.layers.draw import Init
 from factorized.layers.execution import TRAFFIC, cheapest_tensor

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.layers.composed import check_choice
+from factorized.layers.base import check_choice
 from factorized.layers.draw import Init
 from factorized.layers.execution import cheapest_tensor
 from factorized.layers.tensor import TensorizedLayer
