@@ -12,7 +12,15 @@ from factorized.planning.assemble import Cost, Tied, assemble, cost_of
 from factorized.planning.budget import Budget, read_budget
 from factorized.planning.cost import ExampleInput, Measured, count_parameters, measure
 from factorized.planning.plan import Plan
-from factorized.planning.ranks import Item, Ranks, lowest_cost, scaled_ranks, spend_by_spectrum, spend_uniformly
+from factorized.planning.ranks import (
+    Item,
+    Ranks,
+    lowest_cost,
+    scaled_ranks,
+    spend_by_spectrum,
+    spend_uniformly,
+    total_cost,
+)
 from factorized.planning.scheme import LowRank, Scheme
 from factorized.planning.select import Candidate, Pattern, find_candidates
 from factorized.planning.spectrum import rank_for_energy, squared_spectrum
@@ -65,7 +73,7 @@ def plan(
         raise ValueError(_nothing_selected(model, candidates))
     shapes = {c.module: c.shape for c in candidates if c.shape is not None}
     measured = measure(model, example_input, shapes) if example_input is not None else None
-    costs = [cost_of(tied, scheme, measured) for tied in weights]
+    costs = [_named_cost(tied, scheme, measured) for tied in weights]
     ranks = _solve(model, scheme, budget, allocate, weights, costs, measured)
     if all(rank is None for rank in ranks):
         raise ValueError(
@@ -82,6 +90,13 @@ def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
         if candidate.reason is None:
             groups.setdefault(candidate.tied_to or candidate.name, []).append(candidate)
     return list(groups.values())
+
+
+def _named_cost(tied: Tied, scheme: Scheme, measured: Measured | None) -> Cost:
+    try:
+        return cost_of(tied, scheme, measured)
+    except ValueError as error:  # dimensions that do not fit this layer
+        raise ValueError(f"{tied[0].name}: {error}; include= or exclude= chooses the layers") from error
 
 
 def _solve(
@@ -123,7 +138,15 @@ def _solve(
         )
     if allocate == "spectrum":
         return spend_by_spectrum(items, [squared_spectrum(tied[0]).tolist() for tied in weights], target)
-    return spend_uniformly(items, target)
+    ranks = spend_uniformly(items, target)
+    highest = rest + total_cost(items, ranks)
+    if highest < 0.99 * target + rest and all(item.is_highest(rank) for item, rank in zip(items, ranks, strict=True)):
+        raise ValueError(
+            f"{budget} is out of reach for {type(model).__name__}: at full rank everywhere, {scheme} keeps only "
+            f"{highest / whole:.4f} of its {whole:,} parameters. Ask for less, or factorize fewer layers: see include= "
+            "and exclude="
+        )
+    return ranks
 
 
 def _largest_within(share: float, whole: int) -> int:

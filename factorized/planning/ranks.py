@@ -27,6 +27,10 @@ class Item:
         """The lowest rank there is."""
         return self.rank_at(0.0)
 
+    def is_highest(self, rank: Rank | None) -> bool:
+        """Return whether there is no higher rank, though the layer is not dense."""
+        return rank is not None and not self.higher(rank)
+
     def settle(self, rank: Rank) -> Rank | None:
         """Return ``rank``, or None where the dense layer costs no more."""
         return None if self.may_stay_dense and self.cost(rank) >= self.cost(None) else rank
