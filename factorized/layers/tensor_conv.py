@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from factorized.layers.base import check_choice
 from factorized.layers.conv import Extent, conv_repr
 from factorized.layers.draw import Init
-from factorized.layers.execution import TRAFFIC, cheapest_tensor
+from factorized.layers.execution import TRAFFIC, contracting_is_cheaper
 from factorized.layers.tensor import TensorizedLayer
-from factorized.maths.contraction import can_contract, contract_conv, contracted_macs, held_channels, preparing_macs
+from factorized.maths.contraction import can_contract, contract_conv
 from factorized.maths.convolution import Geometry, convolve, explicit_padding
 from factorized.maths.folding import Rank
 from factorized.maths.kernel import KernelShape
@@ -135,15 +135,8 @@ class TensorizedConv2d(TensorizedLayer):
     def contracts(self) -> bool:
         """Return whether it is cheaper to contract the cores with the input than to compose the kernel."""
         traffic = TRAFFIC["cpu" if self.cores[0].device.type == "cpu" else "cuda"]
-        return cheapest_tensor(
-            dense=self.folding.shape.numel // self.groups,
-            composing=self.format.expand_macs,
-            contracted=contracted_macs(self.folding, self.format),
-            preparing=preparing_macs(self.folding, self.format),
-            held=held_channels(self.folding, self.format),
-            channels=self.in_channels + self.out_channels,
-            moving=traffic.convolution * (1 if self.is_train else 2),
-        )
+        moving = traffic.convolution * (1 if self.is_train else 2)
+        return contracting_is_cheaper(self.format, self.folding, dense=self.folding.shape.numel, moving=moving)
 
     def dense_skeleton(self) -> nn.Conv2d:
         """Return an ``nn.Conv2d`` with this layer's settings on the meta device."""

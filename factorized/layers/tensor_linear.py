@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from factorized.layers.base import check_choice
 from factorized.layers.draw import Init
-from factorized.layers.execution import cheapest_tensor
+from factorized.layers.execution import contracting_is_cheaper
 from factorized.layers.tensor import TensorizedLayer
-from factorized.maths.contraction import can_contract, contract_linear, contracted_macs, held_channels, preparing_macs
+from factorized.maths.contraction import can_contract, contract_linear
 from factorized.maths.folding import Rank
 from factorized.maths.kernel import KernelShape
 from factorized.maths.tucker import CoreKind
@@ -92,14 +92,7 @@ class TensorizedLinear(TensorizedLayer):
 
     def contracts(self) -> bool:
         """Return whether it is cheaper to contract the cores with the input than to compose the weight."""
-        return cheapest_tensor(
-            dense=self.shape.numel,
-            composing=self.format.expand_macs,
-            contracted=contracted_macs(self.folding, self.format),
-            preparing=preparing_macs(self.folding, self.format),
-            held=held_channels(self.folding, self.format),
-            channels=self.in_features + self.out_features,
-        )
+        return contracting_is_cheaper(self.format, self.folding, dense=self.shape.numel)
 
     def dense_skeleton(self) -> nn.Linear:
         """Return an ``nn.Linear`` with this layer's settings on the meta device."""

@@ -46,9 +46,8 @@ def held_channels(folding: Folding, tensor: TensorFormat) -> int:
     if isinstance(tensor, TrainFormat):
         return tensor.ranks[boundary - 1]
     assert isinstance(tensor, TuckerFormat)
-    # What a product leaves is moved, and so copied, before the next; input and output are not in between.
-    ends = folding.shape.in_channels + folding.shape.out_channels
-    return sum([before + after for before, after, _ in _steps(tensor, boundary)]) - ends
+    after = sum([after for _, after, _ in _steps(tensor, boundary)])
+    return after + prod(tensor.ranks[:boundary]) - folding.shape.out_channels
 
 
 def preparing_macs(folding: Folding, tensor: TensorFormat) -> int:

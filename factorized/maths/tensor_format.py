@@ -38,6 +38,11 @@ class TensorFormat(ABC):
 
     @property
     @abstractmethod
+    def expand_held(self) -> list[int]:
+        """Entries of every tensor between the cores and the result of ``expand``."""
+
+    @property
+    @abstractmethod
     def contract_macs(self) -> int:
         """Multiply-accumulates of the squared norm by contraction."""
 

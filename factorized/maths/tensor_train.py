@@ -140,6 +140,14 @@ class TrainFormat(TensorFormat):
         return self._expand_macs(self.split)
 
     @property
+    def expand_held(self) -> list[int]:
+        """The products of the first cores, and of the last."""
+        shapes = self.core_shapes
+        left = [prod(self.dims[: k + 1]) * shapes[k][2] for k in range(1, self.split)]
+        right = [prod(self.dims[k:]) * shapes[k][0] for k in range(self.split, len(shapes) - 1)]
+        return left + right
+
+    @property
     def contract_macs(self) -> int:
         """Two products per core: with the Gram matrix of what follows, and with itself."""
         return sum([before * d * after * (before + after) for before, d, after in self.core_shapes])

@@ -21,23 +21,6 @@ CoreKind = Literal["whole", "train"]
 Factors = Sequence[Tensor | None]  # each (..., d_k, R_k); None for a mode that is kept whole
 
 
-def mode_product(
-    tensor: Tensor,  # (..., e₁, …, e_n)
-    matrix: Tensor,  # (..., d, e_mode)
-    mode: int,
-    modes: int,  # n
-) -> Tensor:  # (..., e₁, …, d, …, e_n)
-    """Multiply one mode of a tensor by a matrix; the result is contiguous."""
-    batch = tensor.dim() - modes
-    if mode == modes - 1:
-        product = tensor.flatten(batch, -2) @ matrix.mT if modes > 1 else (matrix @ tensor.unsqueeze(-1)).squeeze(-1)
-        return product.reshape(*tensor.shape[:-1], matrix.shape[-2])
-    extents = tensor.shape[batch:]
-    flat = tensor.reshape(*tensor.shape[:batch], prod(extents[:mode]), extents[mode], prod(extents[mode + 1 :]))
-    product = matrix.unsqueeze(-3) @ flat
-    return product.reshape(*tensor.shape[:batch], *extents[:mode], matrix.shape[-2], *extents[mode + 1 :])
-
-
 def hosvd(
     tensor: Tensor,  # (..., d₁, …, d_n)
     ranks: Sequence[int | None],  # n of them; None keeps a mode whole
@@ -66,12 +49,27 @@ def tucker_expand(
     factors: Factors,
     order: Sequence[int] | None = None,
 ) -> Tensor:  # (..., d₁, …, d_n)
-    """Return the tensor, multiplying the core by the factors in ``order``."""
-    for mode in order if order is not None else range(len(factors)):
+    """Return the tensor, multiplying the core by the factors in ``order``, each by one matrix product.
+
+    A mode that is multiplied goes to the end, so that the next one is often in front, where it needs no copy.
+    """
+    count = len(factors)
+    batch = core.dim() - count
+    modes = list(range(count))  # in the order in which the dimensions stand
+    for mode in order if order is not None else range(count):
         factor = factors[mode]
-        if factor is not None:
-            core = mode_product(core, factor.to(core.dtype), mode, len(factors))
-    return core
+        if factor is None:
+            continue
+        place = modes.index(mode)
+        modes.append(modes.pop(place))
+        others = [core.shape[batch + k] for k in range(count) if k != place]
+        if place == 0:
+            matrix = core.flatten(batch + 1).mT if count > 1 else core.unsqueeze(batch)
+        else:
+            matrix = core.movedim(batch + place, -1).flatten(batch, -2)
+        product = matrix @ factor.mT.to(core.dtype)  # (..., all others, d)
+        core = product.reshape(*core.shape[:batch], *others, factor.shape[-2])
+    return core.permute(*range(batch), *[batch + modes.index(mode) for mode in range(count)])
 
 
 def tucker_norm_squared(
@@ -172,6 +170,16 @@ class TuckerFormat(TensorFormat):
         return macs
 
     @property
+    def expand_held(self) -> list[int]:
+        """The core of a train, and all mode products but the last."""
+        extents = list(self.core_extents)
+        held = [] if self.train is None else [*self.train.expand_held, prod(extents)]
+        for mode in self.order[:-1]:
+            extents[mode] = self.dims[mode]
+            held.append(prod(extents))
+        return held
+
+    @property
     def contract_macs(self) -> int:
         """Of the Gram matrices, and of the core with each of them."""
         grams = sum([d * rank * rank for d, rank in zip(self.dims, self.ranks, strict=False)])
@@ -190,7 +198,7 @@ class TuckerFormat(TensorFormat):
         if self.train is not None:
             rest = _project(tensor.to(core.dtype), [None, *factors[1:]])  # (..., d₁, R₂, …)
             first, *others = right_to_left(rest, len(self.dims))
-            cores = (mode_product(first, present[0].mT, 1, 3), *others)
+            cores = ((present[0].mT @ first.squeeze(-3)).unsqueeze(-3), *others)
         return tuple(part.to(tensor.dtype) for part in balanced((*cores, *present), batch))
 
     def expand(self, cores: Sequence[Tensor]) -> Tensor:  # (..., *dims)
