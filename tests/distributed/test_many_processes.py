@@ -37,6 +37,11 @@ def test_two_processes_end_where_one_does(kind: str, optimizer: str, tmp_path: P
     assert run(f"{kind}-{optimizer}", tmp_path)["difference"] < 1e-12
 
 
+@pytest.mark.parametrize("scenario", ["ddp-sgd-tensors", "fsdp-adamw-tensors", "fsdp-flambe-tensors"])
+def test_tensors_too_end_where_one_process_does(scenario: str, tmp_path: Path) -> None:
+    assert run(scenario, tmp_path)["difference"] < 1e-12
+
+
 def test_the_sharded_decay_moves_rank_by_rank_matrices_only(tmp_path: Path) -> None:
     result = run("count", tmp_path)
     assert 0 < result["bytes"] <= result["allowed"]
