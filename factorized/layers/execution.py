@@ -75,7 +75,6 @@ def cheapest_linear(shape: KernelShape, rank: int, depth: int) -> str:
 def contracting_is_cheaper(
     tensor: TensorFormat,
     folding: Folding,
-    dense: int,  # multiply-accumulates per position with the composed weight
     moving: int = 0,  # what moving one channel costs, where there are more operations
 ) -> bool:
     """Return whether contracting cores with the input costs less than composing the weight, in time and in memory.
@@ -88,7 +87,7 @@ def contracting_is_cheaper(
     on_the_way = tensor.expand_held
     composing_fits = tensor.core_numel + sum(on_the_way) + max(on_the_way, default=0) <= 2 * tensor.numel
     contracting_fits = held_channels(folding, tensor) <= MOST_HELD * channels
-    composed = dense + tensor.expand_macs / POSITIONS
+    composed = tensor.numel + tensor.expand_macs / POSITIONS
     contracted = contracted_macs(folding, tensor) + preparing_macs(folding, tensor) / POSITIONS + moving * channels
     return contracting_fits and (contracted < composed or not composing_fits)
 

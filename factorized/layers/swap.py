@@ -51,10 +51,11 @@ def factorize(
     """Replace layers of ``model`` by factorized ones, in place, and return it.
 
     Takes a plan, or a scheme and the arguments of ``fz.plan``, which then plans first. ``init`` fills the factors:
-    ``"spectral"`` from the weights the layers have, random or trained (the default for ``LowRank``); ``"default"``,
-    ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for ``Overcomplete``). Every new
-    layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself one
-    layer cannot be changed in place: use what is returned.
+    ``"spectral"`` from the weights the layers have, random or trained (the default but for ``Overcomplete``);
+    ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for
+    ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance these give a dense one). Every
+    new layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself
+    one layer cannot be changed in place: use what is returned.
     """
     if not isinstance(plan, Plan):
         plan = make_plan(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from factorized.layers.base import check_choice
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.draw import Init, draw_dense, draw_dense_as
+from factorized.layers.execution import TRAFFIC, contracting_is_cheaper
+from factorized.maths.contraction import can_contract
 from factorized.maths.folding import Rank, fold
 from factorized.maths.kernel import KernelShape
 from factorized.maths.spectral import truncated_svd
@@ -30,6 +31,8 @@ class TensorizedLayer(ComposedLayer):
 
     depthwise: nn.Parameter | None
     execution: str
+    composed_execution: ClassVar[str]
+    contracted_executions: ClassVar[dict[str, str]]  # by method
 
     def __init__(
         self,
@@ -49,22 +52,27 @@ class TensorizedLayer(ComposedLayer):
         asked = tuple(rank) if isinstance(rank, (tuple, list)) else (rank,) * len(self.rank)
         if asked != self.rank:
             warnings.warn(
-                f"rank {rank} is above what dims {self.folding.dims} allow; clipped to {self.rank}", stacklevel=4
+                f"rank {rank} is above what dims {self.folding.dims} allow; clipped to {self.rank}", stacklevel=3
             )
+        contracted = [self.contracted_executions[method]] if can_contract(self.folding) else []
+        self.executions = (*contracted, self.composed_execution)  # the ways this layer can run, the composed one last
+        self._cheapest = {device: self.cheapest_execution(device) for device in TRAFFIC}
         self.cores = nn.ParameterList(
             nn.Parameter(torch.empty(extents, device=device, dtype=dtype)) for extents in self.format.core_shapes
         )
         taps = torch.empty(shape.in_channels, 1, *shape.size, device=device, dtype=dtype) if separable else None
         self.depthwise = nn.Parameter(taps) if taps is not None else None
 
-    @property
-    @abstractmethod
-    def executions(self) -> tuple[str, ...]:
-        """The ways this layer can run, the composed one last."""
+    def cheapest_execution(self, device: str) -> str:
+        """Return the cheapest way to run: composing the weight, or contracting the cores with the input."""
+        *contracted, composed = self.executions
+        if contracted and contracting_is_cheaper(self.format, self.folding, self.moving_cost(device)):
+            return contracted[0]
+        return composed
 
-    @abstractmethod
-    def contracts(self) -> bool:
-        """Return whether it is cheaper to contract the cores with the input than to compose the weight."""
+    def moving_cost(self, device: str) -> int:
+        """Return what moving one channel costs more where the cores are contracted, in multiply-accumulates."""
+        return 0
 
     @property
     def method(self) -> str:
@@ -150,13 +158,12 @@ class TensorizedLayer(ComposedLayer):
 
     def chosen_execution(self) -> str:
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
-        *contracted, composed = self.executions
         if self.drops or self.decay_in_backward:  # both act on the composed weight
-            return composed
+            return self.composed_execution
         check_choice("execution", self.execution, (*self.executions, "auto"))
         if self.execution != "auto":
             return self.execution
-        return contracted[0] if contracted and self.contracts() else composed
+        return self._cheapest["cpu" if self.cores[0].device.type == "cpu" else "cuda"]
 
     @property
     def is_train(self) -> bool:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from factorized.layers.base import check_choice
 from factorized.layers.conv import Extent, conv_repr
 from factorized.layers.draw import Init
-from factorized.layers.execution import TRAFFIC, contracting_is_cheaper
+from factorized.layers.execution import TRAFFIC
 from factorized.layers.tensor import TensorizedLayer
-from factorized.maths.contraction import can_contract, contract_conv
+from factorized.maths.contraction import contract_conv
 from factorized.maths.convolution import Geometry, convolve, explicit_padding
 from factorized.maths.folding import Rank
 from factorized.maths.kernel import KernelShape
@@ -30,6 +30,8 @@ class TensorizedConv2d(TensorizedLayer):
     """
 
     dense_type: ClassVar[type[Any]] = nn.Conv2d
+    composed_execution = "one_conv"
+    contracted_executions: ClassVar[dict[str, str]] = {"tensor_train": "two_convs", "tucker": "three_convs"}
 
     def __init__(
         self,
@@ -126,17 +128,9 @@ class TensorizedConv2d(TensorizedLayer):
         layer.take_over(dense, init)
         return layer
 
-    @property
-    def executions(self) -> tuple[str, ...]:
-        """The ways this layer can run, the composed one last."""
-        contracted = "two_convs" if self.is_train else "three_convs"
-        return (contracted, "one_conv") if can_contract(self.folding) else ("one_conv",)
-
-    def contracts(self) -> bool:
-        """Return whether it is cheaper to contract the cores with the input than to compose the kernel."""
-        traffic = TRAFFIC["cpu" if self.cores[0].device.type == "cpu" else "cuda"]
-        moving = traffic.convolution * (1 if self.is_train else 2)
-        return contracting_is_cheaper(self.format, self.folding, dense=self.folding.shape.numel, moving=moving)
+    def moving_cost(self, device: str) -> int:
+        """Return what moving one channel costs more where two or three convolutions take the place of one."""
+        return TRAFFIC[device].convolution * (1 if self.is_train else 2)
 
     def dense_skeleton(self) -> nn.Conv2d:
         """Return an ``nn.Conv2d`` with this layer's settings on the meta device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,8 @@ from torch import Tensor, nn
 
 from factorized.layers.base import check_choice
 from factorized.layers.draw import Init
-from factorized.layers.execution import contracting_is_cheaper
 from factorized.layers.tensor import TensorizedLayer
-from factorized.maths.contraction import can_contract, contract_linear
+from factorized.maths.contraction import contract_linear
 from factorized.maths.folding import Rank
 from factorized.maths.kernel import KernelShape
 from factorized.maths.tucker import CoreKind
@@ -26,6 +26,9 @@ class TensorizedLinear(TensorizedLayer):
     first), ``"two_products"`` for a train or ``"three_products"`` for Tucker, where ``dims`` keep outputs and inputs
     apart, or ``"auto"``; all compute the same.
     """
+
+    composed_execution = "one_product"
+    contracted_executions: ClassVar[dict[str, str]] = {"tensor_train": "two_products", "tucker": "three_products"}
 
     def __init__(
         self,
@@ -83,16 +86,6 @@ class TensorizedLinear(TensorizedLayer):
         )
         layer.take_over(dense, init)
         return layer
-
-    @property
-    def executions(self) -> tuple[str, ...]:
-        """The ways this layer can run, the composed one last."""
-        contracted = "two_products" if self.is_train else "three_products"
-        return (contracted, "one_product") if can_contract(self.folding) else ("one_product",)
-
-    def contracts(self) -> bool:
-        """Return whether it is cheaper to contract the cores with the input than to compose the weight."""
-        return contracting_is_cheaper(self.format, self.folding, dense=self.shape.numel)
 
     def dense_skeleton(self) -> nn.Linear:
         """Return an ``nn.Linear`` with this layer's settings on the meta device."""

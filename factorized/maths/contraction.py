@@ -73,10 +73,8 @@ def chain(
         return [right.reshape(-1, *shape.weight_shape[1:]), left.reshape(*left.shape, *ones)]
     assert isinstance(tensor, TuckerFormat)
     core, factors = tensor.parts(cores)
-    outputs, inputs = (
-        _kronecker([factor for factor in side if factor is not None])
-        for side in (factors[:boundary], factors[boundary:])
-    )
+    present = [factor for factor in factors if factor is not None]
+    outputs, inputs = _kronecker(present[:boundary]), _kronecker(present[boundary:])
     middle = core.reshape(outputs.shape[1], inputs.shape[1], *shape.size)
     return [inputs.mT.reshape(*inputs.mT.shape, *ones), middle, outputs.reshape(*outputs.shape, *ones)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isqrt, prod
 
 from factorized.maths.kernel import KernelShape
@@ -24,19 +24,17 @@ class Folding:
     method: str = "tensor_train"
     core: CoreKind = "whole"
     refinements: int = 0
+    # How many of the dimensions make up the output channels; None where they mix with the input's.
+    boundary: int | None = field(init=False, compare=False, repr=False)
+    # How many trailing dimensions are those of the kernel, which a Tucker tensor keeps whole.
+    kept: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def boundary(self) -> int | None:
-        """How many of the dimensions make up the output channels; None where they mix with the input's."""
-        products = [prod(self.dims[:k]) for k in range(len(self.dims) + 1)]
-        return next((k for k in range(1, len(self.dims)) if products[k] == self.shape.out_channels), None)
-
-    @property
-    def kept(self) -> int:
-        """How many trailing dimensions are those of the kernel, which a Tucker tensor keeps whole."""
+    def __post_init__(self) -> None:
+        ends = [k for k in range(1, len(self.dims)) if prod(self.dims[:k]) == self.shape.out_channels]
+        object.__setattr__(self, "boundary", ends[0] if ends else None)
         count = len(self.shape.size)
-        aligned = self.dims[len(self.dims) - count :] == self.shape.size
-        return count if self.method == "tucker" and count and aligned and len(self.dims) > count else 0
+        aligned = self.method == "tucker" and len(self.dims) > count and self.dims[-count:] == self.shape.size
+        object.__setattr__(self, "kept", count if count and aligned else 0)
 
     @property
     def full_ranks(self) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ def warn_if_clipped(scheme: TensorTrain | Tucker, asked: float, is_scale: bool, 
         warnings.warn(
             f"{'rank_scale' if is_scale else 'rank'}={asked:g} is above what {len(clipped)} of {len(shapes)} layers "
             f"allow, such as {clipped[0]}; the plan shows the real ranks",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,18 +116,14 @@ def test_at_full_rank_a_dense_checkpoint_gives_the_dense_model() -> None:
     source = dense().eval()
     for scheme in (fz.TensorTrain(), fz.Tucker()):
         plan = fz.plan(source, scheme, rank=1)
-        full = [entry if entry.tensor is None else _at_full_rank(scheme, entry) for entry in plan.entries]
-        from dataclasses import replace
-
+        full = [entry if entry.tensor is None else at_full_rank(scheme, entry) for entry in plan.entries]
         model = fz.factorize(dense(), replace(plan, entries=tuple(full)), init="default").eval()
         assert error(model(images()), source(images())) > 1e-2
         fz.load_dense(model, source.state_dict())
         assert error(model(images()), source(images())) < 1e-10
 
 
-def _at_full_rank(scheme: fz.TensorTrain | fz.Tucker, entry: fz.PlanEntry) -> fz.PlanEntry:
-    from dataclasses import replace
-
+def at_full_rank(scheme: fz.TensorTrain | fz.Tucker, entry: fz.PlanEntry) -> fz.PlanEntry:
     return replace(entry, rank=scheme.fold(entry.kernel).full_ranks)
 
 
@@ -160,3 +157,21 @@ def test_autotune_measures_every_execution_of_tensorized_layers() -> None:
         name: set(layer.executions) for name, layer in layers(model).items()
     }
     assert all(layer.execution in layer.executions for layer in layers(model).values())
+
+
+def test_tied_layers_share_their_cores_all_the_way(tmp_path: Path) -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
+        model[2].weight = model[0].weight
+        return model.double()
+
+    model = fz.factorize(tied(), fz.TensorTrain(), rank=2, keep_first_and_last=False)
+    fz.save(model, tmp_path)
+    for made in (model, fz.load(tmp_path, tied())):
+        assert all(a is b for a, b in zip(made[0].cores, made[2].cores, strict=True))  # type: ignore[index, union-attr]
+        assert len(fz.forms(made)) == 1
+    composed = fz.compose(model)
+    assert composed[0].weight is composed[2].weight  # type: ignore[index]
+    x = torch.randn(3, 12, dtype=torch.float64)
+    assert error(composed(x), model(x)) < 1e-12

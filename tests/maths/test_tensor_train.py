@@ -46,6 +46,15 @@ def test_the_decomposition_is_tensorlys(dims: tuple[int, ...], rank: int, dtype:
     assert error(tt_norm_squared(ours), tensorly.norm(theirs.to_tensor()) ** 2) < tolerance
 
 
+def test_a_large_tensor_is_decomposed_as_tensorly_does_and_at_random_nearly_as_well() -> None:
+    tensor = randn(48, 40, 36)
+    theirs = tensor_train(tensor, [1, 6, 5, 1]).to_tensor()
+    made = TrainFormat((48, 40, 36), (6, 5))
+    assert error(made.expand(tt_svd(tensor, (6, 5), "exact")), theirs) < 1e-5
+    lost, least = (tt_expand(tt_svd(tensor, (6, 5), m), 1) - tensor for m in ("randomized", "exact"))
+    assert lost.norm() < 1.01 * least.norm()
+
+
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
 def test_it_is_exact_at_full_rank_and_orthonormal_but_for_the_last_core(
