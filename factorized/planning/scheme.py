@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,8 +21,34 @@ from factorized.planning.tensor_scheme import (
 Variant = Literal["full", "deep", "wide"]
 
 
+class _MatrixScheme(ABC):
+    """What the schemes share that make a weight a product of matrices. Abstract."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Inner matrices between the factors."""
+
+    def refuse(self, module: nn.Module, shape: KernelShape) -> str | None:
+        """Return why the scheme leaves a layer alone that others would not: never."""
+        return None
+
+    def cost(self, shape: KernelShape, multiplied: tuple[Call, ...], looked_up: tuple[Call, ...]) -> LayerCost:
+        """Return what a weight costs at any rank."""
+        return LayerCost(shape, self.depth, multiplied, looked_up)
+
+    def reference(self, shape: KernelShape) -> int:
+        """Return what the rank scale multiplies."""
+        return reference_size(shape)
+
+    def higher_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
+        """Return the next ranks up: one."""
+        assert isinstance(rank, int)
+        return [rank + 1]
+
+
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(_MatrixScheme):
     """``W = U Vᵀ`` with a rank below full, for smaller and faster layers (section 2).
 
     ``kind="spatial"`` is the paper's pair of one-dimensional convolutions; ``"channel"`` is k×k then 1×1.
@@ -52,14 +79,6 @@ class LowRank:
         """Whether a layer that would not become smaller stays dense."""
         return True
 
-    def refuse(self, module: nn.Module, shape: KernelShape) -> str | None:
-        """Return why the scheme leaves a layer alone that others would not: never."""
-        return None
-
-    def cost(self, shape: KernelShape, multiplied: tuple[Call, ...], looked_up: tuple[Call, ...]) -> LayerCost:
-        """Return what a weight costs at any rank."""
-        return LayerCost(shape, self.depth, multiplied, looked_up)
-
     def rank(self, shape: KernelShape, scale: float) -> int:
         """Return the paper's rank for ``scale``, at least 1 and at most full."""
         return min(scaled_rank(shape, scale), shape.full_rank)
@@ -73,17 +92,9 @@ class LowRank:
             )
         return rank
 
-    def reference(self, shape: KernelShape) -> int:
-        """Return what the rank scale multiplies."""
-        return reference_size(shape)
-
-    def higher_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
-        """Return the next ranks up: one."""
-        return next_rank(rank)
-
 
 @dataclass(frozen=True)
-class Overcomplete:
+class Overcomplete(_MatrixScheme):
     """``W = U Vᵀ`` (``"full"``, ``"wide"``) or ``U M Vᵀ`` (``"deep"``) at or above full rank (section 5).
 
     Trained as a product and deployed as its composition: ``"full"`` and ``"deep"`` have rank scale 1, ``"wide"`` has
@@ -120,14 +131,6 @@ class Overcomplete:
         """Whether a layer that would not become smaller stays dense: it may grow."""
         return False
 
-    def refuse(self, module: nn.Module, shape: KernelShape) -> str | None:
-        """Return why the scheme leaves a layer alone that others would not: never."""
-        return None
-
-    def cost(self, shape: KernelShape, multiplied: tuple[Call, ...], looked_up: tuple[Call, ...]) -> LayerCost:
-        """Return what a weight costs at any rank."""
-        return LayerCost(shape, self.depth, multiplied, looked_up)
-
     def rank(self, shape: KernelShape, scale: float) -> int:
         """Return the paper's rank for ``scale``, at least 1, with no upper limit."""
         return scaled_rank(shape, scale)
@@ -135,14 +138,6 @@ class Overcomplete:
     def checked_rank(self, shape: KernelShape, name: str, rank: int) -> int:
         """Return a rank that was asked for: any will do."""
         return rank
-
-    def reference(self, shape: KernelShape) -> int:
-        """Return what the rank scale multiplies."""
-        return reference_size(shape)
-
-    def higher_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
-        """Return the next ranks up: one."""
-        return next_rank(rank)
 
 
 Scheme = LowRank | Overcomplete | TensorTrain | Tucker
@@ -156,12 +151,6 @@ def scaled_rank(shape: KernelShape, scale: float) -> int:
 def reference_size(shape: KernelShape) -> int:
     """Return what the rank scale multiplies: a convolution's matrix rows, a matrix's shorter side."""
     return shape.rows if shape.size else shape.full_rank
-
-
-def next_rank(rank: Rank) -> list[Rank]:
-    """Return the rank after a single one."""
-    assert isinstance(rank, int)
-    return [rank + 1]
 
 
 def scheme_to_dict(scheme: Scheme) -> dict[str, Any]:
