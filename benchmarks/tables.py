@@ -1,4 +1,4 @@
-"""Write the README's tables from the files under ``benchmarks/results/``.
+"""Write the README's tables from the files under ``results/`` and ``benchmarks/results/``.
 
     python -m benchmarks.tables
 
@@ -11,10 +11,47 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
+
+
+def accuracy() -> str:
+    """Return the table of trained networks, beside the paper's figures."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((README.parent / "results").glob("*/*/seed-*.json")):
+        run = json.loads(path.read_text())
+        runs.setdefault(run["recipe"]["name"], []).append(run)
+    lines = [
+        "| recipe | parameters | test accuracy | n | the paper (n = 3) | seconds per run |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, seeds in sorted(runs.items(), key=lambda item: -item[1][0]["accuracy"]):
+        values, paper = [run["accuracy"] for run in seeds], seeds[0]["recipe"]["paper"]
+        spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+        seconds = mean(run["seconds"] for run in seeds)
+        lines.append(
+            f"| `{name}` | {seeds[0]['parameters']:,} | {mean(values):.2f}{spread} | {len(values)} "
+            f"| {paper['accuracy']} ± {paper['deviation']} | {seconds:.0f} |"
+        )
+    first = next(iter(runs.values()))[0]
+    epochs, batch = first["recipe"]["schedule"]["epochs"], first["recipe"]["run"]["batch"]
+    note = f"Accuracy after the last of {epochs} epochs, batch {batch}; {_machine(first)}, bf16."
+    return "\n".join([*lines, "", note])
+
+
+def epoch() -> str:
+    """Return the table of whole epochs."""
+    report = _read("epoch-h200")
+    lines = ["| recipe | seconds per epoch | ms per step |", "| --- | ---: | ---: |"]
+    lines += [f"| `{row['recipe']}` | {row['seconds']:.2f} | {row['ms_per_step']:.2f} |" for row in report["rows"]]
+    note = (
+        f"{_machine(report)}, bf16, batch {report['batch']}, 50,000 images on the device; augmentation, forward, "
+        f"backward, decay and SGD compiled, as one CUDA graph; medians of n = {report['epochs']} interleaved epochs."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def training_step() -> str:
@@ -55,7 +92,12 @@ def decomposition() -> str:
     return "\n".join([*lines, "", f"{_machine(report)}; medians of n = {report['rows'][0]['rounds']}, interleaved."])
 
 
-TABLES: dict[str, Callable[[], str]] = {"training-step": training_step, "decomposition": decomposition}
+TABLES: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy,
+    "epoch": epoch,
+    "training-step": training_step,
+    "decomposition": decomposition,
+}
 
 
 def with_tables(text: str) -> str:

@@ -72,19 +72,28 @@ def gradient_of(factor: Factor) -> Tensor | None:
     return gradient
 
 
-def act_before_update(act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def act_before_update(
+    act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any], *, once: bool = False
+) -> Arguments | None:
     """Act now, or, where ``optimizer.step`` is given a closure, each time it has made the gradients anew.
 
-    ``args`` and ``kwargs`` are those of a step pre-hook; returns what to call the step with instead, if anything.
+    ``once`` acts after the first of these times only: what changes the parameters may not do so at every look that a
+    line search takes. ``args`` and ``kwargs`` are those of a step pre-hook; returns what to call the step with instead,
+    if anything.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
     if closure is None:
         act()
         return None
 
+    calls = 0
+
     def closure_then_act() -> Any:
+        nonlocal calls
         loss = closure()
-        act()
+        calls += 1
+        if calls == 1 or not once:
+            act()
         return loss
 
     return (args[0], closure_then_act, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}

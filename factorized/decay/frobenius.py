@@ -99,7 +99,7 @@ class FrobeniusDecay:
         return any(factor.parameter is parameter for form in self._decayed for factor in form.factors)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return act_before_update(partial(self._act, optimizer, self.steps), args, kwargs)
+        return act_before_update(partial(self._act, optimizer, self.steps), args, kwargs, once=self.decoupled)
 
     def _act(self, optimizer: Optimizer, step: int) -> None:
         self.steps = step  # a closure may act several times within one step

@@ -35,8 +35,22 @@ class NormMatcher:
     @torch.no_grad()
     def record(self) -> Norms:
         """Return the norm of every product as it is."""
-        norms = torch.stack([_norm(form) for form in self.forms]).tolist()
-        return {form.name: norm for form, norm in zip(self.forms, norms, strict=True)}
+        return {form.name: norm for form, norm in zip(self.forms, self.norms().tolist(), strict=True)}
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:  # (forms,)
+        """Return the norm of every product, in the order of ``forms``, on their device."""
+        return torch.stack([_norm(form) for form in self.forms])
+
+    @torch.no_grad()
+    def rescale(
+        self,
+        norms: Tensor,  # (forms,)
+    ) -> None:
+        """Rescale the factors so that the norms are ``norms``, without waiting for the device: nothing is checked."""
+        for form, ratio in zip(self.forms, norms / self.norms(), strict=True):
+            for factor in form.factors:
+                factor.value.mul_(ratio ** (1 / len(form.factors)))
 
     @torch.no_grad()
     def match(self, norms: Mapping[str, float]) -> None:
@@ -48,10 +62,7 @@ class NormMatcher:
         for form in self.forms:
             if current[form.name] == 0:
                 raise ValueError(f"{form.name}: a product of norm 0 has no direction to rescale; nothing was changed")
-        for form in self.forms:
-            ratio = norms[form.name] / current[form.name]
-            for factor in form.factors:
-                factor.value.mul_(ratio ** (1 / len(form.factors)))
+        self.rescale(self.norms().new_tensor([norms[form.name] for form in self.forms]))
 
     def attach(self, optimizer: Optimizer, recorded: Sequence[Mapping[str, float]]) -> Self:
         """Match ``recorded[t]`` after step t of ``optimizer``; return this matcher."""

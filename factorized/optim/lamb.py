@@ -26,7 +26,8 @@ class Lamb(Optimizer):
         bias_correction: divide the moments by 1 - βᵗ.
         trust_clip: an upper bound for the trust ratio.
         capturable: keep everything on the device, for CUDA graphs.
-        skip_nonfinite: skip a step whose gradients hold NaN or infinity, and count it in ``skipped``; else it raises.
+        skip_nonfinite: skip a step whose gradients hold NaN or infinity, or are so large that their squares, which the
+            second moment keeps, are infinite (above 1e19 in float32), and count it in ``skipped``; else it raises.
             Either way the state stays clean. Inside a CUDA graph nothing can be raised: such steps are always skipped.
     """
 

@@ -260,3 +260,33 @@ class TestCompiled:
             train(trained, optimizer, range(3))
             assert difference(holder, mixed()) > 1e-2
         assert difference(model, reference) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("make", "looks"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 1),
+        (lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4, line_search_fn="strong_wolfe"), 4),
+    ],
+    ids=["sgd", "lbfgs"],
+)
+def test_a_decoupled_decay_shrinks_once_a_step_however_often_a_closure_is_called(
+    make: Make, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = twins()
+    optimizer = make(model.parameters())
+    decay = fz.FrobeniusDecay(model, STRENGTH, decoupled=True).attach(optimizer)
+    shrunk, called = [], []
+    shrink = decay._shrink
+    monkeypatch.setattr(decay, "_shrink", lambda rate, held: shrunk.append(1) or shrink(rate, held))
+
+    def closure() -> torch.Tensor:
+        called.append(1)
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert len(called) >= looks
+    assert len(shrunk) == decay.steps == 1

@@ -1,0 +1,102 @@
+"""Batches for what does not fit on the device, in an order that only the seed and the epoch decide."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from factorized.vision.data.sources import ImageSource
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:  # (count,) int64
+    """Return a shuffle of 0..count-1 that depends on the seed and the epoch, and on nothing that was drawn before."""
+    mixed = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(mixed[:8], "little") >> 1)
+    return torch.randperm(count, generator=generator)
+
+
+class EpochSampler(Sampler[list[int]]):
+    """The numbers of the images of each batch of one epoch, for one of ``world`` processes."""
+
+    def __init__(
+        self, count: int, batch: int, seed: int, *, shuffle: bool, drop_last: bool, rank: int, world: int
+    ) -> None:
+        self.count, self.batch, self.seed, self.shuffle, self.drop_last = count, batch, seed, shuffle, drop_last
+        self.rank, self.world = rank, world
+        self.epoch = 0
+
+    def order(self) -> list[int]:
+        """Return this process's images of the epoch, in order.
+
+        Shuffled ones are as many for every process, a few of them twice if need be, so that none waits for another at
+        the end; ordered ones are each there once, so that an accuracy is of the whole set.
+        """
+        if not self.shuffle:
+            return list(range(self.rank, self.count, self.world))
+        order = epoch_order(self.count, self.seed, self.epoch)
+        each = -(-self.count // self.world)
+        padded = torch.arange(each * self.world) % self.count
+        return order[padded][self.rank :: self.world].tolist()
+
+    def __len__(self) -> int:
+        each = -(-self.count // self.world) if self.shuffle else len(range(self.rank, self.count, self.world))
+        return each // self.batch if self.drop_last else -(-each // self.batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order()
+        return (order[start : start + self.batch] for start in range(0, len(self) * self.batch, self.batch))
+
+
+class ImageLoader:
+    """Batches of bytes and labels on ``device``, an epoch at a time; ``augment`` then does there what it always does.
+
+    ``workers`` processes read ahead; none are needed for a source in memory. Epoch n is the same whether or not the
+    epochs before it were run, with any number of workers: a run goes on from any epoch.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        batch: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        for argument, value, least in (("batch", batch, 1), ("workers", workers, 0), ("world", world, 1)):
+            if value < least:
+                raise ValueError(f"{argument} must be a whole number from {least}, got {value!r}")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
+        self.device = torch.device(device)
+        self._sampler = EpochSampler(
+            len(source), batch, seed, shuffle=shuffle, drop_last=drop_last, rank=rank, world=world
+        )
+        if not len(self._sampler):
+            raise ValueError(f"batch={batch} is more than the {len(source):,} images there are; drop_last leaves none")
+        self._loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+            source,  # type: ignore[arg-type]  # indexed by a whole batch, which its type does not foresee
+            batch_size=None,
+            sampler=self._sampler,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # of its own: else each epoch would draw from the training's random state
+        )
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of an epoch: (n, channels, height, width) uint8 and (n,) int64."""
+        self._sampler.epoch = epoch
+        for x, y in self._loader:
+            yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)

@@ -1,0 +1,91 @@
+"""Images in a NumPy archive: x_train, y_train, x_test, y_test, and optionally the names of the classes."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from factorized.vision.data.images import Images
+from factorized.vision.data.known import make_images
+from factorized.vision.data.progress import Progress, silent
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+CHANNELS = (1, 3)
+Array = npt.NDArray[Any]
+
+
+def load_npz(path: Path, progress: Progress = silent) -> Images:
+    """Return the images of an ``.npz`` file; nothing in it is unpickled."""
+    arrays = _read(path, progress)
+    parts = []
+    for part in ("train", "test"):
+        x = _channels_first(path, f"x_{part}", arrays[f"x_{part}"])
+        parts.append((x, _labels(path, f"y_{part}", arrays[f"y_{part}"])))
+    return make_images(path.stem, parts[0], parts[1], _classes(path, arrays), str(path))
+
+
+def _read(path: Path, progress: Progress) -> dict[str, Array]:
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            f"{path} is not an .npz file with {', '.join(KEYS)}, or truncated ({path.stat().st_size:,} bytes)"
+        )
+    with np.load(path, allow_pickle=False) as archive:
+        missing = [key for key in KEYS if key not in archive.files]
+        if missing:
+            raise ValueError(
+                f"{path} must hold {', '.join(KEYS)}; {', '.join(missing)} is missing, it holds "
+                f"{', '.join(archive.files) or 'nothing'}"
+            )
+        arrays = {}
+        keys = [key for key in (*KEYS, "classes") if key in archive.files]
+        for done, key in enumerate(keys, start=1):
+            arrays[key] = _member(path, archive, key)
+            progress("reading", done, len(keys))
+        return arrays
+
+
+def _member(path: Path, archive: Any, key: str) -> Array:
+    try:
+        return np.asarray(archive[key])
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path}: {key} cannot be read, expected an array of numbers: {error}") from error
+
+
+def _channels_first(path: Path, key: str, x: Array) -> Tensor:  # (n, channels, height, width)
+    if x.dtype != np.uint8:
+        raise ValueError(
+            f"{path}: {key} must be uint8, got {x.dtype} {x.shape}; pixels in 0..1 become bytes by "
+            "(x * 255).round().astype('uint8')"
+        )
+    if x.ndim == 3:
+        return torch.from_numpy(x)[:, None]
+    first, last = (x.ndim == 4 and x.shape[axis] in CHANNELS for axis in (1, 3))
+    if first == last:
+        raise ValueError(
+            f"{path}: {key} must be (n, height, width, channels), (n, channels, height, width) or (n, height, width) "
+            f"with 1 or 3 channels, got {x.shape}" + ("; which axis is meant is not clear" if first else "")
+        )
+    return torch.from_numpy(x) if first else torch.from_numpy(x).permute(0, 3, 1, 2).contiguous()
+
+
+def _labels(path: Path, key: str, y: Array) -> Tensor:  # (n,)
+    if y.dtype.kind not in "iu" or y.ndim not in (1, 2) or (y.ndim == 2 and y.shape[1] != 1):
+        raise ValueError(f"{path}: {key} must be whole numbers (n,), got {y.dtype} {y.shape}")
+    return torch.from_numpy(y.reshape(-1).astype(np.int64))
+
+
+def _classes(path: Path, arrays: dict[str, Array]) -> tuple[str, ...]:
+    if "classes" in arrays:
+        names = arrays["classes"]
+        if names.dtype.kind != "U" or names.ndim != 1:
+            raise ValueError(f"{path}: classes must be a list of names, got {names.dtype} {names.shape}")
+        return tuple(str(name) for name in names)
+    labels = [arrays[key] for key in ("y_train", "y_test")]
+    return tuple(str(label) for label in range(max(int(y.max(initial=0)) for y in labels) + 1))

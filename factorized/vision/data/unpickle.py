@@ -1,0 +1,110 @@
+"""Pickled data without pickle's powers: a file may name nothing but what NumPy writes for an array of bytes.
+
+Even that is not NumPy's own code: names lead to stand-ins of ours, made anew for each use, so that a file made to do
+harm can neither call anything else nor change what a name leads to.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def unpickle(path: Path) -> Any:
+    """Return what ``path`` holds: dictionaries, lists, tuples, numbers, text, bytes and ``ByteArray``."""
+    try:
+        return _Unpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+    except Exception as error:  # a pickle that is cut off, or made to do harm, can raise anything
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{path} is damaged, truncated or not a data file: {reason}") from error
+
+
+class ByteArray:
+    """An array of bytes as a pickle describes it."""
+
+    array: npt.NDArray[np.uint8]
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, fortran, raw = state
+        if type(kind) is not _ByteType:
+            raise pickle.UnpicklingError("it holds an array that is not of bytes")
+        self.fill(raw, shape, "F" if fortran else "C")
+
+    def fill(self, raw: Any, shape: Any, order: Any) -> ByteArray:
+        """Take the bytes, after checking that they are as many as ``shape`` says."""
+        raw = bytes(raw) if isinstance(raw, (bytes, bytearray)) else b""
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise pickle.UnpicklingError(f"it holds an array of shape {shape!r}")
+        if math.prod(shape) != len(raw):
+            raise pickle.UnpicklingError(f"it holds an array of shape {shape} in {len(raw):,} bytes")
+        self.array = np.frombuffer(bytearray(raw), np.uint8).reshape(shape, order="F" if order == "F" else "C")
+        return self
+
+
+class _ByteType:
+    """The element type uint8; a pickle goes on to tell its byte order, which bytes have not."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Name:
+    """What a name in a pickle leads to: something to call, for this use only."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        call = _CALLS.get((module.replace("numpy._core.", "numpy.core."), name))  # NumPy 2 and 1
+        if call is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which data have no need of; nothing was run")
+        return _Name(call)
+
+
+def _new_array(*arguments: Any) -> ByteArray:
+    return ByteArray()
+
+
+def _element_type(code: Any, *flags: Any) -> _ByteType:
+    if code not in ("u1", b"u1"):
+        raise pickle.UnpicklingError(f"it holds an array of {code!r}; expected bytes, 'u1'")
+    return _ByteType()
+
+
+def _array_class(*arguments: Any) -> Any:
+    raise pickle.UnpicklingError("it calls numpy.ndarray, as NumPy would not have written")
+
+
+def _from_buffer(raw: Any, kind: Any, shape: Any, order: Any) -> ByteArray:
+    if type(kind) is not _ByteType:
+        raise pickle.UnpicklingError("it holds an array that is not of bytes")
+    return ByteArray().fill(raw, shape, order)
+
+
+def _encode(text: Any, encoding: Any) -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
+        raise pickle.UnpicklingError(f"it encodes text as {encoding!r}")
+    return text.encode("latin1")
+
+
+_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy", "ndarray"): _array_class,
+    ("numpy", "dtype"): _element_type,
+    ("numpy.core.multiarray", "_reconstruct"): _new_array,
+    ("numpy.core.numeric", "_frombuffer"): _from_buffer,
+    ("_codecs", "encode"): _encode,  # how Python 3 writes bytes for Python 2
+}

@@ -1,0 +1,96 @@
+"""A model by name: the paper's, any function that returns one, or a Hugging Face model from a local folder."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+
+from torch import nn
+
+from factorized.vision.models.hugging_face import hugging_face_model
+from factorized.vision.models.resnet import resnet, resnet32x2
+from factorized.vision.models.vgg import vgg19_nfc
+from factorized.vision.models.wide_resnet import wide_resnet
+
+# The function of a name takes classes, image size and channels.
+_BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "resnet8": lambda classes, size, channels: resnet(8, classes, channels),
+    "resnet20": lambda classes, size, channels: resnet(20, classes, channels),
+    "resnet32": lambda classes, size, channels: resnet(32, classes, channels),
+    "resnet44": lambda classes, size, channels: resnet(44, classes, channels),
+    "resnet56": lambda classes, size, channels: resnet(56, classes, channels),
+    "resnet110": lambda classes, size, channels: resnet(110, classes, channels),
+    "resnet32x2": lambda classes, size, channels: resnet32x2(classes, channels),
+    "vgg19": lambda classes, size, channels: vgg19_nfc(classes, _vgg_pool(size), channels),
+    "wrn28-10": lambda classes, size, channels: wide_resnet(28, 10, classes, channels),
+    "wrn28-10-separable": lambda classes, size, channels: wide_resnet(28, 10, classes, channels, separable=True),
+}
+MODELS = tuple(_BUILDERS)
+
+
+def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3) -> nn.Module:
+    """Return a freshly drawn model, from the current random state, that maps (batch, channels, size, size) to logits.
+
+    ``name`` is one of ``MODELS``; ``module:function``, a function called with ``classes=``, and with ``image_size=``
+    and ``channels=`` where it has such arguments; or ``hf:FOLDER``, a Hugging Face image classifier.
+    """
+    for argument, value in (("classes", classes), ("image_size", image_size), ("channels", channels)):
+        if value < 1:
+            raise ValueError(f"{argument} must be a whole number from 1, got {value!r}")
+    if name.startswith("hf:"):
+        return hugging_face_model(Path(name.removeprefix("hf:")).expanduser(), classes, image_size, channels)
+    if ":" in name:
+        return _from_function(name, classes, image_size, channels)
+    if name not in _BUILDERS:
+        near = get_close_matches(name.lower(), MODELS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"model must be one of {', '.join(MODELS)}, a function as module:function or hf:FOLDER, got {name!r}; "
+            f"did you mean {near!r}?"
+        )
+    return _BUILDERS[name](classes, image_size, channels)
+
+
+def _vgg_pool(size: int) -> int:
+    if size < 16:
+        raise ValueError(f"vgg19 halves an image four times and needs 16×16 at least, got {size}×{size}; use resnet8")
+    return size // 16
+
+
+def _from_function(name: str, classes: int, image_size: int, channels: int) -> nn.Module:
+    module_name, _, function_name = name.partition(":")
+    with _working_folder_on_path():
+        try:
+            function = getattr(importlib.import_module(module_name), function_name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and misses something itself
+            raise ValueError(
+                f"model {name!r}: there is no module {error.name!r} here or on the Python path; install it, or put its "
+                "folder on PYTHONPATH"
+            ) from error
+        if not callable(function):
+            raise ValueError(f"model {name!r}: module {module_name!r} has no function {function_name!r}")
+        offered = {"classes": classes, "image_size": image_size, "channels": channels}
+        taken = inspect.signature(function).parameters
+        if "classes" not in taken:
+            raise ValueError(f"model {name!r}: {function_name} must take classes=, it takes ({', '.join(taken)})")
+        model = function(**{argument: value for argument, value in offered.items() if argument in taken})
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model {name!r}: {function_name} must return a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+@contextmanager
+def _working_folder_on_path() -> Iterator[None]:
+    """Let a file beside the user be imported, as ``python -m`` does and an installed command does not."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,94 @@
+"""Hugging Face image classifiers from a local folder, as plain modules that return logits."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class ImageClassifier(nn.Module):
+    """A Hugging Face image classifier that takes a tensor and returns a tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        x: Tensor,  # (batch, channels, height, width)
+    ) -> Tensor:  # (batch, classes)
+        """Classify a batch of images."""
+        return self.model(pixel_values=x).logits
+
+
+def hugging_face_model(folder: Path, classes: int, image_size: int, channels: int) -> ImageClassifier:
+    """Return the classifier that ``folder``/config.json describes, with the weights beside it where there are any.
+
+    Where the weights are for another number of classes, their last layer is drawn anew. Nothing is downloaded, and no
+    code of the folder is run.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model hf:{folder}: {folder / 'config.json'} is missing; save a model there with "
+            "model.save_pretrained(folder)"
+        )
+    transformers = _transformers()
+    kind = transformers.AutoModelForImageClassification
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check(folder, config.to_dict(), image_size, channels)
+        if config.num_labels != classes:
+            config.num_labels = classes
+        if any((folder / name).is_file() for name in WEIGHTS):
+            model, report = kind.from_pretrained(
+                folder,
+                config=config,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            _check_filled(folder, model, report, classes)
+        else:
+            model = kind.from_config(config, trust_remote_code=False)
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ValueError(f"model hf:{folder} cannot be read: {error}") from error
+    return ImageClassifier(model.train())
+
+
+def _check(folder: Path, config: dict[str, Any], image_size: int, channels: int) -> None:
+    for key, got in (("image_size", image_size), ("num_channels", channels)):
+        expected = config.get(key)
+        sizes = {expected} if isinstance(expected, int) else set(expected or ())
+        if sizes and sizes != {got}:
+            raise ValueError(
+                f"model hf:{folder}: its config.json says {key}={expected}, the data have {got}; take data that fit, "
+                f"or a folder whose config.json says {key}={got}"
+            )
+
+
+def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classes: int) -> None:
+    """Raise where more than the last layer, whose size is the number of classes, was left without its weights."""
+    drawn = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    state = model.state_dict()
+    lost = sorted(key for key in drawn if len(state[key]) != classes)
+    if lost:
+        raise ValueError(
+            f"model hf:{folder}: its weights have no fitting {', '.join(lost[:3])} ({len(lost)} in all); they are of "
+            "another model than config.json says"
+        )
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Hugging Face models need transformers: pip install 'factorized[text]'", name="transformers"
+        ) from error

@@ -1,0 +1,86 @@
+"""Wide residual networks, as in the paper's table 2: batch normalization and ReLU before each convolution."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class WideBlock(nn.Module):
+    """Two 3×3 convolutions, each after its batch normalization and ReLU, and a shortcut around them."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, separable: bool) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = _conv3x3(in_channels, out_channels, stride, separable)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.conv2 = _conv3x3(out_channels, out_channels, 1, separable)
+        self.shortcut: nn.Conv2d | None = None
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,  # (batch, in, height, width)
+    ) -> Tensor:  # (batch, out, height / stride, width / stride)
+        """Apply the block."""
+        y = F.relu(self.bn1(x))
+        # a shortcut with a convolution starts after the first activation, one without before it
+        shortcut = x if self.shortcut is None else self.shortcut(y)
+        return self.conv2(F.relu(self.bn2(self.conv1(y)))) + shortcut
+
+
+class WideResNet(nn.Module):
+    """One convolution, three stages of wide blocks, global average pooling, one linear layer; no dropout."""
+
+    def __init__(self, depth: int, width: int, classes: int, channels: int, separable: bool) -> None:
+        super().__init__()
+        if depth < 10 or (depth - 4) % 6:
+            raise ValueError(f"depth must be 6n + 4 with n >= 1 (16, 22, 28, 40), got {depth}")
+        if width < 1:
+            raise ValueError(f"width must be a whole number from 1, the factor on 16, 32 and 64 channels; got {width}")
+        widths = [16, 16 * width, 32 * width, 64 * width]
+        self.conv1 = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        self.stages = nn.Sequential(
+            *(
+                _stage(widths[index], widths[index + 1], (depth - 4) // 6, stride, separable)
+                for index, stride in enumerate((1, 2, 2))
+            )
+        )
+        self.bn = nn.BatchNorm2d(widths[-1])
+        self.linear = nn.Linear(widths[-1], classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")  # N(0, 2/(k²·out))
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(
+        self,
+        x: Tensor,  # (batch, channels, height, width)
+    ) -> Tensor:  # (batch, classes)
+        """Classify a batch of images."""
+        x = F.relu(self.bn(self.stages(self.conv1(x))))
+        return self.linear(x.mean(dim=(2, 3)))
+
+
+def wide_resnet(
+    depth: int = 28, width: int = 10, classes: int = 10, channels: int = 3, separable: bool = False
+) -> WideResNet:
+    """Return WideResNet-``depth``-``width``; the paper's is 28-10.
+
+    ``separable`` makes each 3×3 convolution of a block a depthwise one followed by a 1×1 one: the model whose 1×1
+    matrices the tensor decompositions of table 2 fold and decompose.
+    """
+    return WideResNet(depth, width, classes, channels, separable)
+
+
+def _stage(in_channels: int, out_channels: int, blocks: int, stride: int, separable: bool) -> nn.Sequential:
+    first = WideBlock(in_channels, out_channels, stride, separable)
+    return nn.Sequential(first, *(WideBlock(out_channels, out_channels, 1, separable) for _ in range(blocks - 1)))
+
+
+def _conv3x3(in_channels: int, out_channels: int, stride: int, separable: bool) -> nn.Module:
+    if not separable:
+        return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+    depthwise = nn.Conv2d(in_channels, in_channels, 3, stride, padding=1, groups=in_channels, bias=False)
+    return nn.Sequential(depthwise, nn.Conv2d(in_channels, out_channels, 1, bias=False))

@@ -1,0 +1,109 @@
+"""From a recipe to what is trained: the network, factorized, and an optimizer that decays it as the recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from factorized.decay.frobenius import FrobeniusDecay
+from factorized.decay.groups import parameter_groups
+from factorized.layers.conv import FactorizedConv
+from factorized.layers.swap import factorize
+from factorized.planning.plan import Plan
+from factorized.planning.planner import plan as make_plan
+from factorized.vision.data.images import Images
+from factorized.vision.models.build import build_model
+from factorized.vision.recipe import Recipe
+
+
+def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
+    """Return the recipe's network before factorization, drawn with ``seed``."""
+    torch.manual_seed(seed)
+    return build_model(recipe.model.name, len(images.classes), images.size[0], images.channels)
+
+
+def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | None:
+    """Return the plan of the recipe's factorization; None for a dense network."""
+    fields, scheme = recipe.factorize, recipe.factorize.build_scheme()
+    if scheme is None:
+        return None
+    return make_plan(
+        dense,
+        scheme,
+        ratio=fields.ratio,
+        rank_scale=fields.rank_scale,
+        rank=fields.rank,
+        energy=fields.energy,
+        macs=fields.macs,
+        example_input=torch.zeros(1, images.channels, *images.size),
+        allocate=fields.allocate,
+        include=fields.include,
+        exclude=fields.exclude,
+        keep_first_and_last=fields.keep_first_and_last,
+    )
+
+
+def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
+    """Return the recipe's network on the CPU, factorized, drawn with ``seed``: the same on every machine."""
+    network = build_dense(recipe, images, seed)
+    plan = plan_network(recipe, network, images)
+    if plan is None:
+        return network
+    network = factorize(network, plan, init=recipe.factorize.init)
+    for module in network.modules():
+        if isinstance(module, FactorizedConv):
+            module.execution = recipe.factorize.execution
+    return network
+
+
+def build_optimizer(recipe: Recipe, network: nn.Module) -> SGD:
+    """Return SGD over the network's parameters with the recipe's decay attached, its momentum there from the start.
+
+    On a GPU the learning rate is a tensor, so that a captured step follows the schedule. Momentum that starts as zeros
+    is the same as none, and lets every later run copy its own into place.
+    """
+    fields, device = recipe.optimizer, next(network.parameters()).device
+    lr: float | Tensor = torch.tensor(fields.lr, device=device) if device.type == "cuda" else fields.lr
+    optimizer = SGD(
+        _groups(recipe, network),
+        lr=lr,
+        momentum=fields.momentum,
+        nesterov=fields.nesterov,
+        fused=device.type == "cuda",
+    )
+    if recipe.decay.kind == "frobenius":
+        # Products of full rank are composed to run: adding λW in their backward pass is next to free, and exact where
+        # nothing rescales the gradients after it. Products of low rank would be slowed down by being composed.
+        in_backward = recipe.factorize.scheme == "overcomplete" and fields.clip is None
+        FrobeniusDecay(network, recipe.decay.strength, in_backward=in_backward).attach(optimizer)
+    if fields.momentum:
+        for parameter in trained_parameters(optimizer):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _groups(recipe: Recipe, network: nn.Module) -> Sequence[dict[str, Any]]:
+    decay = recipe.decay
+    if decay.kind == "weight":
+        return [{"params": [p for p in network.parameters() if p.requires_grad], "weight_decay": decay.strength}]
+    strength = decay.strength if decay.kind == "crs" else decay.of_the_rest
+    # The paper decays every parameter, those of normalization and the biases too.
+    return parameter_groups(network, strength, decay_norms=True, decay_biases=True, crs=decay.kind == "crs")
+
+
+def trained_parameters(optimizer: SGD) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def set_learning_rate(optimizer: SGD, lr: float) -> None:
+    """Set the learning rate of all groups, in place where it is a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

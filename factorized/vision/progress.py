@@ -1,0 +1,62 @@
+"""What a person sees of a run: a bar with figures in a terminal, one line an epoch elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+REFRESH = 20  # steps between two looks at the loss, each of which waits for the device
+
+
+class Reporter:
+    """Shows a run's progress; a terminal gets a bar, a file or pipe a line per epoch, ``quiet`` nothing."""
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self.console = console or Console()
+        self.quiet = quiet
+        self.live = self.console.is_terminal and not quiet
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=self.console, disable=not self.live)
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.progress.stop()
+
+    def begin(self, title: str, steps: int, done: int) -> None:
+        """Begin the run ``title`` of ``steps`` steps, ``done`` of which were taken before."""
+        self.task = self.progress.add_task(title, total=steps, completed=done, figures="")
+        self.title = title
+
+    def step(self, epoch: int, step: int, loss_sum: Tensor, images_per_second: float) -> None:
+        """Show a step of an epoch; the loss is only read now and then."""
+        if self.live and (step + 1) % REFRESH == 0:
+            loss = loss_sum.item() / (step + 1)
+            figures = f"epoch {epoch + 1}  loss {loss:.3f}  {images_per_second:,.0f} images/s"
+            self.progress.update(self.task, advance=REFRESH, figures=figures)
+
+    def epoch(self, row: dict[str, Any], epochs: int, steps: int) -> None:
+        """Show a finished epoch."""
+        done = (row["epoch"] + 1) * steps
+        test = f"  test {row['test_accuracy']:.2f} %" if "test_accuracy" in row else ""
+        figures = (
+            f"epoch {row['epoch'] + 1}/{epochs}  loss {row['loss']:.3f}{test}  {row['images_per_second']:,.0f} images/s"
+        )
+        self.progress.update(self.task, completed=done, figures=figures)
+        if not self.live and not self.quiet:
+            self.console.print(f"{self.title}  {figures}", highlight=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if not self.quiet:
+            self.console.print(line, highlight=False, soft_wrap=True)

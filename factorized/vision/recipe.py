@@ -1,0 +1,181 @@
+"""A recipe: everything that decides a training run, as data that is checked before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from factorized.planning.scheme import LowRank, Overcomplete, Scheme
+
+BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
+
+
+class Section(BaseModel):
+    """A table of a recipe: frozen, and without fields nobody knows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Paper(Section):
+    """The figure of the paper that a recipe aims at."""
+
+    table: int | None = None
+    figure: int | None = None
+    accuracy: float | None = None  # test, percent
+    deviation: float | None = None
+
+
+class Model(Section):
+    """Which network: a name of ``factorized.vision.models``, ``module:function`` or ``hf:FOLDER``."""
+
+    name: str
+
+
+class Data(Section):
+    """Which images, and how they are varied."""
+
+    name: str = "digits"
+    crop_padding: int = Field(default=4, ge=0)
+    flip: bool = True
+    # "device" keeps the whole training set there as uint8; "loader" streams it, for what does not fit
+    place: Literal["device", "loader"] = "device"
+
+
+class Factorize(Section):
+    """How the weights become products; the fields of ``fz.plan`` and ``fz.factorize``."""
+
+    scheme: Literal["none", "low_rank", "overcomplete"] = "none"
+    kind: Literal["spatial", "channel"] = "spatial"
+    variant: Literal["full", "deep", "wide"] = "full"
+    width: float = 3
+    ratio: float | None = None
+    rank_scale: float | None = None
+    rank: int | None = None
+    energy: float | None = None
+    macs: float | None = None
+    allocate: Literal["uniform", "spectrum"] = "uniform"
+    include: list[str] | None = None
+    exclude: list[str] = []
+    keep_first_and_last: bool = True
+    init: Literal["spectral", "default", "kaiming", "normal"] | None = None
+    execution: Literal["auto", "two_convs", "one_conv", "two_products"] = "auto"
+
+    @property
+    def budget(self) -> dict[str, float]:
+        """The budget as ``fz.plan`` takes it, by name."""
+        given = {name: getattr(self, name) for name in BUDGETS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if len(self.budget) > 1:
+            raise ValueError(f"give one of {', '.join(BUDGETS)}, got {', '.join(self.budget)}")
+        if self.scheme == "none" and (self.budget or self.init is not None):
+            raise ValueError('a budget or an init needs a scheme: set factorize.scheme = "low_rank"')
+        if self.scheme == "low_rank" and not self.budget:
+            raise ValueError(f"low_rank needs a budget: one of {', '.join(BUDGETS)}")
+        return self
+
+    def build_scheme(self) -> Scheme | None:
+        """Return the scheme these fields describe; None for a dense network."""
+        if self.scheme == "low_rank":
+            return LowRank(self.kind)
+        if self.scheme == "overcomplete":
+            return Overcomplete(self.variant, self.width, self.kind)
+        return None
+
+
+class Decay(Section):
+    """What is decayed: every parameter alike, or the products as products."""
+
+    kind: Literal["weight", "frobenius", "crs", "none", "normalized"] = "weight"
+    strength: float = Field(default=1e-4, ge=0)
+    # of parameters that belong to no product; the strength unless given, 0 for "none" and "normalized"
+    rest: float | None = Field(default=None, ge=0)
+    record_norms: bool = False  # write the products' norms at every step, for a "normalized" run to follow
+    norms: str | None = None  # the folder of the run whose norms "normalized" follows; {seed} stands for the seed
+
+    @property
+    def of_the_rest(self) -> float:
+        """The decay of parameters that belong to no product."""
+        if self.rest is not None:
+            return self.rest
+        return 0.0 if self.kind in ("none", "normalized") else self.strength
+
+    @model_validator(mode="after")
+    def _norms_go_with_normalized(self) -> Self:
+        if (self.kind == "normalized") != (self.norms is not None):
+            raise ValueError(
+                'kind = "normalized" follows the norms of another run: name its folder in norms, and only there. That '
+                "run needs record_norms = true"
+            )
+        return self
+
+
+class Optimizer(Section):
+    """Stochastic gradient descent with momentum."""
+
+    lr: PositiveFloat = 0.1
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    nesterov: bool = False
+    clip: PositiveFloat | None = None  # of the gradient's norm, before any Frobenius decay
+
+
+class Schedule(Section):
+    """How long, and at what learning rate."""
+
+    epochs: PositiveInt = 200
+    milestones: list[float] = [0.5, 0.75]  # shares of the epochs, or epochs where at least 1
+    factor: PositiveFloat = 0.1  # at every milestone
+    warmup_epochs: int = Field(default=0, ge=0)
+    warmup_factor: PositiveFloat = 0.1
+
+    def learning_rate(self, base: float, epoch: int) -> float:
+        """Return the learning rate of an epoch, counted from 0."""
+        if epoch < self.warmup_epochs:
+            return base * self.warmup_factor
+        passed = sum(epoch >= (m if m >= 1 else m * self.epochs) for m in self.milestones)
+        return base * self.factor**passed
+
+
+class Run(Section):
+    """How it runs; none of it changes what is computed beyond rounding."""
+
+    batch: PositiveInt = 128
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA
+    compile: Literal["auto", "yes", "no"] = "auto"  # auto: on CUDA
+    graph: Literal["auto", "no"] = "auto"  # auto: one CUDA graph per step where there is one process and a GPU
+    evaluate_every: PositiveInt = 1
+    checkpoint_every: PositiveInt = 1
+    diagnose: bool = True
+
+
+class Recipe(Section):
+    """One training run."""
+
+    name: str = "unnamed"
+    title: str = ""
+    paper: Paper | None = None
+    model: Model
+    data: Data = Data()
+    factorize: Factorize = Factorize()
+    decay: Decay = Decay()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    run: Run = Run()
+
+    @model_validator(mode="after")
+    def _decay_fits_the_scheme(self) -> Self:
+        needs_products = self.decay.kind in ("frobenius", "crs", "normalized") or self.decay.record_norms
+        if needs_products and self.factorize.scheme == "none":
+            raise ValueError(
+                f'decay.kind = "{self.decay.kind}" acts on products, and factorize.scheme = "none" makes none: set a '
+                'scheme, or decay.kind = "weight"'
+            )
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the recipe as plain data, defaults included."""
+        return self.model_dump(mode="json")

@@ -1,0 +1,123 @@
+"""Finding, reading and checking recipes: TOML files, shipped with the package or the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from factorized.vision.recipe import BUDGETS, Recipe, Section
+
+SHIPPED = Path(__file__).parents[1] / "recipes"
+Table = dict[str, Any]
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with the package, such as ``"cifar10/resnet32x2"``."""
+    return sorted(path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.toml"))
+
+
+def recipe_path(name: str) -> Path:
+    """Return the file of a shipped recipe, or the user's own file."""
+    own = Path(name)
+    if own.suffix == ".toml":
+        if not own.is_file():
+            raise ValueError(f"there is no recipe file {own}")
+        return own
+    shipped = SHIPPED / f"{name}.toml"
+    if name in recipe_names():
+        return shipped
+    raise ValueError(f"there is no recipe {name!r}{_nearest(name, recipe_names())}; `factorized recipes ls` lists them")
+
+
+def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
+    """Return a recipe by name or path, checked; ``changes`` are ``"section.field=value"``, the value as TOML has it."""
+    table = read_recipe(name)
+    for change in changes:
+        table = merge(table, _parse_change(change))
+    return check_recipe({"name": name.removesuffix(".toml"), **table}, name)
+
+
+def check_recipe(table: Mapping[str, Any], source: str) -> Recipe:
+    """Return the recipe that ``table`` describes; every mistake in it is one line, with the nearest name there is."""
+    try:
+        return Recipe.model_validate(table)
+    except ValidationError as error:
+        raise ValueError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from None
+
+
+def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
+    """Return a recipe's table with those it ``extends`` below it."""
+    path = recipe_path(name)
+    if path.resolve() in seen:
+        raise ValueError(f"{name}: extends itself, by way of {' -> '.join(p.stem for p in seen)}")
+    try:
+        table = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    parent = table.pop("extends", None)
+    if parent is None:
+        return table
+    if not isinstance(parent, str):
+        raise ValueError(f"{name}: extends must be the name of a recipe, got {parent!r}")
+    beside = path.parent / parent
+    base = read_recipe(str(beside) if beside.is_file() else parent, (*seen, path.resolve()))
+    base.pop("paper", None)  # a figure belongs to one recipe
+    return merge(base, table)
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Table:
+    """Return ``below`` with what ``above`` says instead, table by table; a budget replaces a budget of any name."""
+    merged = dict(below)
+    if any(name in above for name in BUDGETS):
+        merged = {key: value for key, value in merged.items() if key not in BUDGETS}
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def _parse_change(change: str) -> Table:
+    key, separator, value = change.partition("=")
+    if not separator or "." not in key:
+        raise ValueError(f"a change is section.field=value, such as schedule.epochs=10; got {change!r}")
+    try:
+        return tomllib.loads(f"{key.strip()} = {value}")
+    except tomllib.TOMLDecodeError:
+        try:
+            return tomllib.loads(f"{key.strip()} = '{value.strip()}'")  # a word without quotes
+        except tomllib.TOMLDecodeError:
+            raise ValueError(
+                f"cannot read {change!r}: a value is a number, true, false, a word or a TOML list"
+            ) from None
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        *tables, field = error["loc"]
+        known = _fields(tables)
+        return f"there is no field {where!r}{_nearest(str(field), known)}; fields here: {', '.join(known)}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("value_error", "missing"):
+        return f"{where}: {message}" if where else message
+    return f"{where}: {message}, got {error['input']!r}"
+
+
+def _fields(tables: Sequence[Any]) -> list[str]:
+    section: type[BaseModel] = Recipe
+    for table in tables:
+        annotation = section.model_fields[str(table)].annotation
+        choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+        section = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
+    return list(section.model_fields)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""

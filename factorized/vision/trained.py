@@ -1,0 +1,58 @@
+"""A trained network in its run's folder, dense or factorized: written at the end of a run, read by other commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from factorized.decay.forms import forms
+from factorized.deploy.checkpoint import load, save
+from factorized.vision.models.build import build_model
+from factorized.vision.recipe import Recipe
+from factorized.vision.recipes import check_recipe
+
+RESULT = "result.json"
+FOLDER, DENSE = "model", "dense.safetensors"
+
+
+def save_trained(network: nn.Module, run: Path) -> None:
+    """Write the network into the folder of its run: as ``fz.save`` does, or plain where it holds no products."""
+    folder = run / FOLDER
+    if forms(network):
+        save(network, folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, folder / DENSE)
+
+
+def load_trained(run: Path) -> tuple[Recipe, dict[str, Any], nn.Module]:
+    """Return the recipe, the result and the network, in evaluation mode, of a finished run."""
+    result = read_result(run)
+    recipe = check_recipe(result["recipe"], str(run / RESULT))
+    data = result["data"]
+    fresh = build_model(recipe.model.name, len(data["classes"]), data["size"][0], data["channels"])
+    dense = run / FOLDER / DENSE
+    if dense.is_file():
+        fresh.load_state_dict(load_file(dense))
+        return recipe, result, fresh.eval()
+    return recipe, result, load(run / FOLDER, fresh).eval()
+
+
+def read_result(run: Path) -> dict[str, Any]:
+    """Return what a finished run wrote about itself."""
+    path = run / RESULT
+    if not path.is_file():
+        within = sorted(path.parent for path in run.glob("*/result.json")) if run.is_dir() else []
+        hint = (
+            f"; did you mean {within[0]}?" if within else "; give the folder of a finished run, such as out/NAME/seed-0"
+        )
+        raise ValueError(f"there is no {path}; {hint}")
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    return found

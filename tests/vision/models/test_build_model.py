@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from factorized.vision.models.build import MODELS, build_model
+from factorized.vision.models.hugging_face import ImageClassifier
+
+transformers = pytest.importorskip("transformers")
+
+MINE = """
+from torch import nn
+
+def plain(classes): return nn.Sequential(nn.Flatten(), nn.Linear(12, classes))
+def sized(classes, image_size, channels=3): return nn.Linear(image_size * channels, classes)
+def no_classes(width): return nn.Linear(1, 1)
+def no_model(classes): return "a model"
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's in the working folder, which is not on the Python path."""
+    (tmp_path / "mine_for_test.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_for_test", raising=False)
+    return "mine_for_test"
+
+
+@pytest.fixture
+def resnet_folder(tmp_path: Path) -> Path:
+    """A tiny Hugging Face ResNet's config.json, for 5 classes."""
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
+    )
+    config.save_pretrained(tmp_path / "resnet")
+    return tmp_path / "resnet"
+
+
+@pytest.fixture
+def vit_folder(tmp_path: Path) -> Path:
+    """A tiny vision transformer with weights, for 16×16 images in colour and 4 classes."""
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=8,
+        num_labels=4,
+    )
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    return tmp_path / "vit"
+
+
+def test_names_are_listed_for_the_command_line() -> None:
+    assert set(MODELS) >= {
+        "resnet20",
+        "resnet32",
+        "resnet44",
+        "resnet56",
+        "resnet110",
+        "resnet32x2",
+        "vgg19",
+        "wrn28-10",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("resnet-32", "resnet32"), ("ResNet110", "resnet110"), ("vgg", "vgg19"), ("wrn2810", "wrn28-10")],
+)
+def test_an_unknown_name_names_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean '{near}'") as caught:
+        build_model(name, 10)
+    assert "module:function" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"classes": 0}, "classes must be"),
+        ({"classes": 10, "image_size": 0}, "image_size must be"),
+        ({"classes": 10, "channels": -1}, "channels must be"),
+        ({"classes": 10, "image_size": 8}, "vgg19 halves an image four times and needs 16×16 at least, got 8×8"),
+    ],
+)
+def test_wrong_sizes_say_what_is_allowed(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model("vgg19", **arguments)
+
+
+def test_a_function_is_called_with_the_classes(mine: str) -> None:
+    before = list(sys.path)
+    model = build_model(f"{mine}:plain", 7)
+    assert isinstance(model, nn.Sequential)
+    assert model[1].out_features == 7
+    assert sys.path == before
+
+
+def test_a_function_that_asks_for_sizes_gets_them(mine: str) -> None:
+    model = build_model(f"{mine}:sized", 7, image_size=5, channels=2)
+    assert (model.in_features, model.out_features) == (10, 7)
+
+
+def test_the_models_of_the_package_can_be_named_as_functions() -> None:
+    model = build_model("factorized.vision.models.resnet:resnet32x2", 10, channels=1)
+    assert model.conv1.in_channels == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
+        ("factorized.no_such:f", "there is no module 'factorized.no_such'"),
+        ("{mine}:missing", "has no function 'missing'"),
+        ("{mine}:number", "has no function 'number'"),
+        ("{mine}:no_classes", "must take classes=, it takes \\(width\\)"),
+        ("{mine}:no_model", "must return a torch.nn.Module, got str"),
+    ],
+)
+def test_a_wrong_function_says_what_is_wrong(mine: str, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model(name.format(mine=mine), 10)
+
+
+def test_an_import_that_fails_inside_the_users_module_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_for_test.py").write_text("import no_such_package_at_all")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+        build_model("broken_for_test:f", 10)
+
+
+def test_a_hugging_face_config_gives_a_fresh_model_that_returns_logits(resnet_folder: Path) -> None:
+    x = torch.randn(2, 3, 32, 32)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(build_model(f"hf:{resnet_folder}", 7))
+    first, second = (model.eval()(x) for model in models)
+    assert isinstance(models[0], ImageClassifier)
+    assert first.shape == (2, 7)
+    assert torch.equal(first, second)
+
+
+def test_hugging_face_weights_are_loaded(vit_folder: Path) -> None:
+    saved = transformers.ViTForImageClassification.from_pretrained(vit_folder).eval()
+    model = build_model(f"hf:{vit_folder}", 4, image_size=16)
+    assert model.training
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(model.eval()(x), saved(pixel_values=x).logits)
+
+
+def test_for_another_number_of_classes_only_the_last_layer_is_drawn_anew(vit_folder: Path) -> None:
+    saved = transformers.ViTForImageClassification.from_pretrained(vit_folder).state_dict()
+    model = build_model(f"hf:{vit_folder}", 9, image_size=16).model
+    assert model.classifier.out_features == 9
+    for key, value in model.state_dict().items():
+        assert key.startswith("classifier") or torch.equal(value, saved[key]), key
+
+
+def test_a_hugging_face_model_is_factorized_trained_and_composed(vit_folder: Path) -> None:
+    model = fz.factorize(build_model(f"hf:{vit_folder}", 4, image_size=16), ratio=0.7)
+    x = torch.randn(2, 3, 16, 16)
+    model(x).sum().backward()
+    torch.testing.assert_close(fz.compose(model.eval())(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_hugging_face_model_compiles_without_a_break(resnet_folder: Path) -> None:
+    model = build_model(f"hf:{resnet_folder}", 7).eval()
+    x = torch.randn(2, 3, 32, 32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((4, 32), "image_size=16.*32"), ((4, 16, 1), "num_channels=3.*1")])
+def test_a_hugging_face_model_of_another_size_says_so(
+    vit_folder: Path, arguments: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model(f"hf:{vit_folder}", *arguments)
+
+
+def test_a_folder_without_config_says_which_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json is missing"):
+        build_model(f"hf:{tmp_path}", 10)
+
+
+def test_damaged_hugging_face_weights_name_the_folder(vit_folder: Path) -> None:
+    (vit_folder / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match=f"hf:{vit_folder} cannot be read"):
+        build_model(f"hf:{vit_folder}", 4, image_size=16)
+
+
+def test_weights_of_another_model_are_refused(vit_folder: Path) -> None:
+    config = json.loads((vit_folder / "config.json").read_text())
+    (vit_folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match="they are of another model"):
+        build_model(f"hf:{vit_folder}", 4, image_size=16)
+
+
+def test_without_transformers_the_error_says_what_to_install(
+    resnet_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'factorized\[text\]'"):
+        build_model(f"hf:{resnet_folder}", 10)
