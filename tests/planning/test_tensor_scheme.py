@@ -16,12 +16,12 @@ from factorized.planning.plan import Plan
 from factorized.planning.planner import plan
 from factorized.planning.scheme import Scheme, scheme_from_dict, scheme_to_dict
 from factorized.planning.tensor_scheme import TensorTrain, Tucker
-from tests.models.wide_resnet import WideResNet
+from factorized.vision.models.wide_resnet import wide_resnet
 from tests.planning.models_for_planning import TiedReader
 
 with torch.device("meta"):
-    WIDE = WideResNet()
-    SMALL = WideResNet(10, 2)
+    WIDE = wide_resnet()
+    SMALL = wide_resnet(10, 2)
 SCHEMES = [TensorTrain(), Tucker(), TensorTrain(order=4), Tucker(order=3), Tucker(core="train", order=3)]
 
 
@@ -50,6 +50,20 @@ def test_the_separable_block_has_the_parameters_of_the_paper(scheme: Scheme, sca
         (64, 64, 50),
         (80, 80, 64),
     }
+
+
+@pytest.mark.parametrize(
+    ("option", "scheme", "scale"),
+    [
+        (TensorTrain(separable=True), TensorTrain(order=3), 0.234),
+        (Tucker(separable=True), Tucker(order=3, core="train"), 0.68),
+    ],
+)
+def test_a_model_that_is_separable_already_gets_the_same_count(option: Scheme, scheme: Scheme, scale: float) -> None:
+    with torch.device("meta"):
+        separable = wide_resnet(separable=True)
+    made = plan(separable, scheme, rank_scale=scale, exclude=["*shortcut"])
+    assert made.params_after == plan(WIDE, option, rank_scale=scale).params_after
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -131,8 +145,8 @@ def test_ranks_above_what_is_allowed_are_clipped_with_one_warning_and_the_plan_s
         (lambda: Tucker(refinements=-1), "refinements must be a whole number of at least 0"),
         (lambda: TensorTrain(separable=1), "separable must be True or False, got 1"),  # type: ignore[arg-type]
         (
-            lambda: plan(WIDE, TensorTrain(dims=(4, 4)), rank=1, include=["stages.0"]),
-            "stages.0.conv1: dims (4, 4) multiply to 16, but the weight 160x16x3x3 has 23,040 entries",
+            lambda: plan(WIDE, TensorTrain(dims=(4, 4)), rank=1, include=["stages.0.0"]),
+            "stages.0.0.conv1: dims (4, 4) multiply to 16, but the weight 160x16x3x3 has 23,040 entries",
         ),
         (lambda: plan(WIDE, TensorTrain(), rank=0), "rank must be a whole number of at least 1, got 0"),
         (
