@@ -33,6 +33,7 @@ class Family:
     all_heads: str | None = None  # an attribute that is heads times head size, and has to stay so
     width: str | None = None  # an attribute that heads times head size has to equal in a module that is whole
     rotary: bool = False
+    one_size: bool = True  # whether ``forward`` has one head size for queries, keys and values
 
     def __call__(self, module: nn.Module) -> AttentionUnit:
         """Read one module."""
@@ -40,7 +41,11 @@ class Family:
         kv_heads = _whole_number(module, self.kv_heads) if self.kv_heads else heads
         note = shrunken_note(module)
         named = _whole_number(module, self.head_size) if self.head_size else None
-        size = note.head_size if note else named or _weight(module, self.output).shape[_dim(module, self.output, 1)] // heads
+        size = (
+            note.head_size
+            if note
+            else named or _weight(module, self.output).shape[_dim(module, self.output, 1)] // heads
+        )
         qk, ov = (note.qk, note.ov) if note else (size, size)
         self._check_whole(module, heads, size)
         unit = AttentionUnit(
@@ -48,10 +53,15 @@ class Family:
             query=_projection(module, self.query, heads, qk, 0),
             key=_projection(module, self.key, kv_heads, qk, heads * qk * (self.key == self.query)),
             value=_projection(
-                module, self.value, kv_heads, ov, qk * (heads * (self.value == self.query) + kv_heads * (self.value == self.key))
+                module,
+                self.value,
+                kv_heads,
+                ov,
+                qk * (heads * (self.value == self.query) + kv_heads * (self.value == self.key)),
             ),
             output=_projection(module, self.output, heads, ov, 0, is_output=True),
             rotary=self.rotary,
+            one_size=self.one_size,
             head_size=size,
             resizable=tuple(filter(None, (self.head_size, self.all_heads))) if self.head_size and self.scale else (),
         )
@@ -63,7 +73,7 @@ class Family:
             raise UnreadableAttention(f"heads {sorted(module.pruned_heads)} were pruned")  # type: ignore[arg-type]
         if self.width is not None and heads * size != attribute(module, self.width):
             raise UnreadableAttention(
-                f"{heads} heads of {size} are not its {self.width} of {attribute(module, self.width)}: heads were pruned"
+                f"{heads} heads of {size} are not its {self.width}, {attribute(module, self.width)}: heads were pruned"
             )
 
 
@@ -72,7 +82,9 @@ def attribute(module: nn.Module, path: str) -> Any:
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError as error:
-        raise UnreadableAttention(f"it has no {path}: {type(module).__name__} is not built as its adapter expects") from error
+        raise UnreadableAttention(
+            f"it has no {path}: {type(module).__name__} is not built as its adapter expects"
+        ) from error
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -122,8 +134,8 @@ def _check_sizes(unit: AttentionUnit) -> None:
         if used[projection.path] != extent:
             raise UnreadableAttention(
                 f"{projection.path} has {extent} {'columns' if projection is unit.output else 'rows'} where "
-                f"{projection.heads} heads of {projection.head_size} need {used[projection.path]}: heads were pruned, or "
-                "its adapter does not fit"
+                f"{projection.heads} heads of {projection.head_size} need {used[projection.path]}: heads were pruned, "
+                "or its adapter does not fit"
             )
     if unit.query.heads % unit.key.heads:
         raise UnreadableAttention(f"{unit.query.heads} query heads cannot share {unit.key.heads} key heads evenly")

@@ -7,7 +7,7 @@ from torch import nn
 from factorized.adapters.family import Family, UnreadableAttention, plain_weight
 from factorized.adapters.unit import AttentionUnit, Projection
 
-SHRUNKEN = Family("q_proj", "k_proj", "v_proj", "out_proj", heads="num_heads")
+SHRUNKEN = Family("q_proj", "k_proj", "v_proj", "out_proj", heads="num_heads", one_size=False)
 
 
 def read_multihead(module: nn.Module) -> AttentionUnit:
@@ -32,5 +32,13 @@ def read_multihead(module: nn.Module) -> AttentionUnit:
     )
     query, key, value = inputs
     return AttentionUnit(
-        module, query, key, value, output, rotary=False, head_size=size, sums_to_one=not module.add_zero_attn
+        module,
+        query,
+        key,
+        value,
+        output,
+        rotary=False,
+        head_size=size,
+        one_size=False,
+        sums_to_one=not module.add_zero_attn,
     )

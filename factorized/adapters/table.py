@@ -94,9 +94,13 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Say whether a class is called attention and holds projections, or inherits that from one that is."""
-    layers = [child for child in module.modules() if isinstance(child, nn.Linear) or is_transposed(child)]
-    return "attention" in type(module).__name__.lower() and len(layers) >= 2
+    """Say whether a class is called attention and holds projections, and nothing inside it is attention instead."""
+    if "attention" not in type(module).__name__.lower():
+        return False
+    inside = [child for child in module.modules() if child is not module]
+    if any(adapter_of(child) is not None or looks_like_attention(child) for child in inside):
+        return False
+    return sum(isinstance(child, nn.Linear) or is_transposed(child) for child in inside) >= 2
 
 
 def read_attention(name: str, module: nn.Module) -> Found | None:
@@ -111,19 +115,15 @@ def read_attention(name: str, module: nn.Module) -> Found | None:
 
 
 def find_attention(model: nn.Module) -> Iterator[Found]:
-    """Yield every attention module of ``model`` once: those with an adapter, and those that look as if they need one."""
+    """Yield every attention module of ``model`` once: those with an adapter, and those that seem to need one."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") or outer == "" for outer in inside):
             continue
         found = read_attention(name, module)
-        if found is None and looks_like_attention(module) and not _holds_known(module):
+        if found is None and looks_like_attention(module):
             call = FIVE_LINES.format(name=type(module).__name__)
             found = Found(name, module, None, f"nobody registered {type(module).__qualname__}; do so with\n{call}")
         if found is not None:
             inside.append(name)
             yield found
-
-
-def _holds_known(module: nn.Module) -> bool:
-    return any(adapter_of(child) is not None for child in module.modules())

@@ -77,6 +77,7 @@ class AttentionUnit:
     rotary: bool  # queries and keys are turned by position between the two matrices
     head_size: int
     resizable: tuple[str, ...] = ()  # dotted attributes: the head size that ``forward`` reads, the size of all heads
+    one_size: bool = True  # whether ``forward`` has one head size for queries, keys and values
     sums_to_one: bool = True  # whether attention weights add up to one, so that a value bias is a constant
 
     @property

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from factorized.decay.arena import Arena
-from factorized.decay.forms import Factor, Form
+from factorized.decay.forms import Factor, Form, is_attention
 from factorized.decay.sharded import Sharded, is_sharded
+from factorized.decay.sharded_heads import ShardedHeads
 from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
 
 # Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
@@ -24,7 +25,8 @@ class Single:
         self.factors = form.factors
         (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
         by_grams = not (form.middle or product_is_cheaper(rows, columns, rank, 0, products=3))
-        self.is_plain = by_grams and form.left.batch == 1 and computable(form.left.value).dtype == form.U.dtype
+        whole = form.left.is_whole and form.right.is_whole
+        self.is_plain = by_grams and whole and computable(form.left.value).dtype == form.U.dtype
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U M₁…M_d Vᵀ‖² for every factor, in the order of ``factors``."""
@@ -87,14 +89,17 @@ class Batch:
         return self.parts
 
 
-Unit = Single | Batch | Arena | Sharded
+Unit = Single | Batch | Arena | Sharded | ShardedHeads
 
 
 def batches(found: Sequence[Form]) -> list[Unit]:
     """Group forms that can be computed together; what is sharded, on a GPU, and of one shape on the CPU."""
     sharded = [form for form in found if is_sharded(form.left.parameter)]
     whole = [form for form in found if not is_sharded(form.left.parameter)]
-    units: list[Unit] = [Sharded(sharded)] if sharded else []
+    heads = [form for form in sharded if is_attention(form)]
+    layers = [form for form in sharded if not is_attention(form)]
+    units: list[Unit] = [Sharded(layers)] if layers else []
+    units += [ShardedHeads(heads)] if heads else []
     units += [Single(form) for form in whole if not _shares(form)]
     alike: dict[tuple[object, ...], list[Form]] = {}
     for form in whole:
@@ -123,6 +128,8 @@ def computable(value: Tensor) -> Tensor:
 def _shares(form: Form) -> bool:
     """Say whether a form gains from being computed together with others."""
     (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
-    entries = form.left.parameter.numel() + form.right.parameter.numel()
+    entries = form.left.value.numel() + form.right.value.numel()
     too_large = entries > LARGEST_BATCHED["cuda" if form.U.is_cuda else "cpu"]
-    return not (form.middle or too_large or product_is_cheaper(rows, columns, rank, 0, products=3))
+    shares_matrices = form.U.dim() > 3  # grouped queries: there are more products than matrices
+    product = product_is_cheaper(rows, columns, rank, 0, products=3)
+    return not (form.middle or too_large or shares_matrices or product)

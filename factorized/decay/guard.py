@@ -11,6 +11,7 @@ from factorized.decay.forms import Form, factor_parameters
 from factorized.decay.strength import Strength, strengths
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.linear import FactorizedLinear
+from factorized.layers.transposed import FactorizedTransposedLinear
 
 
 def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) -> None:
@@ -28,7 +29,8 @@ def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) 
             raise ValueError(
                 f"the optimizer decays the factors of {owners[doubly[0]].name!r} itself (weight_decay="
                 f"{group['weight_decay']}), so they would be decayed twice; make it from "
-                f"fz.parameter_groups(model, weight_decay={group['weight_decay']}), which leaves the factors out"
+                f"fz.parameter_groups(model, weight_decay={group['weight_decay']}{_also(owners[doubly[0]])}), which "
+                "leaves the factors out"
             )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         other = getattr(hook, "__self__", None)
@@ -36,6 +38,10 @@ def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) 
             raise ValueError(
                 f"a {kind.__name__} of the same factors is attached to this optimizer already; detach() it"
             )
+
+
+def _also(form: Form) -> str:
+    return ', attention=("qk", "ov")' if form.kind == "qk" else ""
 
 
 def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool) -> dict[Form, float]:
@@ -47,10 +53,8 @@ def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool
     numbers = strengths(strength, decayed, step=0)
     inside = {}
     for form, number in zip(decayed, numbers, strict=True):
-        composes = isinstance(form.layer, (FactorizedConv, FactorizedLinear)) and form.layer.chosen_execution() in (
-            "one_conv",
-            "one_product",
-        )
+        kinds = (FactorizedConv, FactorizedLinear, FactorizedTransposedLinear)
+        composes = isinstance(form.layer, kinds) and form.layer.chosen_execution() in ("one_conv", "one_product")
         if composes and not isinstance(number, Tensor):
             inside[form] = number
     return inside

@@ -15,7 +15,7 @@ from factorized.decay.act import Arguments, act_before_update, gradient_of, lear
 from factorized.decay.batch import computable
 from factorized.decay.forms import Factor, forms
 from factorized.decay.guard import check_attachable
-from factorized.decay.strength import Number, check_number
+from factorized.decay.strength import Number, check_number, unless_named
 from factorized.maths.frobenius import compose
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
 
@@ -24,11 +24,11 @@ class ProductPenalty:
     """Any penalty ``fn(W)`` on the composed products ``W = U M₁…M_d Vᵀ``; its gradient is added before every step.
 
     ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed, and its gradient taken
-    by autograd: right for any ``fn``, at the cost of the dense weight.
+    by autograd: right for any ``fn``, at the cost of the dense weight. Of attention it is the OV forms.
     """
 
     def __init__(self, model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-        self.forms = forms(model)
+        self.forms = unless_named(forms(model))
         if not self.forms:
             raise ValueError(f"{type(model).__name__} holds no products to penalize; call fz.factorize first")
         self.fn = fn
@@ -36,7 +36,8 @@ class ProductPenalty:
 
     def penalty(self) -> Tensor:
         """Return Σ fn(W), differentiable."""
-        return torch.stack([self.fn(compose(form.U, form.V, form.inner)).sum() for form in self.forms]).sum()
+        products = (compose(form.U, form.V, form.inner).flatten(0, -3) for form in self.forms)
+        return torch.stack([self.fn(W).sum() for W in products]).sum()
 
     def apply_(self) -> None:
         """Add the gradient to those that are there, once."""
@@ -73,7 +74,7 @@ class ProductPenalty:
     def _gradients(self, factors: tuple[Factor, ...]) -> list[Tensor]:
         values = [factor.value.requires_grad_() for factor in factors]
         with torch.enable_grad():
-            loss = self.fn(compose(values[0], values[-1], values[1:-1])).sum()
+            loss = self.fn(compose(values[0], values[-1], values[1:-1]).flatten(0, -3)).sum()
         return list(torch.autograd.grad(loss, values))
 
     @torch.no_grad()

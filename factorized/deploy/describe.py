@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
+from factorized.deploy.attention import attention_entries
+from factorized.deploy.state import plain_name
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.conv import FactorizedConv
-from factorized.layers.swap import COMPILED
 from factorized.planning.plan import Plan, PlanEntry
 from factorized.planning.scheme import LowRank, Overcomplete
 
 
 def describe(model: nn.Module) -> Plan:
-    """Return a plan with one entry per factorized layer of ``model``, from the layers themselves.
+    """Return a plan with one entry per factorized layer or shrunken attention of ``model``, from these themselves.
 
     It holds however the layers came to be: by several calls of ``fz.factorize``, or by hand.
     """
@@ -20,13 +21,15 @@ def describe(model: nn.Module) -> Plan:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, FactorizedLayer):
             places.setdefault(module, []).append(plain_name(name))
-    if not places:
+    attention = attention_entries(model, plain_name)
+    if not (places or attention):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     leaders: dict[tuple[nn.Parameter, ...], str] = {}
     entries = []
     for layer, names in places.items():
         leader = leaders.setdefault(layer.factors, names[0])
         entries.append(_entry(layer, names, leader if leader != names[0] else None))
+    entries += attention
     saved = sum(entry.params - entry.params_after for entry in entries)
     after = sum(parameter.numel() for parameter in model.parameters())
     return Plan(
@@ -37,11 +40,6 @@ def describe(model: nn.Module) -> Plan:
         params=after + saved,
         params_after=after,
     )
-
-
-def plain_name(name: str) -> str:
-    """Return a dotted name without the parts that ``torch.compile`` puts in."""
-    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def _entry(layer: FactorizedLayer, names: list[str], tied_to: str | None) -> PlanEntry:
@@ -63,5 +61,5 @@ def _entry(layer: FactorizedLayer, names: list[str], tied_to: str | None) -> Pla
 def _scheme(layers: list[FactorizedLayer]) -> LowRank | Overcomplete:
     if any(layer.depth for layer in layers):
         return Overcomplete("deep")
-    overcomplete = all(layer.rank >= layer.shape.full_rank for layer in layers)
+    overcomplete = bool(layers) and all(layer.rank >= layer.shape.full_rank for layer in layers)
     return Overcomplete("full") if overcomplete else LowRank()

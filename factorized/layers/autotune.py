@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.linear import FactorizedLinear
 from factorized.layers.timing import median_milliseconds, training_step
+from factorized.layers.transposed import FactorizedTransposedLinear
 from factorized.planning.cost import ExampleInput, run_once
 
-Tunable = FactorizedConv | FactorizedLinear
+Tunable = FactorizedConv | FactorizedLinear | FactorizedTransposedLinear
 
 
 def autotune(

@@ -9,10 +9,12 @@ from torch import nn
 
 from factorized.adapters.family import is_transposed
 from factorized.adapters.table import read_attention
-from factorized.adapters.unit import AttentionUnit, Projection, Shrunken
-from factorized.layers.attention import Matrices, write_matrices
+from factorized.adapters.unit import KINDS, AttentionUnit, Projection, Shrunken
+from factorized.layers.attention import Matrices, check_finite, drawn_matrices, spectral_matrices, write_matrices
+from factorized.layers.draw import Init
 from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
+from factorized.planning.plan import PlanEntry
 
 
 def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
@@ -27,6 +29,39 @@ def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | 
         size = max(qk, ov) if unit.resizable else unit.head_size
         new = _resized(unit, qk, ov, size, Shrunken(unit.head_size, qk, ov))
     return _filled(new, unit, matrices)
+
+
+def build_attention(model: nn.Module, entry: PlanEntry, init: Init | None) -> nn.Module:
+    """Return the shrunken module for an entry of a plan; ``init=None`` leaves it unfilled. Changes nothing."""
+    unit = _read(model.get_submodule(entry.name))
+    qk, ov = entry.head_ranks
+    kinds = tuple(kind for kind in KINDS if kind in entry.forms)
+    if init is None or unit.query.weight.is_meta:
+        return shrunken_module(unit, qk, ov, None)
+    check_finite(unit, entry.name)
+    if init == "spectral":
+        return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=True))
+    return shrunken_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
+
+
+def attention_difference(entry: PlanEntry, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return how the attention module that an entry names differs from the one it was made for."""
+    module = modules.get(entry.name)
+    found = read_attention(entry.name, module) if module is not None else None
+    if found is None or found.unit is None or found.unit.shrunken is not None:
+        return f"{entry.name} is no attention that can be shrunken"
+    unit = found.unit
+    has = (unit.query.heads, unit.head_size)
+    return None if has == entry.shape else f"{entry.name} has {has[0]} heads of {has[1]}, not {entry.shape}"
+
+
+def keep_off_nested_tensors(model: nn.Module) -> None:
+    """Keep torch's encoders off the path that reads the packed weights of their first layer, where it has none."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            first = getattr(module.layers[0], "self_attn", None)
+            if isinstance(first, ShrunkenMultiheadAttention):
+                module.use_nested_tensor = False
 
 
 def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> nn.Module:
@@ -73,9 +108,7 @@ def _resized(unit: AttentionUnit, qk: int, ov: int, size: int, note: Shrunken) -
     return grafted(unit.module, {**layers, **values, "shrunken": note})
 
 
-def _input_layer(
-    old: nn.Module, projection: Projection, parts: tuple[tuple[int, int], ...], size: int
-) -> nn.Module:
+def _input_layer(old: nn.Module, projection: Projection, parts: tuple[tuple[int, int], ...], size: int) -> nn.Module:
     plain = _plain_type(old)
     if all(rank == size for _, rank in parts):
         return _plain_layer(plain, projection.long, sum(heads * size for heads, _ in parts), projection)

@@ -22,7 +22,7 @@ class PlanEntry:
     type: str  # of the dense layer, as in torch.nn
     shape: tuple[int, ...]  # of the dense weight
     groups: int = 1
-    rank: int | None = None  # None: the layer stays dense
+    rank: int | None = None  # None: the layer stays dense; of attention, the smaller of a head's ranks
     kind: Kind = "spatial"
     depth: int = 0
     reason: str | None = None  # why it stays dense
@@ -32,6 +32,8 @@ class PlanEntry:
     params_after: int = 0
     macs: int | None = None  # None without an example input
     macs_after: int | None = None
+    head_ranks: tuple[int, ...] = ()  # of attention: the sizes of a head's QK and OV; ``shape`` is (heads, head size)
+    forms: tuple[str, ...] = ()  # of attention: those that are shrunken
 
     @property
     def kernel(self) -> KernelShape:
@@ -61,6 +63,16 @@ class Plan:
     def selected(self) -> tuple[PlanEntry, ...]:
         """The layers to factorize."""
         return tuple(entry for entry in self.entries if entry.rank is not None)
+
+    @property
+    def layers(self) -> tuple[PlanEntry, ...]:
+        """The layers to factorize that are no attention."""
+        return tuple(entry for entry in self.selected if not entry.head_ranks)
+
+    @property
+    def attention(self) -> tuple[PlanEntry, ...]:
+        """The attention modules to shrink."""
+        return tuple(entry for entry in self.selected if entry.head_ranks)
 
     @property
     def skipped(self) -> tuple[PlanEntry, ...]:
@@ -109,6 +121,6 @@ class Plan:
 def _entry_from_dict(data: Mapping[str, Any]) -> PlanEntry:
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
     entry = PlanEntry(**fields)
-    if not (isinstance(entry.shape, tuple) and isinstance(entry.aliases, tuple)):
-        raise TypeError(f"the shape and aliases of {entry.name!r} must be lists")
+    if not all(isinstance(value, tuple) for value in (entry.shape, entry.aliases, entry.head_ranks, entry.forms)):
+        raise TypeError(f"the shape, aliases, head_ranks and forms of {entry.name!r} must be lists")
     return entry

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from typing import Literal
 
 from torch import nn
 
-from factorized.planning.assemble import Tied, assemble, cost_of
+from factorized.adapters.unit import KINDS, FormKind
+from factorized.planning.assemble import Cost, Tied, assemble, cost_of
+from factorized.planning.attention import AttentionCost
 from factorized.planning.budget import Budget, read_budget
-from factorized.planning.cost import ExampleInput, LayerCost, Measured, count_parameters, measure
+from factorized.planning.cost import ExampleInput, Measured, count_parameters, measure
 from factorized.planning.plan import Plan
 from factorized.planning.ranks import Item, Ranks, lowest_cost, scaled_ranks, spend_by_spectrum, spend_uniformly
 from factorized.planning.scheme import LowRank, Scheme, reference_size
@@ -34,6 +37,7 @@ def plan(
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] = (),
     keep_first_and_last: bool = True,
+    attention: bool | Sequence[FormKind] = False,
 ) -> Plan:
     """Choose which layers of ``model`` to factorize, and their ranks; the model is not changed.
 
@@ -53,16 +57,20 @@ def plan(
         include: only these layers: names, globs, names of containers, or module types.
         exclude: not these.
         keep_first_and_last: leave the first and last layer dense, as the paper does, unless ``include`` names them.
+        attention: spend the budget on attention modules too, each one unit whose heads get fewer dimensions: True for
+            both of its forms (OV alone under rotary embeddings), or the forms, ``("qk", "ov")`` or one of them.
     """
     scheme = LowRank() if scheme is None else scheme
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given)
-    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last)
+    kinds = _read_attention(scheme, attention)
+    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last, kinds)
     weights = _tied_groups(candidates)
     if not weights:
         raise ValueError(_nothing_selected(model, candidates))
     shapes = {c.module: c.shape for c in candidates if c.shape is not None}
-    measured = measure(model, example_input, shapes) if example_input is not None else None
+    units = {c.module: c.unit for c in candidates if c.unit is not None}
+    measured = measure(model, example_input, shapes, units) if example_input is not None else None
     costs = [cost_of(tied, scheme, measured) for tied in weights]
     ranks = _solve(model, scheme, budget, allocate, weights, costs, measured)
     if all(rank is None for rank in ranks):
@@ -72,6 +80,18 @@ def plan(
         )
     solved = {tied[0].name: (cost, rank) for tied, cost, rank in zip(weights, costs, ranks, strict=True)}
     return assemble(model, scheme, budget, candidates, solved, measured)
+
+
+def _read_attention(scheme: Scheme, attention: bool | Sequence[FormKind]) -> tuple[FormKind, ...]:
+    if isinstance(attention, bool):
+        kinds = KINDS if attention else ()
+    elif isinstance(attention, str) or not set(attention) <= set(KINDS):
+        raise ValueError(f'attention must be True, False or a list of "qk" and "ov", got {attention!r}')
+    else:
+        kinds = tuple(kind for kind in KINDS if kind in attention)
+    if kinds and not isinstance(scheme, LowRank):
+        raise ValueError(f"attention={attention!r} gives heads fewer dimensions, which is for LowRank, got {scheme}")
+    return kinds
 
 
 def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
@@ -88,7 +108,7 @@ def _solve(
     budget: Budget,
     allocate: Allocate,
     weights: list[Tied],
-    costs: list[LayerCost],
+    costs: list[Cost],
     measured: Measured | None,
 ) -> Ranks:
     by_macs = budget.name == "macs"
@@ -114,7 +134,7 @@ def _solve(
         raise ValueError(
             f"{budget} is out of reach for {type(model).__name__}: with rank 1 everywhere it still keeps {lowest:.4f} "
             f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "
-            "factorize more layers: see include=, exclude= and keep_first_and_last="
+            "factorize more layers: see attention=, include=, exclude= and keep_first_and_last="
         )
     if allocate == "spectrum":
         return spend_by_spectrum(items, [squared_spectrum(tied[0]).tolist() for tied in weights], target)
@@ -129,7 +149,11 @@ def _largest_within(share: float, whole: int) -> int:
     return count
 
 
-def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
+def _item(cost: Cost, scheme: Scheme, by_macs: bool) -> Item:
+    if isinstance(cost, AttentionCost):
+        full = cost.full_rank
+        rank_at = partial(_head_rank, full)
+        return Item(cost.macs if by_macs else cost.params, rank_at, reference=full, may_stay_dense=True)
     return Item(
         cost=cost.macs if by_macs else cost.params,
         rank_at=lambda scale: scheme.rank(cost.shape, scale),
@@ -138,7 +162,19 @@ def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
     )
 
 
+def _head_rank(full: int, scale: float) -> int:
+    return min(max(1, round(scale * full)), full)
+
+
 def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> int:
+    if candidate.unit is not None:
+        full = candidate.unit.head_size
+        if rank > full:
+            raise ValueError(
+                f"rank must be in 1..{full} for the heads of {candidate.name!r}, got {rank}; exclude= it, or shrink "
+                "attention by a call of its own: fz.factorize_attention(model, rank_scale=...)"
+            )
+        return rank
     assert candidate.shape is not None
     full = candidate.shape.full_rank
     if isinstance(scheme, LowRank) and rank > full:
