@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from factorized.adapters.family import Family, UnreadableAttention, plain_weight
 from factorized.adapters.unit import AttentionUnit, Projection
 
 SHRUNKEN = Family("q_proj", "k_proj", "v_proj", "out_proj", heads="num_heads", one_size=False)
+
+
+def read_shrunken(module: nn.Module) -> AttentionUnit:
+    """Read what a shrunken ``nn.MultiheadAttention`` has become."""
+    return replace(SHRUNKEN(module), sums_to_one=not module.add_zero_attn)
 
 
 def read_multihead(module: nn.Module) -> AttentionUnit:

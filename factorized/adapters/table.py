@@ -12,7 +12,7 @@ from factorized.adapters.family import Family, UnreadableAttention, is_transpose
 from factorized.adapters.gpt2 import read_gpt2
 from factorized.adapters.llama import LLAMA
 from factorized.adapters.marian import MARIAN
-from factorized.adapters.multihead import SHRUNKEN, read_multihead
+from factorized.adapters.multihead import read_multihead, read_shrunken
 from factorized.adapters.unit import AttentionUnit
 from factorized.adapters.vit import VIT
 
@@ -20,7 +20,7 @@ Adapter = Callable[[nn.Module], AttentionUnit]
 
 KNOWN: dict[str, Adapter] = {
     "torch.nn.modules.activation.MultiheadAttention": read_multihead,
-    "factorized.layers.multihead.ShrunkenMultiheadAttention": SHRUNKEN,
+    "factorized.layers.multihead.ShrunkenMultiheadAttention": read_shrunken,
     "transformers.models.bert.modeling_bert.BertAttention": BERT,
     "transformers.models.roberta.modeling_roberta.RobertaAttention": BERT,
     "transformers.models.marian.modeling_marian.MarianAttention": MARIAN,

@@ -59,7 +59,7 @@ def parameter_groups(
             factors.setdefault(owners[parameter], []).append(parameter)
             continue
         is_norm = parameter in norms
-        is_bias = not is_norm and name.rpartition(".")[2] == "bias"
+        is_bias = not is_norm and "bias" in name.rpartition(".")[2]  # in_proj_bias too
         kept = (decay_norms or not is_norm) and (decay_biases or not is_bias)
         (decayed if kept else free).append(parameter)
     groups: list[dict[str, Any]] = [

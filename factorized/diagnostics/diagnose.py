@@ -53,13 +53,19 @@ def _diagnose(form: Form, lr: float, spectrum: bool) -> Diagnosis:
         name=form.name,
         kind=form.kind,
         frobenius=squared.sqrt().item(),
-        nuclear_bound=((U.square().sum() + V.square().sum()) / 2).item(),
+        nuclear_bound=_nuclear_bound(U, V),
         effective_step=lr / squared.item() if squared else float("inf"),
         non_orthogonality=(_non_orthogonality(U), _non_orthogonality(V)),
         spectral=spectral,
         nuclear=nuclear,
         stable_rank=stable,
     )
+
+
+def _nuclear_bound(U: torch.Tensor, V: torch.Tensor) -> float:
+    # A matrix that several products share counts for each of them.
+    squares = U.square().sum(dim=(-2, -1)), V.square().sum(dim=(-2, -1))
+    return ((squares[0] + squares[1]).sum() / 2).item()
 
 
 def _non_orthogonality(factor: torch.Tensor) -> float:

@@ -78,7 +78,8 @@ class AttentionCost:
         for call in self.calls:
             total += call.batch * call.queries * (query * qk + output * ov)
             total += call.batch * call.keys * (key * qk + value * ov)
-            total += call.batch * call.queries * call.keys * unit.query.heads * between
+            attended = call.keys if unit.sums_to_one else call.keys + 1  # one more, of zeros
+            total += call.batch * call.queries * attended * unit.query.heads * between
         return total
 
 

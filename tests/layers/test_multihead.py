@@ -194,3 +194,16 @@ def test_torchs_decoder_runs_with_it() -> None:
     expected = decoder(x, memory, tgt_mask=mask, tgt_is_causal=True)
     fz.factorize_attention(decoder, rank_scale=1)
     assert error(decoder(x, memory, tgt_mask=mask, tgt_is_causal=True), expected) < 1e-10
+
+
+@torch.no_grad()
+def test_what_is_shrunken_can_be_rebalanced_with_a_zero_to_attend_to() -> None:
+    dense, _ = pair(add_zero_attn=True, batch_first=True)
+    small = fz.factorize_attention(dense, rank_scale=0.5)
+    inputs = sequences(small)
+    expected = small(*inputs)[0]
+    small.v_proj.bias += 1
+    shifted = small(*inputs)[0]
+    assert error(shifted, expected) > 0.01
+    fz.spectral_init_attention(small)
+    assert error(small(*inputs)[0], shifted) < 1e-10

@@ -60,9 +60,10 @@ def test_gpt2s_feed_forward_layers_are_layers_of_the_plan_and_come_back_transpos
 @torch.no_grad()
 def test_a_dense_gpt2_checkpoint_fills_the_factors() -> None:
     dense = GPT2.make()
-    model = fz.factorize(GPT2.build().double(), rank=24, include=["*.mlp.*"]).eval()
+    model = fz.factorize(GPT2.build().double(), rank=19, include=["*.mlp.*"]).eval()
     fz.load_dense(model, dense.state_dict())
-    assert error(GPT2.run(model), GPT2.run(dense)) < 1e-10
+    expected = fz.factorize(dense, rank=19, include=["*.mlp.*"])
+    assert error(GPT2.run(model), GPT2.run(expected)) < 1e-10
 
 
 def test_its_macs_are_counted_by_its_inputs() -> None:
