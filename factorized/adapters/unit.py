@@ -42,11 +42,6 @@ class Projection:
         return self.heads * self.head_size
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the weight holds other projections too."""
-        return self.size != self.weight.shape[self.dim]
-
-    @property
     def long(self) -> int:
         """The extent on the model's side: what the projection reads, or for the output what it writes."""
         return self.weight.shape[1 - self.dim]

@@ -125,8 +125,6 @@ def attention_spectrum(name: str, unit: AttentionUnit, kinds: Sequence[FormKind]
 def why_not_shrunken(unit: AttentionUnit, owners: Mapping[nn.Parameter, Sequence[str]]) -> str | None:
     """Return why the heads of ``unit`` cannot be shrunken, or None. ``owners`` are the names of shared parameters."""
     module = unit.module
-    if unit.shrunken is not None:
-        return "already factorized"
     if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention:
         return f"{type(module).__name__} is not MultiheadAttention itself, and a replacement would lose its forward"
     if "forward" in module.__dict__:

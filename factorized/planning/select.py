@@ -111,7 +111,9 @@ def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequ
         if unit is None or candidate.reason is not None:
             continue
         candidate.kinds = tuple(kind for kind in attention if not (kind == "qk" and unit.rotary))
-        if not attention:
+        if unit.shrunken is not None:
+            candidate.reason = "already factorized"
+        elif not attention:
             candidate.reason = "attention is one unit; attention=True shrinks its heads"
         elif not candidate.kinds:
             candidate.reason = "rotary embeddings turn its queries and keys, so that QK is no single form"

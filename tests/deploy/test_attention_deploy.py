@@ -137,6 +137,14 @@ def test_a_checkpoint_does_not_load_into_a_model_of_other_heads(tmp_path: Path) 
     assert list(other.modules()) == before
 
 
+def test_a_model_on_the_meta_device_is_filled_too(tmp_path: Path) -> None:
+    kind = TORCH[3]
+    model = shrunken(kind, unequal=True)
+    fz.save(model, tmp_path)
+    loaded = fz.load(tmp_path, kind.build().double().eval().to("meta"))
+    assert torch.equal(kind.run(loaded), kind.run(model))
+
+
 def test_layers_and_attention_are_saved_together(tmp_path: Path) -> None:
     model = fz.factorize(GPT2.make(), ratio=0.6, attention=True, keep_first_and_last=False)
     fz.save(model, tmp_path)

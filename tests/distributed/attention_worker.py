@@ -116,8 +116,18 @@ def count() -> dict[str, float]:
         decay.apply_()
     grams = sum(3 * 8 * 8 for form in decay.forms if form.kind == "ov")
     outputs = sum(form.right.parameter.to_local().numel() for form in decay.forms if form.kind == "ov")
+    try:
+        fz.factorize_attention(model)
+        refused = 0
+    except ValueError as error:
+        refused = int("before fully_shard" in str(error))
     penalty, whole = decay.penalty().item(), fz.FrobeniusDecay(build("gpt2"), 0.1).penalty().item()
-    return {"bytes": counter.total, "allowed": 8 * (grams + outputs), "penalty": abs(penalty - whole)}
+    return {
+        "bytes": counter.total,
+        "allowed": 8 * (grams + outputs),
+        "penalty": abs(penalty - whole),
+        "refused": refused,
+    }
 
 
 def main() -> None:

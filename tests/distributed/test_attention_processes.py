@@ -23,3 +23,4 @@ def test_two_shards_end_where_one_process_does_and_gather_only_weights_whose_row
     assert {name: result[name] for name in NAMES if not result[name] < 1e-8} == {}
     assert 0 < result["bytes"] <= result["allowed"]
     assert result["penalty"] < 1e-9
+    assert result["refused"] == 1  # shrinking what is sharded already
