@@ -32,9 +32,9 @@ def parameter_groups(
     """Return parameter groups for any torch optimizer: weights with ``weight_decay``, factors of products without.
 
     ``attention`` names the forms of attention that are decayed as products, ``"ov"`` and ``"qk"``, and is empty where
-    none is; the weights of the others are ordinary ones. A weight that packs both (``in_proj_weight``, GPT-2's ``c_attn``) stands in a group of its
-    own, without decay by the optimizer: ``FrobeniusDecay`` and ``Flambe`` read that group's ``"rest_decay"`` and decay
-    the rest of it as the optimizer would have.
+    none is; the weights of the others are ordinary ones. A weight that packs both (``in_proj_weight``, GPT-2's
+    ``c_attn``) stands in a group of its own, without decay by the optimizer: ``FrobeniusDecay`` and ``Flambe`` read
+    that group's ``"rest_decay"`` and decay the rest of it as the optimizer would have.
 
     ``decay_norms=True`` and ``decay_biases=True`` decay those too, as the paper's ResNet recipe does, which decays
     every parameter alike. ``crs=True`` is compression-rate scaling instead of Frobenius decay: each product's factors
