@@ -45,8 +45,11 @@ class HeadsIn(nn.Module):
         """Apply the layer."""
         y = F.linear(input, self.weight, self.bias)
         padded = []
-        for part, (heads, rank) in zip(y.split([h * r for h, r in self.parts], dim=-1), self.parts, strict=True):
-            padded.append(F.pad(part.unflatten(-1, (heads, rank)), (0, self.size - rank)).flatten(-2))
+        start = 0
+        for heads, rank in self.parts:
+            part = y.narrow(-1, start, heads * rank).unflatten(-1, (heads, rank))
+            padded.append(F.pad(part, (0, self.size - rank)).flatten(-2))
+            start += heads * rank
         return padded[0] if len(padded) == 1 else torch.cat(padded, dim=-1)
 
     def extra_repr(self) -> str:

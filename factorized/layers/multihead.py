@@ -76,10 +76,7 @@ class ShrunkenMultiheadAttention(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        q, k, v = (
-            projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for projected in (self.q_proj(query), self.k_proj(key), self.v_proj(value))
-        )  # each (N, heads, length, size)
+        q, k, v = self._by_head(self.q_proj(query)), self._by_head(self.k_proj(key)), self._by_head(self.v_proj(value))
         only_causal = is_causal and key_padding_mask is None and not (need_weights or self.add_zero_attn)
         mask = None if only_causal else self._merged(attn_mask, key_padding_mask, q)
         if self.add_zero_attn:
@@ -101,6 +98,12 @@ class ShrunkenMultiheadAttention(nn.Module):
         if not is_batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _by_head(
+        self,
+        projected: Tensor,  # (N, length, heads · size)
+    ) -> Tensor:  # (N, heads, length, size)
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _merged(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Return both masks as one that is added to the scores (N or 1, heads or 1, L or 1, S)."""
