@@ -40,25 +40,17 @@ class Family:
         heads = _whole_number(module, self.heads)
         kv_heads = _whole_number(module, self.kv_heads) if self.kv_heads else heads
         note = shrunken_note(module)
-        named = _whole_number(module, self.head_size) if self.head_size else None
-        size = (
-            note.head_size
-            if note
-            else named or _weight(module, self.output).shape[_dim(module, self.output, 1)] // heads
-        )
+        size = note.head_size if note else self._head_size(module, heads)
         qk, ov = (note.qk, note.ov) if note else (size, size)
+        queries, keys = heads * qk, kv_heads * qk
+        before_key = queries if self.key == self.query else 0
+        before_value = (queries if self.value == self.query else 0) + (keys if self.value == self.key else 0)
         self._check_whole(module, heads, size)
         unit = AttentionUnit(
             module=module,
             query=_projection(module, self.query, heads, qk, 0),
-            key=_projection(module, self.key, kv_heads, qk, heads * qk * (self.key == self.query)),
-            value=_projection(
-                module,
-                self.value,
-                kv_heads,
-                ov,
-                qk * (heads * (self.value == self.query) + kv_heads * (self.value == self.key)),
-            ),
+            key=_projection(module, self.key, kv_heads, qk, before_key),
+            value=_projection(module, self.value, kv_heads, ov, before_value),
             output=_projection(module, self.output, heads, ov, 0, is_output=True),
             rotary=self.rotary,
             one_size=self.one_size,
@@ -67,6 +59,11 @@ class Family:
         )
         _check_sizes(unit)
         return unit
+
+    def _head_size(self, module: nn.Module, heads: int) -> int:
+        if self.head_size is not None:
+            return _whole_number(module, self.head_size)
+        return _weight(module, self.output).shape[_dim(module, self.output, 1)] // heads
 
     def _check_whole(self, module: nn.Module, heads: int, size: int) -> None:
         if getattr(module, "pruned_heads", None):
