@@ -3,6 +3,7 @@
 The public names, in the order of the data path; see docs/path.md for the tour.
 """
 
+from factorized.adapters.table import register_attention
 from factorized.decay.forms import Form, TensorForm, forms
 from factorized.decay.frobenius import FrobeniusDecay, decoupled_frobenius
 from factorized.decay.groups import parameter_groups
@@ -11,6 +12,7 @@ from factorized.deploy.checkpoint import load, save
 from factorized.deploy.compose import compose
 from factorized.deploy.dense import load_dense
 from factorized.deploy.lower import lower
+from factorized.deploy.pretrained import from_pretrained, save_pretrained
 from factorized.diagnostics.bounds import MarginBounds, margin_bounds
 from factorized.diagnostics.diagnose import Diagnosis, diagnose
 from factorized.diagnostics.match import NormMatcher
@@ -19,6 +21,7 @@ from factorized.layers.conv import FactorizedConv1d, FactorizedConv2d, Factorize
 from factorized.layers.drop_connect import drop_connect
 from factorized.layers.embedding import FactorizedEmbedding
 from factorized.layers.linear import FactorizedLinear
+from factorized.layers.shrink import factorize_attention, spectral_init_attention
 from factorized.layers.swap import factorize
 from factorized.layers.tensor_conv import TensorizedConv2d
 from factorized.layers.tensor_linear import TensorizedLinear
@@ -47,6 +50,9 @@ __all__ = [  # noqa: RUF022, in path order
     "FactorizedEmbedding",
     "TensorizedLinear",
     "TensorizedConv2d",
+    "register_attention",
+    "factorize_attention",
+    "spectral_init_attention",
     "autotune",
     "drop_connect",
     "forms",
@@ -64,6 +70,8 @@ __all__ = [  # noqa: RUF022, in path order
     "save",
     "load",
     "load_dense",
+    "save_pretrained",
+    "from_pretrained",
     "diagnose",
     "Diagnosis",
     "margin_bounds",

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from factorized.decay.arena import Arena
-from factorized.decay.forms import AnyForm, Factor, Form, TensorForm
+from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, is_attention
 from factorized.decay.sharded import Sharded, is_sharded, own_rows, whole
+from factorized.decay.sharded_heads import ShardedHeads
 from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
 
 # Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
@@ -24,7 +25,8 @@ class Single:
         self.factors = form.factors
         (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
         by_grams = not (form.middle or product_is_cheaper(rows, columns, rank, 0, products=3))
-        self.is_plain = by_grams and form.left.batch == 1 and computable(form.left.value).dtype == form.U.dtype
+        whole = form.left.is_whole and form.right.is_whole
+        self.is_plain = by_grams and whole and computable(form.left.value).dtype == form.U.dtype
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U M₁…M_d Vᵀ‖² for every factor, in the order of ``factors``."""
@@ -109,7 +111,7 @@ class Tensors:
         ]
 
 
-Unit = Single | Batch | Arena | Sharded | Tensors
+Unit = Single | Batch | Arena | Sharded | ShardedHeads | Tensors
 
 
 def batches(found: Sequence[AnyForm]) -> list[Unit]:
@@ -118,7 +120,10 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
     products = [form for form in found if isinstance(form, Form)]
     sharded = [form for form in products if is_sharded(form.left.parameter)]
     local = [form for form in products if not is_sharded(form.left.parameter)]
-    units: list[Unit] = [Sharded(sharded)] if sharded else []
+    heads = [form for form in sharded if is_attention(form)]
+    layers = [form for form in sharded if not is_attention(form)]
+    units: list[Unit] = [Sharded(layers)] if layers else []
+    units += [ShardedHeads(heads)] if heads else []
     units += tensor_units(tensors)
     units += [Single(form) for form in local if not _shares(form)]
     alike: dict[tuple[object, ...], list[Form]] = {}
@@ -158,6 +163,8 @@ def computable(value: Tensor) -> Tensor:
 def _shares(form: Form) -> bool:
     """Say whether a form gains from being computed together with others."""
     (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
-    entries = form.left.parameter.numel() + form.right.parameter.numel()
+    entries = form.left.value.numel() + form.right.value.numel()
     too_large = entries > LARGEST_BATCHED["cuda" if form.U.is_cuda else "cpu"]
-    return not (form.middle or too_large or product_is_cheaper(rows, columns, rank, 0, products=3))
+    shares_matrices = form.U.dim() > 3  # grouped queries: there are more products than matrices
+    product = product_is_cheaper(rows, columns, rank, 0, products=3)
+    return not (form.middle or too_large or shares_matrices or product)

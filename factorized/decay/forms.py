@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from factorized.adapters.table import find_attention
+from factorized.adapters.unit import KINDS, AttentionUnit, FormKind, Projection
+from factorized.decay.local import local_part
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
@@ -26,6 +30,7 @@ class Factor:
     parameter: nn.Parameter
     view: Callable[[Tensor], Tensor]  # a tensor shaped like the parameter -> its view (batch, long, rank), or a core
     batch: int = 1  # groups or heads
+    projection: Projection | None = None  # of attention: which part of the parameter it is
 
     @property
     def value(self) -> Tensor:
@@ -40,36 +45,52 @@ class Factor:
     def part(self, tensor: Tensor) -> Tensor:
         """Return the factor's part of a tensor shaped like its parameter, such as the gradient, to be changed in place.
 
-        It is (batch, long, rank), or of a sharded tensor (local rows, rank), groups not told apart.
+        It is (batch, long, rank), or of a sharded tensor the local part of it in two dimensions, with groups or heads
+        not told apart.
         """
-        return tensor.to_local() if isinstance(tensor, DTensor) else self.view(tensor)
+        if not isinstance(tensor, DTensor):
+            return self.view(tensor)
+        return tensor.to_local() if self.projection is None else local_part(self.projection, tensor)
+
+    @property
+    def differentiable(self) -> Tensor:
+        """The factor with its gradient history; a sharded attention weight is gathered, as heads cross its shards."""
+        parameter: Tensor = self.parameter
+        if self.projection is not None and isinstance(parameter, DTensor):
+            parameter = parameter.full_tensor()
+        return self.view(parameter)
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """One product ``U M₁…M_d Vᵀ``, batched: a factorized layer, or all heads of an attention form."""
+    """One product ``U M₁…M_d Vᵀ``, batched: a factorized layer, or all heads of an attention form.
 
-    name: str  # of the module it belongs to
-    kind: str  # "linear", "conv" or "embedding"
+    Of attention, ``"qk"`` is ``Q_h K_hᵀ`` and ``"ov"`` is ``V_h O_hᵀ``. Where query heads share a K/V head, the batch
+    is (K/V heads, query heads of each), with 1 in the second place for the shared matrix.
+    """
+
+    name: str  # of the module it belongs to; of attention with its kind: "encoder.0.self_attn.ov"
+    kind: str  # "linear", "conv", "embedding", "qk" or "ov"
     left: Factor
     middle: tuple[Factor, ...]
     right: Factor
     layer: ComposedLayer | None = None  # where one module holds the whole product
+    rotary: bool = False  # of "qk": positions turn queries and keys, so that this is no single bilinear form
 
     @property
     def U(self) -> Tensor:  # (batch, m, rank)
         """The left factor, differentiable."""
-        return self.left.view(self.left.parameter)
+        return self.left.differentiable
 
     @property
     def V(self) -> Tensor:  # (batch, n, rank)
         """The right factor, differentiable."""
-        return self.right.view(self.right.parameter)
+        return self.right.differentiable
 
     @property
     def inner(self) -> tuple[Tensor, ...]:  # each (batch, rank, rank)
         """The matrices between them, differentiable."""
-        return tuple(factor.view(factor.parameter) for factor in self.middle)
+        return tuple(factor.differentiable for factor in self.middle)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -79,7 +100,8 @@ class Form:
     @property
     def numel(self) -> int:
         """Entries of the product."""
-        return self.U.shape[0] * self.U.shape[-2] * self.V.shape[-2]
+        batch = torch.broadcast_shapes(self.U.shape[:-2], self.V.shape[:-2])
+        return batch.numel() * self.U.shape[-2] * self.V.shape[-2]
 
     @property
     def values(self) -> list[Tensor]:
@@ -88,7 +110,7 @@ class Form:
 
     def compose(self, values: Sequence[Tensor]) -> Tensor:  # (batch, m, n)
         """Return the product of ``values``, which stand for the factors."""
-        return compose(values[0], values[-1], values[1:-1])
+        return compose(values[0], values[-1], values[1:-1]).flatten(0, -3)
 
     def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # (batch,)
         """Return ‖U M₁…M_d Vᵀ‖² of ``values``, which stand for the factors."""
@@ -137,14 +159,27 @@ def forms(model: nn.Module) -> list[AnyForm]:
     """Return every product in ``model``, each once, however many layers are tied to its factors.
 
     Low-rank layers give a ``Form`` with ``U``, ``inner`` and ``V``, tensorized ones a ``TensorForm`` with ``cores``.
+    Attention is two products a module, of the kinds ``"qk"`` and ``"ov"``, where an adapter can read it: see
+    ``fz.register_attention``.
     """
-    found: dict[tuple[nn.Parameter, ...], AnyForm] = {}
+    found: dict[tuple[object, ...], AnyForm] = {}
+    attention = {read.module: read for read in find_attention(model)}
     for name, module in model.named_modules():
         if isinstance(module, FactorizedLayer):
             found.setdefault(module.factors, _layer_form(name, module))
         elif isinstance(module, TensorizedLayer):
             found.setdefault(module.factors, _tensor_form(name, module))
+        unit = attention[module].unit if module in attention else None
+        for kind in KINDS if unit is not None else ():
+            assert unit is not None
+            identity = [part for p in unit.form(kind) for part in (p.weight, p.start)]
+            found.setdefault((kind, *identity), _attention_form(name, unit, kind))
     return list(found.values())
+
+
+def is_attention(form: AnyForm) -> bool:
+    """Say whether a form is one of attention."""
+    return form.kind in KINDS
 
 
 def factor_parameters(found: Sequence[AnyForm]) -> dict[nn.Parameter, AnyForm]:
@@ -173,6 +208,12 @@ def _tensor_form(name: str, layer: TensorizedLayer) -> TensorForm:
 
 def _as_it_is(core: Tensor) -> Tensor:
     return core
+
+
+def _attention_form(name: str, unit: AttentionUnit, kind: FormKind) -> Form:
+    left, right = (Factor(p.weight, partial(unit.grouped_view, p), p.heads, projection=p) for p in unit.form(kind))
+    name = f"{name}.{kind}" if name else kind
+    return Form(name, kind, left, (), right, rotary=unit.rotary and kind == "qk")
 
 
 def _one_group(factor: Tensor) -> Tensor:  # (long, rank) -> (1, long, rank)

@@ -26,7 +26,8 @@ def check_attachable(decayed: Sequence[AnyForm], optimizer: Optimizer, kind: typ
             raise ValueError(
                 f"the optimizer decays the factors of {owners[doubly[0]].name!r} itself (weight_decay="
                 f"{group['weight_decay']}), so they would be decayed twice; make it from "
-                f"fz.parameter_groups(model, weight_decay={group['weight_decay']}), which leaves the factors out"
+                f"fz.parameter_groups(model, weight_decay={group['weight_decay']}{_also(owners[doubly[0]])}), which "
+                "leaves the factors out"
             )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         other = getattr(hook, "__self__", None)
@@ -34,6 +35,10 @@ def check_attachable(decayed: Sequence[AnyForm], optimizer: Optimizer, kind: typ
             raise ValueError(
                 f"a {kind.__name__} of the same factors is attached to this optimizer already; detach() it"
             )
+
+
+def _also(form: AnyForm) -> str:
+    return ', attention=("qk", "ov")' if form.kind == "qk" else ""
 
 
 def composed_layers(decayed: Sequence[AnyForm], strength: Strength, decoupled: bool) -> dict[AnyForm, float]:

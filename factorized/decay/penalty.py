@@ -15,7 +15,7 @@ from factorized.decay.act import Arguments, act_before_update, gradient_of, lear
 from factorized.decay.batch import computable
 from factorized.decay.forms import AnyForm, TensorForm, forms
 from factorized.decay.guard import check_attachable
-from factorized.decay.strength import Number, check_number
+from factorized.decay.strength import Number, check_number, unless_named
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
 
 
@@ -25,11 +25,11 @@ class ProductPenalty:
     Of a tensorized layer ``W`` is the matrix that low rank would read its weight as.
 
     ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed, and its gradient taken
-    by autograd: right for any ``fn``, at the cost of the dense weight.
+    by autograd: right for any ``fn``, at the cost of the dense weight. Of attention it is the OV forms.
     """
 
     def __init__(self, model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-        self.forms = forms(model)
+        self.forms = unless_named(forms(model))
         if not self.forms:
             raise ValueError(f"{type(model).__name__} holds no products to penalize; call fz.factorize first")
         self.fn = fn

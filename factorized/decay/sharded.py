@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from factorized.decay.forms import Factor, Form
+from factorized.decay.local import first_row
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -62,7 +62,7 @@ def _summed_grams(factors: Sequence[Factor]) -> list[Tensor]:
 
 def _group_rows(factor: Factor) -> list[Tensor]:
     """Return this rank's rows of a factor, by group; groups that this rank has nothing of are empty."""
-    local, start = factor.value, _first_row(factor.parameter)
+    local, start = factor.value, first_row(factor.parameter)
     size = factor.parameter.shape[0] // factor.batch
     rows = []
     for group in range(factor.batch):
@@ -78,14 +78,8 @@ def _times_gram(factor: Factor, gram: Tensor) -> Tensor:  # (local rows, r)
 
 def own_rows(gradient: Tensor, factor: Factor) -> Tensor:
     """Return the rows of a whole gradient that this rank has of the factor."""
-    start = _first_row(factor.parameter)
+    start = first_row(factor.parameter)
     return gradient[start : start + factor.value.shape[0]]
-
-
-def _first_row(parameter: nn.Parameter) -> int:
-    assert isinstance(parameter, DTensor)
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0])
 
 
 def whole(factor: Factor) -> Tensor:

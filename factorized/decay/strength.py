@@ -8,7 +8,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from factorized.decay.forms import AnyForm
+from factorized.decay.forms import AnyForm, Form
 
 Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
 Strength = Number | Mapping[str, Number] | Callable[[int], float]
@@ -21,15 +21,20 @@ def strengths(strength: Strength, found: Sequence[AnyForm], step: int) -> list[N
     if isinstance(strength, Mapping):
         strength = {pattern: _scalar(number) for pattern, number in strength.items()}
         return [_by_pattern(strength, form) for form in found]
-    return [_scalar(strength)] * len(found)
+    return [0.0 if form.kind == "qk" else _scalar(strength) for form in found]
 
 
 def decayed_forms(strength: Strength, found: Sequence[AnyForm]) -> list[AnyForm]:
     """Return the forms that are decayed at all: those of strength zero are none of a decay's business."""
     if callable(strength):
-        return list(found)
+        return unless_named(found)
     numbers = strengths(strength, found, step=0)
     return [form for form, n in zip(found, numbers, strict=True) if isinstance(n, Tensor) or n != 0]
+
+
+def unless_named(found: Sequence[AnyForm]) -> list[AnyForm]:
+    """Return the forms that one number for all acts on: of attention OV alone, as the paper found to be more robust."""
+    return [form for form in found if form.kind != "qk"]
 
 
 def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
@@ -48,6 +53,13 @@ def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
                 f"strength names {pattern!r}, which is no form of the model: its kinds are {', '.join(kinds)}, its "
                 f"names {', '.join(repr(form.name) for form in found[:3])}, …"
             )
+        turned = next((form for form in found if isinstance(form, Form) and form.rotary), None)
+        if pattern == "qk" and turned is not None and (isinstance(number, Tensor) or number != 0):
+            raise ValueError(
+                f"strength names 'qk', but rotary embeddings turn the queries and keys of {turned.name!r} by position, "
+                "so that Q Kᵀ is no single form (docs/attention.md). Leave it out, or ask for such forms by name: "
+                f"{{'*.qk': ...}} or {{{turned.name!r}: ...}}"
+            )
 
 
 def _by_pattern(strength: Mapping[str, Number], form: AnyForm) -> Number:
@@ -64,7 +76,9 @@ def _scalar(number: Number) -> Number:
 
 
 def _matches(pattern: str, form: AnyForm) -> bool:
-    return pattern == form.kind or fnmatchcase(form.name, pattern)
+    # A glob that happens to cover attention does not ask for QK: that has to be said.
+    says_qk = form.kind != "qk" or pattern.endswith("qk")
+    return pattern == form.kind or (says_qk and fnmatchcase(form.name, pattern))
 
 
 def check_number(what: str, number: object) -> None:

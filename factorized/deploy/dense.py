@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from factorized.deploy.describe import plain_name
-from factorized.deploy.state import Shapes, check_same, named_slots, unwrapped
+from factorized.deploy.attention import DenseAttention, shrunken_attention
+from factorized.deploy.state import Shapes, check_same, named_slots, plain_name, unwrapped
 from factorized.layers.batch import decompose_all
 from factorized.layers.composed import ComposedLayer
 
@@ -16,7 +16,8 @@ from factorized.layers.composed import ComposedLayer
 def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
-    Factorized layers take the spectral factors of their dense weight (section 3.1), the rest is copied. Names with the
+    Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunken attention the
+    best approximation of their forms, and the rest is copied. Names with the
     prefix of ``torch.compile`` are understood; of tied weights one name is enough. Names, shapes and values are checked
     before anything is changed.
     """
@@ -27,16 +28,25 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
         for name, module in inside.named_modules(remove_duplicate=False)
         if isinstance(module, ComposedLayer)
     }
-    if not layers:
+    attention = {plain_name(name): DenseAttention(unit) for name, unit in shrunken_attention(inside).items()}
+    if not (layers or attention):
         raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")
     _check_real(inside)
     factors = {factor for layer in layers.values() for factor in layer.factors}
-    plain = {name: tensor for name, _, _, tensor in named_slots(inside) if tensor not in factors}
+    plain = {
+        name: tensor
+        for name, _, _, tensor in named_slots(inside)
+        if not (tensor in factors or any(unit.owns(tensor) for unit in attention.values()))
+    }
     weights = {_weight_key(name): layer for name, layer in layers.items()}
     expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
     expected |= {key: layer.shape.weight_shape for key, layer in weights.items()}
+    for name, unit in attention.items():
+        expected |= unit.shapes(name)
     found = {key: tuple(value.shape) for key, value in state.items()}
-    check_same("the dense checkpoint", expected, found, optional=_given_elsewhere(plain, weights, state))
+    optional = _given_elsewhere(plain, weights, state)
+    optional += [f"{name}.{key}".lstrip(".") for name, unit in attention.items() for key in unit.optional]
+    check_same("the dense checkpoint", expected, found, optional=optional)
 
     leaders: dict[nn.Parameter, str] = {}
     for key, layer in weights.items():
@@ -45,6 +55,8 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     dense = {key: state[key].to(weights[key].factors[0].device) for key in leaders.values()}
     for key, values in decompose_all(dense, {key: weights[key] for key in dense}).items():
         weights[key].set_factors(*values)
+    for name, unit in attention.items():
+        unit.fill(name, state)
     with torch.no_grad():
         for name, tensor in plain.items():
             if name in state:

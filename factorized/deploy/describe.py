@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from factorized.deploy.attention import attention_entries
+from factorized.deploy.state import plain_name
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
-from factorized.layers.swap import COMPILED
 from factorized.layers.tensor import TensorizedLayer
 from factorized.planning.plan import Plan, PlanEntry, TensorEntry
 from factorized.planning.scheme import LowRank, Overcomplete, Scheme
@@ -15,7 +16,7 @@ from factorized.planning.tensor_scheme import TensorTrain, Tucker
 
 
 def describe(model: nn.Module) -> Plan:
-    """Return a plan with one entry per factorized layer of ``model``, from the layers themselves.
+    """Return a plan with one entry per factorized layer or shrunken attention of ``model``, from these themselves.
 
     It holds however the layers came to be: by several calls of ``fz.factorize``, or by hand.
     """
@@ -23,13 +24,15 @@ def describe(model: nn.Module) -> Plan:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ComposedLayer):
             places.setdefault(module, []).append(plain_name(name))
-    if not places:
+    attention = attention_entries(model, plain_name)
+    if not (places or attention):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     leaders: dict[tuple[nn.Parameter, ...], str] = {}
     entries = []
     for layer, names in places.items():
         leader = leaders.setdefault(layer.factors, names[0])
         entries.append(_entry(layer, names, leader if leader != names[0] else None))
+    entries += attention
     saved = sum(entry.params - entry.params_after for entry in entries)
     after = sum(parameter.numel() for parameter in model.parameters())
     return Plan(
@@ -40,11 +43,6 @@ def describe(model: nn.Module) -> Plan:
         params=after + saved,
         params_after=after,
     )
-
-
-def plain_name(name: str) -> str:
-    """Return a dotted name without the parts that ``torch.compile`` puts in."""
-    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def _entry(layer: ComposedLayer, names: list[str], tied_to: str | None) -> PlanEntry:

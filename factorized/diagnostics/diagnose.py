@@ -58,7 +58,7 @@ def _diagnose(form: AnyForm, lr: float, spectrum: bool) -> Diagnosis:
         name=form.name,
         kind=form.kind,
         frobenius=squared.sqrt().item(),
-        nuclear_bound=None if is_tensor else sum(end.square().sum().item() for end in ends) / 2,
+        nuclear_bound=None if is_tensor else _nuclear_bound(*ends),
         effective_step=lr / squared.item() if squared else float("inf"),
         non_orthogonality=tuple(_non_orthogonality(matrix) for matrix in (unfolded if is_tensor else ends)),
         spectral=spectral,
@@ -72,6 +72,12 @@ def _spectrum(form: AnyForm, factors: list[Tensor]) -> Tensor:
         return torch.linalg.svdvals(form.compose(factors))
     U, *inner, V = factors
     return factor_spectrum(U, V, inner)
+
+
+def _nuclear_bound(U: Tensor, V: Tensor) -> float:
+    # A matrix that several products share counts for each of them.
+    squares = U.square().sum(dim=(-2, -1)), V.square().sum(dim=(-2, -1))
+    return ((squares[0] + squares[1]).sum() / 2).item()
 
 
 def _non_orthogonality(factor: Tensor) -> float:

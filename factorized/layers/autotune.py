@@ -13,9 +13,10 @@ from factorized.layers.linear import FactorizedLinear
 from factorized.layers.tensor_conv import TensorizedConv2d
 from factorized.layers.tensor_linear import TensorizedLinear
 from factorized.layers.timing import median_milliseconds, training_step
+from factorized.layers.transposed import FactorizedTransposedLinear
 from factorized.planning.cost import ExampleInput, run_once
 
-Tunable = FactorizedConv | FactorizedLinear | TensorizedConv2d | TensorizedLinear
+Tunable = FactorizedConv | FactorizedLinear | FactorizedTransposedLinear | TensorizedConv2d | TensorizedLinear
 
 
 def autotune(

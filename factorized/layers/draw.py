@@ -34,7 +34,7 @@ def draw(
     and output channels of the whole layer, the paper's choices for ResNet and VGG; ``"default"`` is what torch does to
     a fresh linear or convolution. A callable gets each matrix and fills it in place, like those of ``torch.nn.init``.
     """
-    fill = init if callable(init) else _named_fill(init, shape)
+    fill = init if callable(init) else fill_of(init, shape)
     for factor, transposed in ((U, False), (V, True)):
         for part in grouped(factor, shape.groups):
             matrix = torch.empty_like(part.mT if transposed else part, memory_format=torch.contiguous_format)
@@ -48,7 +48,7 @@ def draw_dense_as(
     init: Init,
 ) -> None:
     """Draw a dense weight as ``init`` says."""
-    fill = init if callable(init) else _named_fill(init, shape)
+    fill = init if callable(init) else fill_of(init, shape)
     fill(weight)
 
 
@@ -77,7 +77,8 @@ def fill_identity(
     M.copy_(torch.eye(rank, dtype=M.dtype, device=M.device).repeat(M.shape[0] // rank, 1))
 
 
-def _named_fill(init: str, shape: KernelShape) -> Callable[[Tensor], object]:
+def fill_of(init: str, shape: KernelShape) -> Callable[[Tensor], object]:
+    """Return the function that fills a matrix of a layer of this shape in place, for the name of an init."""
     if init == "kaiming":
         return nn.init.kaiming_normal_
     if init == "normal":

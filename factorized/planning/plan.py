@@ -35,7 +35,7 @@ class PlanEntry:
     type: str  # of the dense layer, as in torch.nn
     shape: tuple[int, ...]  # of the dense weight
     groups: int = 1
-    rank: Rank | None = None  # None: the layer stays dense; a tensor has several
+    rank: Rank | None = None  # None: the layer stays dense; a tensor has several; of attention, a head's smaller one
     kind: Kind = "spatial"
     depth: int = 0
     reason: str | None = None  # why it stays dense
@@ -46,6 +46,8 @@ class PlanEntry:
     macs: int | None = None  # None without an example input
     macs_after: int | None = None
     tensor: TensorEntry | None = None  # None: a product of matrices
+    head_ranks: tuple[int, ...] = ()  # of attention: the sizes of a head's QK and OV; ``shape`` is (heads, head size)
+    forms: tuple[str, ...] = ()  # of attention: those that are shrunken
 
     @property
     def kernel(self) -> KernelShape:
@@ -75,6 +77,16 @@ class Plan:
     def selected(self) -> tuple[PlanEntry, ...]:
         """The layers to factorize."""
         return tuple(entry for entry in self.entries if entry.rank is not None)
+
+    @property
+    def layers(self) -> tuple[PlanEntry, ...]:
+        """The layers to factorize that are no attention."""
+        return tuple(entry for entry in self.selected if not entry.head_ranks)
+
+    @property
+    def attention(self) -> tuple[PlanEntry, ...]:
+        """The attention modules to shrink."""
+        return tuple(entry for entry in self.selected if entry.head_ranks)
 
     @property
     def skipped(self) -> tuple[PlanEntry, ...]:
@@ -132,6 +144,6 @@ def _entry_from_dict(data: Mapping[str, Any]) -> PlanEntry:
     if fields.get("tensor") is not None:
         fields["tensor"] = TensorEntry(**_read_json(fields["tensor"]))
     entry = PlanEntry(**fields)
-    if not (isinstance(entry.shape, tuple) and isinstance(entry.aliases, tuple)):
-        raise TypeError(f"the shape and aliases of {entry.name!r} must be lists")
+    if not all(isinstance(value, tuple) for value in (entry.shape, entry.aliases, entry.head_ranks, entry.forms)):
+        raise TypeError(f"the shape, aliases, head_ranks and forms of {entry.name!r} must be lists")
     return entry

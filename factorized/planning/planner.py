@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from typing import Literal
 
 from torch import nn
 
+from factorized.adapters.unit import KINDS, FormKind
+from factorized.maths.folding import Rank
 from factorized.planning.assemble import Cost, Tied, assemble, cost_of
+from factorized.planning.attention import AttentionCost
 from factorized.planning.budget import Budget, read_budget
 from factorized.planning.cost import ExampleInput, Measured, count_parameters, measure
 from factorized.planning.plan import Plan
@@ -43,6 +47,7 @@ def plan(
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] = (),
     keep_first_and_last: bool = True,
+    attention: bool | Sequence[FormKind] = False,
 ) -> Plan:
     """Choose which layers of ``model`` to factorize, and their ranks; the model is not changed.
 
@@ -63,16 +68,20 @@ def plan(
         include: only these layers: names, globs, names of containers, or module types.
         exclude: not these.
         keep_first_and_last: leave the first and last layer dense, as the paper does, unless ``include`` names them.
+        attention: spend the budget on attention modules too, each one unit whose heads get fewer dimensions: True for
+            both of its forms (OV alone under rotary embeddings), or the forms, ``("qk", "ov")`` or one of them.
     """
     scheme = LowRank() if scheme is None else scheme
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given)
-    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last, scheme.refuse)
+    kinds = _read_attention(scheme, attention)
+    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last, scheme.refuse, kinds)
     weights = _tied_groups(candidates)
     if not weights:
         raise ValueError(_nothing_selected(model, candidates))
     shapes = {c.module: c.shape for c in candidates if c.shape is not None}
-    measured = measure(model, example_input, shapes) if example_input is not None else None
+    units = {c.module: c.unit for c in candidates if c.unit is not None}
+    measured = measure(model, example_input, shapes, units) if example_input is not None else None
     costs = [_named_cost(tied, scheme, measured) for tied in weights]
     ranks = _solve(model, scheme, budget, allocate, weights, costs, measured)
     if all(rank is None for rank in ranks):
@@ -82,6 +91,18 @@ def plan(
         )
     solved = {tied[0].name: (cost, rank) for tied, cost, rank in zip(weights, costs, ranks, strict=True)}
     return assemble(model, scheme, budget, candidates, solved, measured)
+
+
+def _read_attention(scheme: Scheme, attention: bool | Sequence[FormKind]) -> tuple[FormKind, ...]:
+    if isinstance(attention, bool):
+        kinds = KINDS if attention else ()
+    elif isinstance(attention, str) or not set(attention) <= set(KINDS):
+        raise ValueError(f'attention must be True, False or a list of "qk" and "ov", got {attention!r}')
+    else:
+        kinds = tuple(kind for kind in KINDS if kind in attention)
+    if kinds and not isinstance(scheme, LowRank):
+        raise ValueError(f"attention={attention!r} gives heads fewer dimensions, which is for LowRank, got {scheme}")
+    return kinds
 
 
 def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
@@ -111,14 +132,14 @@ def _solve(
     by_macs = budget.name == "macs"
     items = [_item(cost, scheme, by_macs) for cost in costs]
     if isinstance(scheme, (TensorTrain, Tucker)) and budget.name in ("rank", "rank_scale"):
-        shapes = {tied[0].name: cost.shape for tied, cost in zip(weights, costs, strict=True)}
+        shapes = {tied[0].name: tied[0].shape for tied in weights if tied[0].shape is not None}
         warn_if_clipped(scheme, budget.value, budget.name == "rank_scale", shapes)
     if budget.name == "rank_scale":
         return scaled_ranks(items, budget.value)
     if budget.name == "rank":
         return [
-            item.settle(scheme.checked_rank(cost.shape, tied[0].name, int(budget.value)))
-            for item, tied, cost in zip(items, weights, costs, strict=True)
+            item.settle(_checked_rank(tied[0], scheme, int(budget.value)))
+            for item, tied in zip(items, weights, strict=True)
         ]
     if budget.name == "energy":
         return [
@@ -134,7 +155,7 @@ def _solve(
         raise ValueError(
             f"{budget} is out of reach for {type(model).__name__}: with rank 1 everywhere it still keeps {lowest:.4f} "
             f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "
-            "factorize more layers: see include=, exclude= and keep_first_and_last="
+            "factorize more layers: see attention=, include=, exclude= and keep_first_and_last="
         )
     if allocate == "spectrum":
         return spend_by_spectrum(items, [squared_spectrum(tied[0]).tolist() for tied in weights], target)
@@ -158,6 +179,10 @@ def _largest_within(share: float, whole: int) -> int:
 
 
 def _item(cost: Cost, scheme: Scheme, by_macs: bool) -> Item:
+    if isinstance(cost, AttentionCost):
+        full = cost.full_rank
+        rank_at = partial(_head_rank, full)
+        return Item(cost.macs if by_macs else cost.params, rank_at, reference=full, may_stay_dense=True)
     return Item(
         cost=cost.macs if by_macs else cost.params,
         rank_at=lambda scale: scheme.rank(cost.shape, scale),
@@ -165,6 +190,23 @@ def _item(cost: Cost, scheme: Scheme, by_macs: bool) -> Item:
         may_stay_dense=scheme.compresses,
         higher=lambda rank: scheme.higher_ranks(cost.shape, rank),
     )
+
+
+def _head_rank(full: int, scale: float) -> int:
+    return min(max(1, round(scale * full)), full)
+
+
+def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Rank:
+    if candidate.unit is not None:
+        full = candidate.unit.head_size
+        if rank > full:
+            raise ValueError(
+                f"rank must be in 1..{full} for the heads of {candidate.name!r}, got {rank}; exclude= it, or shrink "
+                "attention by a call of its own: fz.factorize_attention(model, rank_scale=...)"
+            )
+        return rank
+    assert candidate.shape is not None
+    return scheme.checked_rank(candidate.shape, candidate.name, rank)
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:

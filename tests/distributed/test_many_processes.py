@@ -13,12 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(scenario: str, folder: Path) -> dict[str, float]:
+def run(scenario: str, folder: Path, worker: str = "tests/distributed/worker.py") -> dict[str, float]:
     out = folder / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "tests/distributed/worker.py", scenario, str(out)],
+        [*command, worker, scenario, str(out)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
