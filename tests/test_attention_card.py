@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from tests.adapters.attention_zoo import GPT2
+from tests.adapters.attention_zoo import GPT2, OwnAttention
 
 CARD = (Path(__file__).parent.parent / "docs" / "attention.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", CARD, flags=re.DOTALL)
@@ -40,8 +40,8 @@ def test_its_first_lines_run_on_a_model() -> None:
 
 
 def test_five_lines_register_a_class() -> None:
-    assert len(BLOCKS[1].strip().splitlines()) == 5
-    exec(compile(BLOCKS[1], "attention.md", "exec"), {"fz": fz, "MyAttention": MyAttention})
+    assert len(BLOCKS[1].strip().splitlines()) == 5  # for two classes
+    exec(compile(BLOCKS[1], "attention.md", "exec"), {"fz": fz, "MyAttention": MyAttention, "Packed": OwnAttention})
     model = nn.Sequential(MyAttention()).double()
     assert [form.name for form in fz.forms(model)] == ["0.qk", "0.ov"]
     x = torch.randn(2, 5, 16, dtype=torch.float64)
