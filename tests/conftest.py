@@ -10,7 +10,7 @@ import pytest
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-pytest.register_assert_rewrite("tests.contract")
+pytest.register_assert_rewrite("tests.composed_contract", "tests.contract", "tests.tensor_contract")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

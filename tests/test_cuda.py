@@ -112,3 +112,44 @@ def test_autotune_chooses_on_the_gpu_under_autocast(dtype: torch.dtype) -> None:
         times = fz.autotune(model, torch.randn(2, 3, 16, 16), rounds=1)
     for name, measured in times.items():
         assert model.get_submodule(name).execution == min(measured, key=measured.__getitem__)
+
+
+def attention_model() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(24, 3, 32, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Flatten(2), nn.Linear(256, 24), encoder, nn.Flatten(), nn.Linear(72, 10))
+    model = fz.factorize(model.double(), rank_scale=0.5, attention=True)
+    return fz.factorize(model, rank=3, include=["4"]).cuda()
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, flambe])
+def test_a_captured_step_that_decays_attention_ends_where_eager_steps_do(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    start = attention_model()
+    eager, replayed = trained(start, make, captured=False), trained(start, make, captured=True)
+    for actual, expected in zip(replayed.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_attention_forms_are_decayed_on_the_gpu_as_on_the_cpu() -> None:
+    models = [attention_model(), attention_model().cpu(), nn.ModuleList([nn.MultiheadAttention(24, 3)]).double()]
+    pairs = [(models[0], models[1]), (deepcopy(models[2]).cuda(), models[2])]
+    for on_gpu, on_cpu in pairs:
+        for model in (on_gpu, on_cpu):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            fz.FrobeniusDecay(model, {"*": 0.3, "qk": 0.2}).apply_()
+        for actual, expected in zip(on_gpu.parameters(), on_cpu.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad.cpu(), expected.grad, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_shrunken_attention_runs_fused_on_the_gpu(dtype: torch.dtype) -> None:
+    dense = nn.MultiheadAttention(64, 4, batch_first=True, device="cuda").eval()
+    small = fz.factorize_attention(deepcopy(dense), {"qk": 0.5, "ov": 0.75})
+    x = torch.randn(2, 16, 64, device="cuda")
+    expected = fz.compose(small)(x, x, x, need_weights=False)[0]
+    actual = small.to(dtype)(x.to(dtype), x.to(dtype), x.to(dtype), need_weights=False)[0]
+    torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.05)

@@ -14,7 +14,19 @@ import factorized as fz
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "factorized"
-PATH = ["maths", "planning", "layers", "decay", "optim", "deploy", "diagnostics", "vision text", "reproduce", "cli"]
+PATH = [
+    "maths",
+    "adapters",
+    "planning",
+    "layers",
+    "decay",
+    "optim",
+    "deploy",
+    "diagnostics",
+    "vision text",
+    "reproduce",
+    "cli",
+]
 STAGE = {name: place for place, names in enumerate(PATH) for name in names.split()}
 LONGEST = 300
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized.decay.batch import Single, batches
-from factorized.decay.forms import Factor, Form
+from factorized.decay.forms import AnyForm, Factor
 from factorized.decay.strength import Number
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -20,8 +20,8 @@ Target = Callable[[Factor], Tensor | None]
 class FrobeniusEngine:
     """Computes the Frobenius gradients of some forms, again and again."""
 
-    def __init__(self, found: Sequence[Form]) -> None:
-        self.form_of: dict[Factor, Form] = {factor: form for form in found for factor in form.factors}
+    def __init__(self, found: Sequence[AnyForm]) -> None:
+        self.form_of: dict[Factor, AnyForm] = {factor: form for form in found for factor in form.factors}
         self.units = batches(found)
         self._made_for = self._place()
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from factorized.decay.arena import Arena
-from factorized.decay.forms import Factor, Form
-from factorized.decay.sharded import Sharded, is_sharded
+from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, is_attention
+from factorized.decay.sharded import Sharded, is_sharded, own_rows, whole
+from factorized.decay.sharded_heads import ShardedHeads
 from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
 
 # Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
@@ -24,7 +25,8 @@ class Single:
         self.factors = form.factors
         (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
         by_grams = not (form.middle or product_is_cheaper(rows, columns, rank, 0, products=3))
-        self.is_plain = by_grams and form.left.batch == 1 and computable(form.left.value).dtype == form.U.dtype
+        whole = form.left.is_whole and form.right.is_whole
+        self.is_plain = by_grams and whole and computable(form.left.value).dtype == form.U.dtype
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U M₁…M_d Vᵀ‖² for every factor, in the order of ``factors``."""
@@ -87,17 +89,45 @@ class Batch:
         return self.parts
 
 
-Unit = Single | Batch | Arena | Sharded
+class Tensors:
+    """Tensors of one format. Cores that are sharded are gathered: they are small, and each is needed whole."""
+
+    def __init__(self, members: Sequence[TensorForm]) -> None:
+        self.members = list(members)
+        self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in form.factors)
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of half the squared norm for every core, in the order of ``factors``."""
+        cores = [computable(whole(f) if is_sharded(f.parameter) else f.value) for f in self.factors]
+        count, format = len(self.members[0].factors), self.members[0].format
+        if len(self.members) == 1:
+            gradients = list(format.gradients(cores))
+        else:
+            stacks = format.gradients([torch.stack(cores[place::count]) for place in range(count)])
+            gradients = [stacks[place][member] for member in range(len(self.members)) for place in range(count)]
+        return [
+            own_rows(gradient, factor) if is_sharded(factor.parameter) else gradient
+            for gradient, factor in zip(gradients, self.factors, strict=True)
+        ]
 
 
-def batches(found: Sequence[Form]) -> list[Unit]:
+Unit = Single | Batch | Arena | Sharded | ShardedHeads | Tensors
+
+
+def batches(found: Sequence[AnyForm]) -> list[Unit]:
     """Group forms that can be computed together; what is sharded, on a GPU, and of one shape on the CPU."""
-    sharded = [form for form in found if is_sharded(form.left.parameter)]
-    whole = [form for form in found if not is_sharded(form.left.parameter)]
-    units: list[Unit] = [Sharded(sharded)] if sharded else []
-    units += [Single(form) for form in whole if not _shares(form)]
+    tensors = [form for form in found if isinstance(form, TensorForm)]
+    products = [form for form in found if isinstance(form, Form)]
+    sharded = [form for form in products if is_sharded(form.left.parameter)]
+    local = [form for form in products if not is_sharded(form.left.parameter)]
+    heads = [form for form in sharded if is_attention(form)]
+    layers = [form for form in sharded if not is_attention(form)]
+    units: list[Unit] = [Sharded(layers)] if layers else []
+    units += [ShardedHeads(heads)] if heads else []
+    units += tensor_units(tensors)
+    units += [Single(form) for form in local if not _shares(form)]
     alike: dict[tuple[object, ...], list[Form]] = {}
-    for form in whole:
+    for form in local:
         if _shares(form):
             on_gpu = form.U.is_cuda
             shape = () if on_gpu else (*form.U.shape[-2:], form.V.shape[-2])
@@ -108,6 +138,16 @@ def batches(found: Sequence[Form]) -> list[Unit]:
         else:
             units.append(Arena(members) if members[0].U.is_cuda else Batch(members))
     return units
+
+
+def tensor_units(found: Sequence[TensorForm]) -> list[Unit]:
+    """Group tensors of one format that are small enough to gain from a batch."""
+    alike: dict[tuple[object, ...], list[TensorForm]] = {}
+    for form in found:
+        core = form.factors[0].parameter
+        large = form.format.core_numel > LARGEST_BATCHED["cuda" if core.is_cuda else "cpu"]
+        alike.setdefault((form.format, core.dtype, core.device, form if large else None), []).append(form)
+    return [Tensors(members) for members in alike.values()]
 
 
 def like_parameter(factor: Factor, gradient: Tensor) -> Tensor:
@@ -123,6 +163,8 @@ def computable(value: Tensor) -> Tensor:
 def _shares(form: Form) -> bool:
     """Say whether a form gains from being computed together with others."""
     (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
-    entries = form.left.parameter.numel() + form.right.parameter.numel()
+    entries = form.left.value.numel() + form.right.value.numel()
     too_large = entries > LARGEST_BATCHED["cuda" if form.U.is_cuda else "cpu"]
-    return not (form.middle or too_large or product_is_cheaper(rows, columns, rank, 0, products=3))
+    shares_matrices = form.U.dim() > 3  # grouped queries: there are more products than matrices
+    product = product_is_cheaper(rows, columns, rank, 0, products=3)
+    return not (form.middle or too_large or shares_matrices or product)

@@ -6,13 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from factorized.adapters.table import find_attention
+from factorized.adapters.unit import KINDS, AttentionUnit, FormKind, Projection
+from factorized.decay.local import local_part
 from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.embedding import FactorizedEmbedding
-from factorized.maths.kernel import grouped
+from factorized.layers.tensor import TensorizedLayer
+from factorized.maths.frobenius import compose, frobenius_norm_squared
+from factorized.maths.kernel import KernelShape, grouped, to_matrix
+from factorized.maths.tensor_format import TensorFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +28,9 @@ class Factor:
     """A parameter, or a part of one, that is a factor of a product; batched over groups or heads."""
 
     parameter: nn.Parameter
-    view: Callable[[Tensor], Tensor]  # a tensor shaped like the parameter -> its view (batch, long, rank)
+    view: Callable[[Tensor], Tensor]  # a tensor shaped like the parameter -> its view (batch, long, rank), or a core
     batch: int = 1  # groups or heads
+    projection: Projection | None = None  # of attention: which part of the parameter it is
 
     @property
     def value(self) -> Tensor:
@@ -36,55 +45,146 @@ class Factor:
     def part(self, tensor: Tensor) -> Tensor:
         """Return the factor's part of a tensor shaped like its parameter, such as the gradient, to be changed in place.
 
-        It is (batch, long, rank), or of a sharded tensor (local rows, rank), groups not told apart.
+        It is (batch, long, rank), or of a sharded tensor the local part of it in two dimensions, with groups or heads
+        not told apart.
         """
-        return tensor.to_local() if isinstance(tensor, DTensor) else self.view(tensor)
+        if not isinstance(tensor, DTensor):
+            return self.view(tensor)
+        return tensor.to_local() if self.projection is None else local_part(self.projection, tensor)
+
+    @property
+    def differentiable(self) -> Tensor:
+        """The factor with its gradient history; a sharded attention weight is gathered, as heads cross its shards."""
+        parameter: Tensor = self.parameter
+        if self.projection is not None and isinstance(parameter, DTensor):
+            parameter = parameter.full_tensor()
+        return self.view(parameter)
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """One product ``U M₁…M_d Vᵀ``, batched: a factorized layer, or all heads of an attention form."""
+    """One product ``U M₁…M_d Vᵀ``, batched: a factorized layer, or all heads of an attention form.
 
-    name: str  # of the module it belongs to
-    kind: str  # "linear", "conv" or "embedding"
+    Of attention, ``"qk"`` is ``Q_h K_hᵀ`` and ``"ov"`` is ``V_h O_hᵀ``. Where query heads share a K/V head, the batch
+    is (K/V heads, query heads of each), with 1 in the second place for the shared matrix.
+    """
+
+    name: str  # of the module it belongs to; of attention with its kind: "encoder.0.self_attn.ov"
+    kind: str  # "linear", "conv", "embedding", "qk" or "ov"
     left: Factor
     middle: tuple[Factor, ...]
     right: Factor
-    layer: FactorizedLayer | None = None  # where one module holds the whole product
+    layer: ComposedLayer | None = None  # where one module holds the whole product
+    rotary: bool = False  # of "qk": positions turn queries and keys, so that this is no single bilinear form
 
     @property
     def U(self) -> Tensor:  # (batch, m, rank)
         """The left factor, differentiable."""
-        return self.left.view(self.left.parameter)
+        return self.left.differentiable
 
     @property
     def V(self) -> Tensor:  # (batch, n, rank)
         """The right factor, differentiable."""
-        return self.right.view(self.right.parameter)
+        return self.right.differentiable
 
     @property
     def inner(self) -> tuple[Tensor, ...]:  # each (batch, rank, rank)
         """The matrices between them, differentiable."""
-        return tuple(factor.view(factor.parameter) for factor in self.middle)
+        return tuple(factor.differentiable for factor in self.middle)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
         """All factors, in the product's order."""
         return (self.left, *self.middle, self.right)
 
+    @property
+    def numel(self) -> int:
+        """Entries of the product."""
+        batch = torch.broadcast_shapes(self.U.shape[:-2], self.V.shape[:-2])
+        return batch.numel() * self.U.shape[-2] * self.V.shape[-2]
 
-def forms(model: nn.Module) -> list[Form]:
-    """Return every product in ``model``, each once, however many layers are tied to its factors."""
-    found: dict[tuple[nn.Parameter, ...], Form] = {}
+    @property
+    def values(self) -> list[Tensor]:
+        """All factors, differentiable, in the product's order."""
+        return [self.U, *self.inner, self.V]
+
+    def compose(self, values: Sequence[Tensor]) -> Tensor:  # (batch, m, n)
+        """Return the product of ``values``, which stand for the factors."""
+        return compose(values[0], values[-1], values[1:-1]).flatten(0, -3)
+
+    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # (batch,)
+        """Return ‖U M₁…M_d Vᵀ‖² of ``values``, which stand for the factors."""
+        return frobenius_norm_squared(values[0], values[-1], values[1:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class TensorForm:
+    """One tensor in a format: the weight of a tensorized layer, or the pointwise part of a separable one."""
+
+    name: str  # of the module it belongs to
+    kind: str  # "tensor_train" or "tucker"
+    factors: tuple[Factor, ...]  # the cores
+    format: TensorFormat
+    shape: KernelShape  # of the weight that the tensor is
+    layer: ComposedLayer | None = None
+
+    @property
+    def cores(self) -> tuple[Tensor, ...]:
+        """The cores, differentiable, in the format's order."""
+        return tuple(factor.parameter for factor in self.factors)
+
+    @property
+    def numel(self) -> int:
+        """Entries of the tensor."""
+        return self.format.numel
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The cores, differentiable."""
+        return list(self.cores)
+
+    def compose(self, values: Sequence[Tensor]) -> Tensor:  # (groups, m, n)
+        """Return the tensor as the matrices that low rank would read its weight as."""
+        return to_matrix(self.format.expand(values).reshape(self.shape.weight_shape), self.shape)
+
+    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # ()
+        """Return the squared norm of the whole tensor, by contraction where that is cheaper."""
+        return self.format.norm_squared(values)
+
+
+AnyForm = Form | TensorForm
+
+
+def forms(model: nn.Module) -> list[AnyForm]:
+    """Return every product in ``model``, each once, however many layers are tied to its factors.
+
+    Low-rank layers give a ``Form`` with ``U``, ``inner`` and ``V``, tensorized ones a ``TensorForm`` with ``cores``.
+    Attention is two products a module, of the kinds ``"qk"`` and ``"ov"``, where an adapter can read it: see
+    ``fz.register_attention``.
+    """
+    found: dict[tuple[object, ...], AnyForm] = {}
+    attention = {read.module: read for read in find_attention(model)}
     for name, module in model.named_modules():
         if isinstance(module, FactorizedLayer):
             found.setdefault(module.factors, _layer_form(name, module))
+        elif isinstance(module, TensorizedLayer):
+            found.setdefault(module.factors, _tensor_form(name, module))
+        unit = attention[module].unit if module in attention else None
+        for kind in KINDS if unit is not None else ():
+            assert unit is not None
+            identity = [part for p in unit.form(kind) for part in (p.weight, p.start)]
+            found.setdefault((kind, *identity), _attention_form(name, unit, kind))
     return list(found.values())
 
 
-def factor_parameters(found: Sequence[Form]) -> dict[nn.Parameter, Form]:
+def is_attention(form: AnyForm) -> bool:
+    """Say whether a form is one of attention."""
+    return form.kind in KINDS
+
+
+def factor_parameters(found: Sequence[AnyForm]) -> dict[nn.Parameter, AnyForm]:
     """Return every parameter that holds a factor, with the (first) form it belongs to."""
-    owners: dict[nn.Parameter, Form] = {}
+    owners: dict[nn.Parameter, AnyForm] = {}
     for form in found:
         for factor in form.factors:
             owners.setdefault(factor.parameter, form)
@@ -99,6 +199,21 @@ def _layer_form(name: str, layer: FactorizedLayer) -> Form:
     view = partial(grouped, groups=groups) if groups > 1 else _one_group
     left, *middle, right = (Factor(parameter, view, groups) for parameter in layer.factors)
     return Form(name, kind, left, tuple(middle), right, layer)
+
+
+def _tensor_form(name: str, layer: TensorizedLayer) -> TensorForm:
+    cores = tuple(Factor(core, _as_it_is) for core in layer.cores)
+    return TensorForm(name, layer.method, cores, layer.format, layer.folding.shape, layer)
+
+
+def _as_it_is(core: Tensor) -> Tensor:
+    return core
+
+
+def _attention_form(name: str, unit: AttentionUnit, kind: FormKind) -> Form:
+    left, right = (Factor(p.weight, partial(unit.grouped_view, p), p.heads, projection=p) for p in unit.form(kind))
+    name = f"{name}.{kind}" if name else kind
+    return Form(name, kind, left, (), right, rotary=unit.rotary and kind == "qk")
 
 
 def _one_group(factor: Tensor) -> Tensor:  # (long, rank) -> (1, long, rank)

@@ -14,17 +14,20 @@ from torch.utils.hooks import RemovableHandle
 from factorized.decay.act import Arguments, FrobeniusEngine, act_before_update, gradient_of, learning_rates
 from factorized.decay.forms import Factor, forms
 from factorized.decay.guard import check_attachable, composed_layers
+from factorized.decay.rest import rest_of, rest_rates
 from factorized.decay.strength import Number, Strength, check_strength, decayed_forms, strengths
-from factorized.maths.frobenius import frobenius_norm_squared
 
 
 class FrobeniusDecay:
     """Penalize the product, not its factors: adds λ · ∂½‖U M₁…M_d Vᵀ‖² to the factors' gradients before every step.
 
+    Of a tensorized layer it is the squared norm of the whole tensor, and the factors are its cores.
+
     Args:
         model: holds the products, see ``fz.forms``.
         strength: λ. A number, a tensor of one number, a schedule ``step -> λ``, or a dict from form kinds or name globs
-            to numbers (the last match wins; what matches nothing is not decayed).
+            to numbers (the last match wins; what matches nothing is not decayed). Of attention, a number or schedule
+            decays OV alone; QK is decayed where a dict says ``"qk"``, or, under rotary embeddings, names ``"*.qk"``.
         decoupled: subtract lr·λ·gradient from the parameters instead, as AdamW does with its decay.
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
             which costs next to nothing. Exact where every step is one backward pass that uses each layer once, and
@@ -48,8 +51,9 @@ class FrobeniusDecay:
 
     def penalty(self) -> Tensor:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; for a loss of your own, or to log."""
-        numbers = strengths(self.strength, self.forms, self.steps)
-        norms = [frobenius_norm_squared(form.U, form.V, form.inner).sum() for form in self.forms]
+        found = self._decayed or self.forms[:1]
+        numbers = strengths(self.strength, found, self.steps)
+        norms = [form.norm_squared(form.values).sum() for form in found]
         return torch.stack([number * norm / 2 for number, norm in zip(numbers, norms, strict=True)]).sum()
 
     def apply_(self, lr: Number | None = None) -> None:
@@ -106,13 +110,23 @@ class FrobeniusDecay:
         # A fused optimizer unscales its gradients itself, after this, and is told by what here.
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
+        rest = self._rest(optimizer)
         if not self.decoupled:
             self._add_to_gradients(scale, rates.__contains__)
-        elif found_inf is None:
-            self._shrink(rates.__getitem__, rates.__contains__)
+            for parameter, decay in rest.items():
+                parameter.grad.add_(decay if scale is None else decay * scale)  # type: ignore[union-attr]
         else:
-            self._shrink(lambda parameter: rates[parameter] * (1 - found_inf), rates.__contains__)
+            kept = 1.0 if found_inf is None else 1 - found_inf
+            self._shrink(lambda parameter: rates[parameter] * kept, rates.__contains__)
+            for parameter, decay in rest.items():
+                parameter.detach().sub_(decay * (rates[parameter] * kept))
         self.steps += 1
+
+    def _rest(self, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
+        """Return the ordinary decay of what shares a packed parameter with factors, from the values before the step."""
+        factors = [factor for form in self._decayed for factor in form.factors]
+        numbers = rest_rates(optimizer.param_groups, factors)
+        return {p: rest_of(p, factors) * n for p, n in numbers.items() if p.requires_grad and p.grad is not None}
 
     def _add_to_gradients(self, scale: Tensor | None, held: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()

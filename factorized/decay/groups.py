@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from factorized.decay.forms import Form, factor_parameters, forms
+from factorized.adapters.unit import KINDS
+from factorized.decay.forms import AnyForm, factor_parameters, forms, is_attention
+from factorized.decay.rest import REST_DECAY, packed_parameters
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -24,20 +27,31 @@ def parameter_groups(
     decay_norms: bool = False,
     decay_biases: bool = False,
     crs: bool = False,
+    attention: Sequence[str] = ("ov",),
 ) -> list[dict[str, Any]]:
     """Return parameter groups for any torch optimizer: weights with ``weight_decay``, factors of products without.
 
+    ``attention`` names the forms of attention that are decayed as products, ``"ov"`` and ``"qk"``, and is empty where
+    none is; the weights of the others are ordinary ones. A weight that packs both (``in_proj_weight``, GPT-2's
+    ``c_attn``) stands in a group of its own, without decay by the optimizer: ``FrobeniusDecay`` and ``Flambe`` read
+    that group's ``"rest_decay"`` and decay the rest of it as the optimizer would have.
+
     ``decay_norms=True`` and ``decay_biases=True`` decay those too, as the paper's ResNet recipe does, which decays
     every parameter alike. ``crs=True`` is compression-rate scaling instead of Frobenius decay: each product's factors
-    are decayed by ``weight_decay`` times their share of the dense weight's parameters. Frozen parameters are left out.
+    are decayed by ``weight_decay`` times their share of the dense weight's parameters, and attention like any weight.
+    Frozen parameters are left out.
     """
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay!r}")
-    owners = factor_parameters(forms(model))
+    if isinstance(attention, str) or not set(attention) <= set(KINDS):
+        raise ValueError(f'attention must be a list of "ov" and "qk", got {attention!r}')
+    chosen = [f for f in forms(model) if not is_attention(f) or (f.kind in attention and not crs)]
+    owners = factor_parameters(chosen)
+    packed = packed_parameters(chosen)
     norms = {p for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
-    factors: dict[Form, list[nn.Parameter]] = {}
+    factors: dict[AnyForm, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -45,7 +59,7 @@ def parameter_groups(
             factors.setdefault(owners[parameter], []).append(parameter)
             continue
         is_norm = parameter in norms
-        is_bias = not is_norm and name.rpartition(".")[2] == "bias"
+        is_bias = not is_norm and "bias" in name.rpartition(".")[2]  # in_proj_bias too
         kept = (decay_norms or not is_norm) and (decay_biases or not is_bias)
         (decayed if kept else free).append(parameter)
     groups: list[dict[str, Any]] = [
@@ -58,14 +72,16 @@ def parameter_groups(
             for form, parameters in factors.items()
         ]
     else:
-        groups.append({"params": [p for parameters in factors.values() for p in parameters], "weight_decay": 0.0})
+        whole = [p for parameters in factors.values() for p in parameters if p not in packed]
+        mixed = [p for parameters in factors.values() for p in parameters if p in packed]
+        groups.append({"params": whole, "weight_decay": 0.0})
+        groups.append({"params": mixed, "weight_decay": 0.0, REST_DECAY: weight_decay})
     return [group for group in groups if group["params"]]
 
 
-def compression_rate(form: Form) -> float:
+def compression_rate(form: AnyForm) -> float:
     """Return the entries of a form's factors over those of its product."""
-    product = form.U.shape[0] * form.U.shape[-2] * form.V.shape[-2]
-    return sum(factor.value.numel() for factor in form.factors) / product
+    return sum(factor.value.numel() for factor in form.factors) / form.numel
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from factorized.decay.forms import Form, factor_parameters
+from factorized.decay.forms import AnyForm, factor_parameters
 from factorized.decay.strength import Strength, strengths
-from factorized.layers.conv import FactorizedConv
-from factorized.layers.linear import FactorizedLinear
 
 
-def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) -> None:
+def check_attachable(decayed: Sequence[AnyForm], optimizer: Optimizer, kind: type) -> None:
     """Raise if ``optimizer`` holds none of the factors, decays them itself, or has such a decay attached already."""
     owners = factor_parameters(decayed)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in owners]
@@ -28,7 +26,8 @@ def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) 
             raise ValueError(
                 f"the optimizer decays the factors of {owners[doubly[0]].name!r} itself (weight_decay="
                 f"{group['weight_decay']}), so they would be decayed twice; make it from "
-                f"fz.parameter_groups(model, weight_decay={group['weight_decay']}), which leaves the factors out"
+                f"fz.parameter_groups(model, weight_decay={group['weight_decay']}{_also(owners[doubly[0]])}), which "
+                "leaves the factors out"
             )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         other = getattr(hook, "__self__", None)
@@ -38,7 +37,11 @@ def check_attachable(decayed: Sequence[Form], optimizer: Optimizer, kind: type) 
             )
 
 
-def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool) -> dict[Form, float]:
+def _also(form: AnyForm) -> str:
+    return ', attention=("qk", "ov")' if form.kind == "qk" else ""
+
+
+def composed_layers(decayed: Sequence[AnyForm], strength: Strength, decoupled: bool) -> dict[AnyForm, float]:
     """Return the forms whose layer composes its weight to run, with their strengths: λW can act in their backward."""
     if decoupled or callable(strength):
         raise ValueError(
@@ -47,10 +50,6 @@ def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool
     numbers = strengths(strength, decayed, step=0)
     inside = {}
     for form, number in zip(decayed, numbers, strict=True):
-        composes = isinstance(form.layer, (FactorizedConv, FactorizedLinear)) and form.layer.chosen_execution() in (
-            "one_conv",
-            "one_product",
-        )
-        if composes and not isinstance(number, Tensor):
+        if form.layer is not None and form.layer.composes and not isinstance(number, Tensor):
             inside[form] = number
     return inside

@@ -13,22 +13,23 @@ from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.act import Arguments, act_before_update, gradient_of, learning_rates
 from factorized.decay.batch import computable
-from factorized.decay.forms import Factor, forms
+from factorized.decay.forms import AnyForm, TensorForm, forms
 from factorized.decay.guard import check_attachable
-from factorized.decay.strength import Number, check_number
-from factorized.maths.frobenius import compose
+from factorized.decay.strength import Number, check_number, unless_named
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
 
 
 class ProductPenalty:
     """Any penalty ``fn(W)`` on the composed products ``W = U M₁…M_d Vᵀ``; its gradient is added before every step.
 
+    Of a tensorized layer ``W`` is the matrix that low rank would read its weight as.
+
     ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed, and its gradient taken
-    by autograd: right for any ``fn``, at the cost of the dense weight.
+    by autograd: right for any ``fn``, at the cost of the dense weight. Of attention it is the OV forms.
     """
 
     def __init__(self, model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-        self.forms = forms(model)
+        self.forms = unless_named(forms(model))
         if not self.forms:
             raise ValueError(f"{type(model).__name__} holds no products to penalize; call fz.factorize first")
         self.fn = fn
@@ -36,7 +37,7 @@ class ProductPenalty:
 
     def penalty(self) -> Tensor:
         """Return Σ fn(W), differentiable."""
-        return torch.stack([self.fn(compose(form.U, form.V, form.inner)).sum() for form in self.forms]).sum()
+        return torch.stack([self.fn(form.compose(form.values)).sum() for form in self.forms]).sum()
 
     def apply_(self) -> None:
         """Add the gradient to those that are there, once."""
@@ -70,10 +71,10 @@ class ProductPenalty:
         scale = getattr(optimizer, "grad_scale", None)
         self._add(held.__contains__, 1.0 if scale is None else scale)
 
-    def _gradients(self, factors: tuple[Factor, ...]) -> list[Tensor]:
-        values = [factor.value.requires_grad_() for factor in factors]
+    def _gradients(self, form: AnyForm) -> list[Tensor]:
+        values = [computable(factor.value).requires_grad_() for factor in form.factors]
         with torch.enable_grad():
-            loss = self.fn(compose(values[0], values[-1], values[1:-1])).sum()
+            loss = self.fn(form.compose(values)).sum()
         return list(torch.autograd.grad(loss, values))
 
     @torch.no_grad()
@@ -82,7 +83,7 @@ class ProductPenalty:
             targets = [gradient_of(factor) if held(factor.parameter) else None for factor in form.factors]
             if all(target is None for target in targets):
                 continue
-            for factor, target, gradient in zip(form.factors, targets, self._gradients(form.factors), strict=True):
+            for factor, target, gradient in zip(form.factors, targets, self._gradients(form), strict=True):
                 if target is not None:
                     factor.part(target).add_(gradient * scale)
 
@@ -97,10 +98,18 @@ class NuclearDecay(ProductPenalty):
 
     def penalty(self) -> Tensor:
         """Return Σ λ‖W‖_*, differentiable."""
-        products = ([computable(part) for part in (form.U, form.V, *form.inner)] for form in self.forms)
-        return self.strength * torch.stack([factor_spectrum(U, V, inner).sum() for U, V, *inner in products]).sum()
+        return self.strength * torch.stack([self._nuclear_norm(form) for form in self.forms]).sum()
 
-    def _gradients(self, factors: tuple[Factor, ...]) -> list[Tensor]:
-        U, *inner, V = (computable(factor.value) for factor in factors)
+    def _nuclear_norm(self, form: AnyForm) -> Tensor:
+        values = [computable(value) for value in form.values]
+        if isinstance(form, TensorForm):
+            return torch.linalg.svdvals(form.compose(values)).sum()
+        U, *inner, V = values
+        return factor_spectrum(U, V, inner).sum()
+
+    def _gradients(self, form: AnyForm) -> list[Tensor]:
+        if isinstance(form, TensorForm):
+            return super()._gradients(form)
+        U, *inner, V = (computable(factor.value) for factor in form.factors)
         dU, dV, d_inner = nuclear_gradients(U, V, inner)
         return [gradient * self.strength for gradient in (dU, *d_inner, dV)]

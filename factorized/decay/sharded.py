@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from factorized.decay.forms import Factor, Form
+from factorized.decay.local import first_row
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -36,7 +36,7 @@ class Sharded:
         result = []
         for index, form in enumerate(self.members):
             left, right = grams[2 * index], grams[2 * index + 1]  # (groups, r, r)
-            inner = [_replicated(factor).unflatten(0, (left.shape[0], -1)) for factor in form.middle]
+            inner = [whole(factor).unflatten(0, (left.shape[0], -1)) for factor in form.middle]
             rights = [right]  # of M_{j+1}…M_d Vᵀ
             for M in reversed(inner):
                 rights.append(M @ rights[-1] @ M.mT)
@@ -46,7 +46,7 @@ class Sharded:
                 middle.append((left @ M @ R).flatten(0, 1))
                 left = M.mT @ left @ M
             result.append(_times_gram(form.left, rights[0]))
-            result += [_own_rows(gradient, factor) for gradient, factor in zip(middle, form.middle, strict=True)]
+            result += [own_rows(gradient, factor) for gradient, factor in zip(middle, form.middle, strict=True)]
             result.append(_times_gram(form.right, left))
         return result
 
@@ -62,7 +62,7 @@ def _summed_grams(factors: Sequence[Factor]) -> list[Tensor]:
 
 def _group_rows(factor: Factor) -> list[Tensor]:
     """Return this rank's rows of a factor, by group; groups that this rank has nothing of are empty."""
-    local, start = factor.value, _first_row(factor.parameter)
+    local, start = factor.value, first_row(factor.parameter)
     size = factor.parameter.shape[0] // factor.batch
     rows = []
     for group in range(factor.batch):
@@ -76,18 +76,14 @@ def _times_gram(factor: Factor, gram: Tensor) -> Tensor:  # (local rows, r)
     return torch.cat([rows @ of_group for rows, of_group in zip(_group_rows(factor), gram, strict=True)])
 
 
-def _own_rows(gradient: Tensor, factor: Factor) -> Tensor:
-    start = _first_row(factor.parameter)
+def own_rows(gradient: Tensor, factor: Factor) -> Tensor:
+    """Return the rows of a whole gradient that this rank has of the factor."""
+    start = first_row(factor.parameter)
     return gradient[start : start + factor.value.shape[0]]
 
 
-def _first_row(parameter: nn.Parameter) -> int:
-    assert isinstance(parameter, DTensor)
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0])
-
-
-def _replicated(factor: Factor) -> Tensor:
+def whole(factor: Factor) -> Tensor:
+    """Return a sharded factor's parameter, gathered from all ranks."""
     return factor.parameter.detach().full_tensor()  # type: ignore[attr-defined]
 
 

@@ -8,31 +8,36 @@ from math import isfinite
 
 from torch import Tensor
 
-from factorized.decay.forms import Form
+from factorized.decay.forms import AnyForm, Form
 
 Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
 Strength = Number | Mapping[str, Number] | Callable[[int], float]
 
 
-def strengths(strength: Strength, found: Sequence[Form], step: int) -> list[Number]:
+def strengths(strength: Strength, found: Sequence[AnyForm], step: int) -> list[Number]:
     """Return the strength of every form at ``step``."""
     if callable(strength):
         strength = strength(step)
     if isinstance(strength, Mapping):
         strength = {pattern: _scalar(number) for pattern, number in strength.items()}
         return [_by_pattern(strength, form) for form in found]
-    return [_scalar(strength)] * len(found)
+    return [0.0 if form.kind == "qk" else _scalar(strength) for form in found]
 
 
-def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
+def decayed_forms(strength: Strength, found: Sequence[AnyForm]) -> list[AnyForm]:
     """Return the forms that are decayed at all: those of strength zero are none of a decay's business."""
     if callable(strength):
-        return list(found)
+        return unless_named(found)
     numbers = strengths(strength, found, step=0)
     return [form for form, n in zip(found, numbers, strict=True) if isinstance(n, Tensor) or n != 0]
 
 
-def check_strength(strength: Strength, found: Sequence[Form]) -> None:
+def unless_named(found: Sequence[AnyForm]) -> list[AnyForm]:
+    """Return the forms that one number for all acts on: of attention OV alone, as the paper found to be more robust."""
+    return [form for form in found if form.kind != "qk"]
+
+
+def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
     """Raise unless every number is finite and not negative, and every pattern matches a form."""
     if callable(strength):
         check_number("strength at step 0", strength(0))
@@ -48,9 +53,16 @@ def check_strength(strength: Strength, found: Sequence[Form]) -> None:
                 f"strength names {pattern!r}, which is no form of the model: its kinds are {', '.join(kinds)}, its "
                 f"names {', '.join(repr(form.name) for form in found[:3])}, …"
             )
+        turned = next((form for form in found if isinstance(form, Form) and form.rotary), None)
+        if pattern == "qk" and turned is not None and (isinstance(number, Tensor) or number != 0):
+            raise ValueError(
+                f"strength names 'qk', but rotary embeddings turn the queries and keys of {turned.name!r} by position, "
+                "so that Q Kᵀ is no single form (docs/attention.md). Leave it out, or ask for such forms by name: "
+                f"{{'*.qk': ...}} or {{{turned.name!r}: ...}}"
+            )
 
 
-def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
+def _by_pattern(strength: Mapping[str, Number], form: AnyForm) -> Number:
     # The last pattern that matches wins, so that exceptions stand below the rule.
     for pattern in reversed(list(strength)):
         if _matches(pattern, form):
@@ -63,8 +75,10 @@ def _scalar(number: Number) -> Number:
     return number.reshape(()) if isinstance(number, Tensor) else number
 
 
-def _matches(pattern: str, form: Form) -> bool:
-    return pattern == form.kind or fnmatchcase(form.name, pattern)
+def _matches(pattern: str, form: AnyForm) -> bool:
+    # A glob that happens to cover attention does not ask for QK: that has to be said.
+    says_qk = form.kind != "qk" or pattern.endswith("qk")
+    return pattern == form.kind or (says_qk and fnmatchcase(form.name, pattern))
 
 
 def check_number(what: str, number: object) -> None:

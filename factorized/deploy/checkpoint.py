@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from factorized.deploy.describe import describe, plain_name
+from factorized.deploy.describe import describe
 from factorized.deploy.state import (
     Shapes,
     check_same,
@@ -30,10 +30,11 @@ from factorized.deploy.state import (
     fill,
     is_sharded,
     named_slots,
+    plain_name,
     plain_state,
     unwrapped,
 )
-from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import build_layers, install, refuse_wrapped, replace_module
 from factorized.planning.plan import Plan
 from factorized.version import __version__
@@ -187,26 +188,33 @@ def _renamed(plan: Plan, model: nn.Module) -> Plan:
     return replace(plan, entries=entries)
 
 
-def _shapes_after(model: nn.Module, layers: dict[str, FactorizedLayer]) -> Shapes:
+def _shapes_after(model: nn.Module, layers: Mapping[str, nn.Module]) -> Shapes:
     """Return the state that ``model`` will have once ``layers`` are in, without putting them in."""
     replaced = {id(model.get_submodule(name)): layer for name, layer in layers.items()}
+    gone = _replaced(model, layers)
     shapes: Shapes = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         layer = replaced.get(id(module))
         for name, _, _, tensor in named_slots(layer) if layer is not None else ():
             shapes[plain_name(f"{prefix}.{name}" if prefix else name)] = tuple(tensor.shape)
     for name, module, _, tensor in named_slots(model):
-        if id(module) not in replaced:
+        if id(module) not in gone:
             shapes[name] = tuple(tensor.shape)
     return shapes
 
 
-def _check_ties(model: nn.Module, layers: dict[str, FactorizedLayer], tensors: dict[str, Tensor]) -> None:
+def _replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[int]:
+    """Return the modules that will be gone: an attention module is replaced with all that is in it."""
+    return {id(module) for name in layers for module in model.get_submodule(name).modules()}
+
+
+def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module], tensors: dict[str, Tensor]) -> None:
     """Raise where ``model`` holds one tensor under two names and the checkpoint two different ones."""
-    replaced = {id(model.get_submodule(name)) for name in layers}
+    layer_ids = {id(model.get_submodule(n)) for n, layer in layers.items() if isinstance(layer, ComposedLayer)}
+    replaced = _replaced(model, layers)
     first: dict[Tensor, str] = {}
     for name, module, attribute, slot in named_slots(model):
-        if id(module) in replaced and attribute == "weight":
+        if id(module) in replaced and (attribute == "weight" or id(module) not in layer_ids):
             continue
         other = first.setdefault(slot, name)
         if not torch.equal(tensors[name], tensors[other]):

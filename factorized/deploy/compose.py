@@ -8,7 +8,9 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from factorized.layers.base import FactorizedLayer
+from factorized.adapters.unit import AttentionUnit
+from factorized.deploy.attention import shrunken_attention, with_plain_attention
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import replace_module
 
 
@@ -18,7 +20,7 @@ class SharedWeights:
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[nn.Parameter, ...], str], nn.Parameter] = {}
 
-    def parameter(self, layer: FactorizedLayer, role: str, value: Tensor) -> nn.Parameter:
+    def parameter(self, layer: ComposedLayer, role: str, value: Tensor) -> nn.Parameter:
         """Return the parameter that plays ``role`` for the layer's factors, made from ``value`` at the first call."""
         trains = any(factor.requires_grad for factor in layer.factors)
         made = nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format), requires_grad=trains)
@@ -28,13 +30,14 @@ class SharedWeights:
 def compose(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
 
-    The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. The given model is not touched, and nothing of
-    this package is left in the copy.
+    The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunken attention gets its dense head size
+    back, filled up with zeros, in the class it came from. The given model is not touched, and nothing of this package
+    is left in the copy.
     """
-    return convert(model, dense_layer)
+    return convert(model, dense_layer, lambda unit: unit.head_size)
 
 
-def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
+def dense_layer(layer: ComposedLayer, shared: SharedWeights) -> nn.Module:
     """Return the dense ``torch.nn`` layer for ``layer``, with its very bias."""
     dense = layer.dense_skeleton()
     dense.weight = shared.parameter(layer, "weight", layer.weight)
@@ -43,18 +46,25 @@ def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
     return dense.train(layer.training)
 
 
-def convert(model: nn.Module, to_plain: Callable[[FactorizedLayer, SharedWeights], nn.Module]) -> nn.Module:
-    """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names."""
+def convert(
+    model: nn.Module,
+    to_plain: Callable[[ComposedLayer, SharedWeights], nn.Module],
+    head_size: Callable[[AttentionUnit], int],
+) -> nn.Module:
+    """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names.
+
+    Shrunken attention is replaced by its own class with heads of ``head_size``.
+    """
     copy = deepcopy(model)
-    places: dict[FactorizedLayer, list[str]] = {}
+    places: dict[ComposedLayer, list[str]] = {}
     for name, module in copy.named_modules(remove_duplicate=False):
-        if isinstance(module, FactorizedLayer):
+        if isinstance(module, ComposedLayer):
             places.setdefault(module, []).append(name)
-    if not places:
+    if not (places or shrunken_attention(copy)):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
     for layer, names in places.items():
         plain = to_plain(layer, shared)
         for name in names:
             copy = replace_module(copy, name, plain)
-    return copy
+    return with_plain_attention(copy, head_size)

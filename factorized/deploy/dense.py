@@ -7,16 +7,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from factorized.deploy.describe import plain_name
-from factorized.deploy.state import Shapes, check_same, named_slots, unwrapped
-from factorized.layers.base import FactorizedLayer
+from factorized.deploy.attention import DenseAttention, shrunken_attention
+from factorized.deploy.state import Shapes, check_same, named_slots, plain_name, unwrapped
 from factorized.layers.batch import decompose_all
+from factorized.layers.composed import ComposedLayer
 
 
 def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
-    Factorized layers take the spectral factors of their dense weight (section 3.1), the rest is copied. Names with the
+    Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunken attention the
+    best approximation of their forms, and the rest is copied. Names with the
     prefix of ``torch.compile`` are understood; of tied weights one name is enough. Names, shapes and values are checked
     before anything is changed.
     """
@@ -25,26 +26,37 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     layers = {
         plain_name(name): module
         for name, module in inside.named_modules(remove_duplicate=False)
-        if isinstance(module, FactorizedLayer)
+        if isinstance(module, ComposedLayer)
     }
-    if not layers:
+    attention = {plain_name(name): DenseAttention(unit) for name, unit in shrunken_attention(inside).items()}
+    if not (layers or attention):
         raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")
     _check_real(inside)
-    plain = {name: tensor for name, _, _, tensor in named_slots(inside) if not _belongs_to_factors(name, layers)}
+    factors = {factor for layer in layers.values() for factor in layer.factors}
+    plain = {
+        name: tensor
+        for name, _, _, tensor in named_slots(inside)
+        if not (tensor in factors or any(unit.owns(tensor) for unit in attention.values()))
+    }
     weights = {_weight_key(name): layer for name, layer in layers.items()}
     expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
     expected |= {key: layer.shape.weight_shape for key, layer in weights.items()}
+    for name, unit in attention.items():
+        expected |= unit.shapes(name)
     found = {key: tuple(value.shape) for key, value in state.items()}
-    check_same("the dense checkpoint", expected, found, optional=_given_elsewhere(plain, weights, state))
+    optional = _given_elsewhere(plain, weights, state)
+    optional += [f"{name}.{key}".lstrip(".") for name, unit in attention.items() for key in unit.optional]
+    check_same("the dense checkpoint", expected, found, optional=optional)
 
     leaders: dict[nn.Parameter, str] = {}
     for key, layer in weights.items():
         if key in state:
-            leaders.setdefault(layer.U, key)
-    dense = {key: state[key].to(layer_of.U.device) for key in leaders.values() for layer_of in [weights[key]]}
-    factors = decompose_all(dense, {key: weights[key] for key in dense})
-    for key, (U, V) in factors.items():
-        weights[key].set_factors(U, V)
+            leaders.setdefault(layer.factors[0], key)
+    dense = {key: state[key].to(weights[key].factors[0].device) for key in leaders.values()}
+    for key, values in decompose_all(dense, {key: weights[key] for key in dense}).items():
+        weights[key].set_factors(*values)
+    for name, unit in attention.items():
+        unit.fill(name, state)
     with torch.no_grad():
         for name, tensor in plain.items():
             if name in state:
@@ -65,20 +77,12 @@ def _weight_key(layer_name: str) -> str:
     return f"{layer_name}.weight" if layer_name else "weight"
 
 
-def _belongs_to_factors(name: str, layers: Mapping[str, FactorizedLayer]) -> bool:
-    owner, _, attribute = name.rpartition(".")
-    if owner in layers:
-        return attribute in ("U", "V")
-    container, _, last = owner.rpartition(".")
-    return last == "inner" and container in layers
-
-
 def _given_elsewhere(
-    plain: Mapping[str, Tensor], weights: Mapping[str, FactorizedLayer], state: Mapping[str, Tensor]
+    plain: Mapping[str, Tensor], weights: Mapping[str, ComposedLayer], state: Mapping[str, Tensor]
 ) -> list[str]:
     """Return the names that may be missing, because the state dict gives the same tensor under another name."""
     given = {tensor for name, tensor in plain.items() if name in state}
-    factors = {layer.U for key, layer in weights.items() if key in state}
+    factors = {layer.factors[0] for key, layer in weights.items() if key in state}
     return [name for name, tensor in plain.items() if tensor in given] + [
-        key for key, layer in weights.items() if layer.U in factors
+        key for key, layer in weights.items() if layer.factors[0] in factors
     ]

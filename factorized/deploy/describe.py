@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from torch import nn
 
+from factorized.deploy.attention import attention_entries
+from factorized.deploy.state import plain_name
 from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
-from factorized.layers.swap import COMPILED
-from factorized.planning.plan import Plan, PlanEntry
-from factorized.planning.scheme import LowRank, Overcomplete
+from factorized.layers.tensor import TensorizedLayer
+from factorized.planning.plan import Plan, PlanEntry, TensorEntry
+from factorized.planning.scheme import LowRank, Overcomplete, Scheme
+from factorized.planning.tensor_scheme import TensorTrain, Tucker
 
 
 def describe(model: nn.Module) -> Plan:
-    """Return a plan with one entry per factorized layer of ``model``, from the layers themselves.
+    """Return a plan with one entry per factorized layer or shrunken attention of ``model``, from these themselves.
 
     It holds however the layers came to be: by several calls of ``fz.factorize``, or by hand.
     """
-    places: dict[FactorizedLayer, list[str]] = {}
+    places: dict[ComposedLayer, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, FactorizedLayer):
+        if isinstance(module, ComposedLayer):
             places.setdefault(module, []).append(plain_name(name))
-    if not places:
+    attention = attention_entries(model, plain_name)
+    if not (places or attention):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     leaders: dict[tuple[nn.Parameter, ...], str] = {}
     entries = []
     for layer, names in places.items():
         leader = leaders.setdefault(layer.factors, names[0])
         entries.append(_entry(layer, names, leader if leader != names[0] else None))
+    entries += attention
     saved = sum(entry.params - entry.params_after for entry in entries)
     after = sum(parameter.numel() for parameter in model.parameters())
     return Plan(
@@ -39,12 +45,8 @@ def describe(model: nn.Module) -> Plan:
     )
 
 
-def plain_name(name: str) -> str:
-    """Return a dotted name without the parts that ``torch.compile`` puts in."""
-    return ".".join(part for part in name.split(".") if part != COMPILED)
-
-
-def _entry(layer: FactorizedLayer, names: list[str], tied_to: str | None) -> PlanEntry:
+def _entry(layer: ComposedLayer, names: list[str], tied_to: str | None) -> PlanEntry:
+    assert isinstance(layer, (FactorizedLayer, TensorizedLayer))
     return PlanEntry(
         name=names[0],
         type=type(layer.dense_skeleton()).__name__,
@@ -52,16 +54,28 @@ def _entry(layer: FactorizedLayer, names: list[str], tied_to: str | None) -> Pla
         groups=layer.shape.groups,
         rank=layer.rank,
         kind=layer.kind if isinstance(layer, FactorizedConv) else "spatial",
-        depth=layer.depth,
+        depth=layer.depth if isinstance(layer, FactorizedLayer) else 0,
         aliases=tuple(names[1:]),
         tied_to=tied_to,
         params=layer.shape.numel if tied_to is None else 0,
-        params_after=layer.shape.factor_numel(layer.rank, layer.depth) if tied_to is None else 0,
+        params_after=sum(factor.numel() for factor in layer.factors) if tied_to is None else 0,
+        tensor=_tensor(layer) if isinstance(layer, TensorizedLayer) else None,
     )
 
 
-def _scheme(layers: list[FactorizedLayer]) -> LowRank | Overcomplete:
-    if any(layer.depth for layer in layers):
+def _tensor(layer: TensorizedLayer) -> TensorEntry:
+    folding = layer.folding
+    return TensorEntry(
+        folding.method, folding.dims, folding.core, folding.refinements, separable=layer.depthwise is not None
+    )
+
+
+def _scheme(layers: list[ComposedLayer]) -> Scheme:
+    matrices = [layer for layer in layers if isinstance(layer, FactorizedLayer)]
+    if not matrices:
+        trains = all(isinstance(layer, TensorizedLayer) and layer.is_train for layer in layers)
+        return TensorTrain() if trains else Tucker()
+    if any(layer.depth for layer in matrices):
         return Overcomplete("deep")
-    overcomplete = all(layer.rank >= layer.shape.full_rank for layer in layers)
+    overcomplete = all(layer.rank >= layer.shape.full_rank for layer in matrices)
     return Overcomplete("full") if overcomplete else LowRank()

@@ -5,9 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from factorized.deploy.compose import SharedWeights, convert, dense_layer
+from factorized.deploy.lower_tensor import chain_or_dense
 from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.embedding import FactorizedEmbedding
+from factorized.layers.resize import plain_size
+from factorized.layers.tensor import TensorizedLayer
+from factorized.layers.transposed import FactorizedTransposedLinear
 from factorized.maths.kernel import KernelShape, column_kernel, grouped, row_kernel
 
 
@@ -15,13 +20,17 @@ def lower(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` whose low-rank layers are pairs of plain layers in ``nn.Sequential``.
 
     Two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a factor. A
-    layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tied embedding and
+    layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tensor train gives
+    two plain layers, a Tucker tensor three (1×1, k×k, 1×1) and a separable convolution its depthwise one before them;
+    where its dimensions mix outputs and inputs, the tensor is composed. Shrunken attention
+    keeps the smallest head size that its own class can hold: one for all forms, the dense one for
+    ``nn.MultiheadAttention``, which has no other, and where rotary embeddings need it. A tied embedding and
     output layer go on sharing ``U``; ``V`` stands transposed in one of them and is copied. The given model is not
     touched. Code that reads ``layer.weight`` of a lowered layer finds a pair there: such a model wants
     ``fz.compose``. Torch's own encoder, which does so on its fast paths, is kept off them; like in training, its output
     at padded positions is then no longer zero.
     """
-    lowered = convert(model, _pair_or_dense)
+    lowered = convert(model, _pair_or_dense, plain_size)
     for module in lowered.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and _has_pair(module):
             module.activation_relu_or_gelu = 0  # torch's own switch for "not on the fast path"
@@ -35,7 +44,10 @@ def _has_pair(encoder_layer: nn.Module) -> bool:
     return any(isinstance(linear, nn.Sequential) for linear in linears)
 
 
-def _pair_or_dense(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
+def _pair_or_dense(layer: ComposedLayer, shared: SharedWeights) -> nn.Module:
+    if isinstance(layer, TensorizedLayer):
+        return chain_or_dense(layer, shared)
+    assert isinstance(layer, FactorizedLayer)
     if layer.shape.factor_numel(layer.rank) >= layer.shape.numel:
         return dense_layer(layer, shared)
     U, V = _merged_factors(layer)
@@ -43,12 +55,16 @@ def _pair_or_dense(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
         first, second = _convolutions(layer, layer.shape)
         first.weight = shared.parameter(layer, "V kernel", column_kernel(V, layer.shape))
         second.weight = shared.parameter(layer, "U kernel", row_kernel(U, layer.shape))
+    elif isinstance(layer, FactorizedTransposedLinear):
+        first, second = _linears(layer.in_features, layer.out_features, layer)
+        first.weight = shared.parameter(layer, "U transposed", U.mT)
+        second.weight = shared.parameter(layer, "V", V)
     elif isinstance(layer, FactorizedEmbedding):
         first, second = _look_up_and_linear(layer)
         first.weight = shared.parameter(layer, "U", U)
         second.weight = shared.parameter(layer, "V", V)
     else:
-        first, second = _linears(layer)
+        first, second = _linears(layer.shape.in_channels, layer.shape.out_channels, layer)
         first.weight = shared.parameter(layer, "V transposed", V.mT)
         second.weight = shared.parameter(layer, "U", U)
     if layer.bias is not None:
@@ -65,10 +81,9 @@ def _merged_factors(layer: FactorizedLayer) -> tuple[Tensor, Tensor]:
     return U.flatten(0, 1), layer.V
 
 
-def _linears(layer: FactorizedLayer) -> tuple[nn.Module, nn.Module]:
-    shape, rank = layer.shape, layer.rank
-    first = nn.Linear(shape.in_channels, rank, bias=False, device="meta")
-    return first, nn.Linear(rank, shape.out_channels, layer.bias is not None, device="meta")
+def _linears(inputs: int, outputs: int, layer: FactorizedLayer) -> tuple[nn.Module, nn.Module]:
+    first = nn.Linear(inputs, layer.rank, bias=False, device="meta")
+    return first, nn.Linear(layer.rank, outputs, layer.bias is not None, device="meta")
 
 
 def _look_up_and_linear(layer: FactorizedEmbedding) -> tuple[nn.Module, nn.Module]:

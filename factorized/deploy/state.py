@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from factorized.deploy.describe import plain_name
 from factorized.layers.swap import COMPILED
 
 Shapes = dict[str, tuple[int, ...]]
@@ -24,6 +23,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def plain_name(name: str) -> str:
+    """Return a dotted name without the parts that ``torch.compile`` puts in."""
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from factorized.decay.batch import computable
 from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 from factorized.maths.kernel import KernelShape, grouped, to_matrix
 from factorized.maths.spectral import factor_spectrum
 
@@ -109,7 +110,7 @@ def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple
 
 
 def _has_weight(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, _ConvNd, FactorizedLayer))
+    return isinstance(module, (nn.Linear, _ConvNd, ComposedLayer))
 
 
 def _spectrum(module: nn.Module) -> tuple[int, int, Tensor]:
@@ -118,7 +119,11 @@ def _spectrum(module: nn.Module) -> tuple[int, int, Tensor]:
         U, *inner, V = (computable(grouped(factor, module.shape.groups)) for factor in module.factors)
         rank = module.shape.groups * min(module.rank, module.shape.full_rank)
         return module.shape.groups * module.shape.rows, rank, factor_spectrum(U, V, inner).flatten()
-    assert isinstance(module.weight, Tensor)
-    shape = KernelShape.of(tuple(module.weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
-    values = torch.linalg.svdvals(computable(to_matrix(module.weight, shape)))
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if isinstance(module, ComposedLayer):
+        shape = module.shape
+    else:
+        shape = KernelShape.of(tuple(weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
+    values = torch.linalg.svdvals(computable(to_matrix(weight, shape)))
     return shape.groups * shape.rows, shape.groups * shape.full_rank, values.flatten()

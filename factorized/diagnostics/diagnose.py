@@ -5,24 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from factorized.decay.batch import computable
-from factorized.decay.forms import Form, forms
-from factorized.maths.frobenius import frobenius_norm_squared
+from factorized.decay.forms import AnyForm, TensorForm, forms
 from factorized.maths.spectral import factor_spectrum
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What one product looks like; the last three need an SVD of rank size and are None without ``spectrum=True``."""
+    """What one product looks like; the last three need an SVD and are None without ``spectrum=True``."""
 
     name: str
     kind: str
     frobenius: float  # ‖W‖_F
-    nuclear_bound: float  # ½(‖U‖² + ‖V‖²) ≥ ‖W‖_*, what ordinary decay penalizes (equation 2; without inner matrices)
+    # ½(‖U‖² + ‖V‖²) ≥ ‖W‖_*, what ordinary decay penalizes (equation 2; without inner matrices); None for tensors,
+    # of which decaying the cores bounds no such norm
+    nuclear_bound: float | None
     effective_step: float  # η / ‖W‖²_F, the step size of the direction of a normalized layer (claim 3.1)
-    non_orthogonality: tuple[float, float]  # of U and V: ‖offdiag(UᵀU)‖ / ‖UᵀU‖; 0 at spectral initialization
+    # of U and V: ‖offdiag(UᵀU)‖ / ‖UᵀU‖; 0 at spectral initialization. Of a tensor's cores, by their last dimension
+    non_orthogonality: tuple[float, ...]
     spectral: float | None = None  # ‖W‖_2
     nuclear: float | None = None  # ‖W‖_*
     stable_rank: float | None = None  # ‖W‖²_F / ‖W‖²_2
@@ -31,8 +33,9 @@ class Diagnosis:
 def diagnose(model: nn.Module, lr: float, *, spectrum: bool = True) -> list[Diagnosis]:
     """Return a diagnosis of every product in ``model``, at learning rate ``lr``.
 
-    ``spectrum=False`` leaves out what needs singular values: the rest comes from rank × rank Gram matrices and can be
-    tracked at every step. Of a batched form (groups, heads) the norms are those of the block-diagonal whole.
+    ``spectrum=False`` leaves out what needs singular values (those of a tensor are those of its weight's matrix, which
+    is formed): the rest comes from rank × rank Gram matrices and can be tracked at every step. Of a batched form
+    (groups, heads) the norms are those of the block-diagonal whole.
     """
     found = forms(model)
     if not found:
@@ -41,28 +44,43 @@ def diagnose(model: nn.Module, lr: float, *, spectrum: bool = True) -> list[Diag
         return [_diagnose(form, lr, spectrum) for form in found]
 
 
-def _diagnose(form: Form, lr: float, spectrum: bool) -> Diagnosis:
-    U, *inner, V = (computable(factor) for factor in (form.U, *form.inner, form.V))
-    squared = frobenius_norm_squared(U, V, inner).sum()
+def _diagnose(form: AnyForm, lr: float, spectrum: bool) -> Diagnosis:
+    factors = [computable(value) for value in form.values]
+    squared = form.norm_squared(factors).sum()
+    ends = (factors[0], factors[-1])
     spectral = nuclear = stable = None
     if spectrum:
-        values = factor_spectrum(U, V, inner)
+        values = _spectrum(form, factors)
         spectral, nuclear = values.max().item(), values.sum().item()
         stable = squared.item() / spectral**2 if spectral else 0.0
+    is_tensor, unfolded = isinstance(form, TensorForm), [factor.flatten(0, -2) for factor in factors]
     return Diagnosis(
         name=form.name,
         kind=form.kind,
         frobenius=squared.sqrt().item(),
-        nuclear_bound=((U.square().sum() + V.square().sum()) / 2).item(),
+        nuclear_bound=None if is_tensor else _nuclear_bound(*ends),
         effective_step=lr / squared.item() if squared else float("inf"),
-        non_orthogonality=(_non_orthogonality(U), _non_orthogonality(V)),
+        non_orthogonality=tuple(_non_orthogonality(matrix) for matrix in (unfolded if is_tensor else ends)),
         spectral=spectral,
         nuclear=nuclear,
         stable_rank=stable,
     )
 
 
-def _non_orthogonality(factor: torch.Tensor) -> float:
+def _spectrum(form: AnyForm, factors: list[Tensor]) -> Tensor:
+    if isinstance(form, TensorForm):
+        return torch.linalg.svdvals(form.compose(factors))
+    U, *inner, V = factors
+    return factor_spectrum(U, V, inner)
+
+
+def _nuclear_bound(U: Tensor, V: Tensor) -> float:
+    # A matrix that several products share counts for each of them.
+    squares = U.square().sum(dim=(-2, -1)), V.square().sum(dim=(-2, -1))
+    return ((squares[0] + squares[1]).sum() / 2).item()
+
+
+def _non_orthogonality(factor: Tensor) -> float:
     gram = factor.mT @ factor
     diagonal = torch.diagonal(gram, dim1=-2, dim2=-1)
     whole = gram.square().sum()

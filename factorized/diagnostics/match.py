@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.batch import computable
-from factorized.decay.forms import Form, forms
-from factorized.maths.frobenius import frobenius_norm_squared
+from factorized.decay.forms import AnyForm, forms
 
 Norms = dict[str, float]  # by form name
 
@@ -87,6 +86,5 @@ class NormMatcher:
         self._step += 1
 
 
-def _norm(form: Form) -> Tensor:
-    U, *inner, V = (computable(factor) for factor in (form.U, *form.inner, form.V))
-    return frobenius_norm_squared(U, V, inner).sum().sqrt()
+def _norm(form: AnyForm) -> Tensor:
+    return form.norm_squared([computable(value) for value in form.values]).sum().sqrt()

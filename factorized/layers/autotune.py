@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.linear import FactorizedLinear
+from factorized.layers.tensor_conv import TensorizedConv2d
+from factorized.layers.tensor_linear import TensorizedLinear
 from factorized.layers.timing import median_milliseconds, training_step
+from factorized.layers.transposed import FactorizedTransposedLinear
 from factorized.planning.cost import ExampleInput, run_once
 
-Tunable = FactorizedConv | FactorizedLinear
+Tunable = FactorizedConv | FactorizedLinear | FactorizedTransposedLinear | TensorizedConv2d | TensorizedLinear
 
 
 def autotune(
@@ -62,9 +65,11 @@ def _remember(
 
 
 def _what_matters(layer: Tunable, x: Tensor) -> tuple[object, ...]:
-    geometry = layer.geometry if isinstance(layer, FactorizedConv) else None
+    geometry = layer.geometry if isinstance(layer, (FactorizedConv, TensorizedConv2d)) else None
+    sizes = tuple(factor.shape for factor in layer.factors)
     trains = tuple(parameter.requires_grad for parameter in layer.parameters())
-    return (layer.shape, layer.rank, layer.depth, geometry, trains, x.shape, x.stride(), x.dtype, layer.U.dtype)
+    dtype = layer.factors[0].dtype
+    return (type(layer), layer.alike, sizes, geometry, trains, x.shape, x.stride(), x.dtype, dtype)
 
 
 def _time_executions(layer: Tunable, x: Tensor, rounds: int, compiled: bool) -> dict[str, float]:

@@ -157,16 +157,23 @@ class FactorizedConv(FactorizedLayer):
 
     def extra_repr(self) -> str:
         """Show shape, settings that differ from the defaults, rank and the parameters saved."""
-        ones = (1,) * self.dims
-        settings = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
-        settings += [f"stride={self.stride}"] if self.stride != ones else []
-        settings += [f"padding={self.padding}"] if self.padding != (0,) * self.dims else []
-        settings += [f"dilation={self.dilation}"] if self.dilation != ones else []
-        settings += [f"groups={self.groups}"] if self.groups != 1 else []
-        settings += ["bias=False"] if self.bias is None else []
-        settings += [f"padding_mode={self.padding_mode}"] if self.padding_mode != "zeros" else []
+        settings = conv_repr(self)
         settings += [f"kind={self.kind}"] if self.kind != "spatial" else []
         return ", ".join([*settings, f"execution={self.chosen_execution()}", self.size_repr()])
+
+
+def conv_repr(layer: Any) -> list[str]:
+    """Return channels, kernel size and the settings that differ from the defaults of a convolution of any kind."""
+    dims = len(layer.kernel_size)
+    ones = (1,) * dims
+    settings = [f"{layer.in_channels}, {layer.out_channels}, kernel_size={layer.kernel_size}"]
+    settings += [f"stride={layer.stride}"] if layer.stride != ones else []
+    settings += [f"padding={layer.padding}"] if layer.padding != (0,) * dims else []
+    settings += [f"dilation={layer.dilation}"] if layer.dilation != ones else []
+    settings += [f"groups={layer.groups}"] if layer.groups != 1 else []
+    settings += ["bias=False"] if layer.bias is None else []
+    settings += [f"padding_mode={layer.padding_mode}"] if layer.padding_mode != "zeros" else []
+    return settings
 
 
 class FactorizedConv1d(FactorizedConv):

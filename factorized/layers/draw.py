@@ -1,4 +1,4 @@
-"""Filling the factors of a layer: from the SVD of a dense weight, or drawn at random."""
+"""Drawing the factors of a layer, or a dense weight to decompose, at random."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from factorized.maths.kernel import KernelShape, grouped, to_matrix
-from factorized.maths.spectral import spectral_factors
+from factorized.maths.kernel import KernelShape, grouped
 
 Init = Literal["spectral", "default", "kaiming", "normal"] | Callable[[Tensor], object]
 INITS = ("spectral", "default", "kaiming", "normal")
@@ -21,16 +20,6 @@ def check_init(init: Init) -> None:
     if not callable(init) and init not in INITS:
         names = ", ".join(f'"{name}"' for name in INITS)
         raise ValueError(f"init must be one of {names} or a callable that fills a tensor in place, got {init!r}")
-
-
-def decompose(
-    weight: Tensor,  # (out, in/groups, *size)
-    shape: KernelShape,
-    rank: int,
-) -> tuple[Tensor, Tensor]:  # (groups·rows, rank), (groups·columns, rank)
-    """Return the spectral initialization of one weight, stacked over groups (section 3.1)."""
-    U, V = spectral_factors(to_matrix(weight, shape), rank)
-    return U.flatten(0, 1), V.flatten(0, 1)
 
 
 def draw(
@@ -45,12 +34,22 @@ def draw(
     and output channels of the whole layer, the paper's choices for ResNet and VGG; ``"default"`` is what torch does to
     a fresh linear or convolution. A callable gets each matrix and fills it in place, like those of ``torch.nn.init``.
     """
-    fill = init if callable(init) else _named_fill(init, shape)
+    fill = init if callable(init) else fill_of(init, shape)
     for factor, transposed in ((U, False), (V, True)):
         for part in grouped(factor, shape.groups):
             matrix = torch.empty_like(part.mT if transposed else part, memory_format=torch.contiguous_format)
             fill(matrix)
             part.copy_(matrix.mT if transposed else matrix)
+
+
+def draw_dense_as(
+    weight: Tensor,  # (out, in, *size), filled in place
+    shape: KernelShape,
+    init: Init,
+) -> None:
+    """Draw a dense weight as ``init`` says."""
+    fill = init if callable(init) else fill_of(init, shape)
+    fill(weight)
 
 
 def draw_dense(
@@ -78,7 +77,8 @@ def fill_identity(
     M.copy_(torch.eye(rank, dtype=M.dtype, device=M.device).repeat(M.shape[0] // rank, 1))
 
 
-def _named_fill(init: str, shape: KernelShape) -> Callable[[Tensor], object]:
+def fill_of(init: str, shape: KernelShape) -> Callable[[Tensor], object]:
+    """Return the function that fills a matrix of a layer of this shape in place, for the name of an init."""
     if init == "kaiming":
         return nn.init.kaiming_normal_
     if init == "normal":

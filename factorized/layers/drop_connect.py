@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import ComposedLayer
 
 
 def drop_connect(model: nn.Module, share: float) -> nn.Module:
@@ -15,7 +15,7 @@ def drop_connect(model: nn.Module, share: float) -> nn.Module:
     """
     if not 0 <= share < 1:
         raise ValueError(f"share must be in [0, 1), got {share!r}")
-    layers = [module for module in model.modules() if isinstance(module, FactorizedLayer)]
+    layers = [module for module in model.modules() if isinstance(module, ComposedLayer)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     for layer in layers:

@@ -90,6 +90,10 @@ class FactorizedEmbedding(FactorizedLayer):
         scale = self._gradient_scale(input, x.dtype) if torch.is_grad_enabled() else None
         return x if scale is None else _ScaleGradient.apply(x, scale)  # type: ignore[no-untyped-call]
 
+    def chosen_execution(self) -> str:
+        """Return ``"look_up"``, the one way of running an embedding."""
+        return "look_up"
+
     def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what the dense layer multiplies the gradient of each looked-up row by.
 

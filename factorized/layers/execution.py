@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from factorized.maths.contraction import contracted_macs, held_channels, preparing_macs
+from factorized.maths.folding import Folding
 from factorized.maths.kernel import KernelShape
+from factorized.maths.tensor_format import TensorFormat
 
+# Channels between input and output, over theirs, with which a layer holds twice what the dense one does: measured.
+MOST_HELD = 1.8
 # Positions over which composing the weight is spread: a small training batch.
 POSITIONS = 8192
 
@@ -65,6 +70,26 @@ def cheapest_linear(shape: KernelShape, rank: int, depth: int) -> str:
     """Return ``"two_products"`` or, where composing the weight first costs less, ``"one_product"``."""
     thin = shape.factor_numel(rank, depth)
     return "two_products" if thin <= shape.numel + _composing(shape, rank, depth) else "one_product"
+
+
+def contracting_is_cheaper(
+    tensor: TensorFormat,
+    folding: Folding,
+    moving: int = 0,  # what moving one channel costs, where there are more operations
+) -> bool:
+    """Return whether contracting cores with the input costs less than composing the weight, in time and in memory.
+
+    No layer may hold more than twice what the dense one does, which trains with its weight and the weight's gradient,
+    input and output. So composing is left where the tensors on the way to the weight are too large, and contracting
+    where those on the way to the output are.
+    """
+    channels = folding.shape.in_channels + folding.shape.out_channels
+    on_the_way = tensor.expand_held
+    composing_fits = tensor.core_numel + sum(on_the_way) + max(on_the_way, default=0) <= 2 * tensor.numel
+    contracting_fits = held_channels(folding, tensor) <= MOST_HELD * channels
+    composed = tensor.numel + tensor.expand_macs / POSITIONS
+    contracted = contracted_macs(folding, tensor) + preparing_macs(folding, tensor) / POSITIONS + moving * channels
+    return contracting_fits and (contracted < composed or not composing_fits)
 
 
 def _composing(shape: KernelShape, rank: int, depth: int) -> float:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from factorized.layers.base import FactorizedLayer
+from factorized.adapters.family import is_transposed
+from factorized.adapters.unit import FormKind
 from factorized.layers.batch import decompose_all
+from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv, FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
 from factorized.layers.draw import Init, check_init
 from factorized.layers.embedding import FactorizedEmbedding
 from factorized.layers.linear import FactorizedLinear
+from factorized.layers.resize import attention_difference, build_attention, keep_off_nested_tensors
+from factorized.layers.tensor_conv import TensorizedConv2d
+from factorized.layers.tensor_linear import TensorizedLinear
+from factorized.layers.transposed import FactorizedTransposedLinear
 from factorized.planning.cost import ExampleInput
-from factorized.planning.plan import Plan, PlanEntry
+from factorized.planning.plan import Plan, PlanEntry, TensorEntry
 from factorized.planning.planner import Allocate
 from factorized.planning.planner import plan as make_plan
 from factorized.planning.scheme import Scheme
@@ -44,14 +51,16 @@ def factorize(
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] = (),
     keep_first_and_last: bool = True,
+    attention: bool | Sequence[FormKind] = False,
 ) -> nn.Module:
     """Replace layers of ``model`` by factorized ones, in place, and return it.
 
     Takes a plan, or a scheme and the arguments of ``fz.plan``, which then plans first. ``init`` fills the factors:
-    ``"spectral"`` from the weights the layers have, random or trained (the default for ``LowRank``); ``"default"``,
-    ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for ``Overcomplete``). Every new
-    layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself one
-    layer cannot be changed in place: use what is returned.
+    ``"spectral"`` from the weights the layers have, random or trained (the default but for ``Overcomplete``);
+    ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for
+    ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance these give a dense one). Every
+    new layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself
+    one layer cannot be changed in place: use what is returned.
     """
     if not isinstance(plan, Plan):
         plan = make_plan(
@@ -67,22 +76,32 @@ def factorize(
             include=include,
             exclude=exclude,
             keep_first_and_last=keep_first_and_last,
+            attention=attention,
         )
     elif any(value is not None for value in (ratio, rank_scale, rank, energy, macs)):
         raise ValueError("the plan already holds the budget: give a plan, or a scheme with a budget, not both")
-    elif any((include is not None, exclude, example_input is not None, allocate != "uniform", not keep_first_and_last)):
+    elif any(
+        (
+            include is not None,
+            exclude,
+            example_input is not None,
+            allocate != "uniform",
+            not keep_first_and_last,
+            attention,
+        )
+    ):
         raise ValueError("the plan already says which layers: give include=, exclude= and the like to fz.plan instead")
     init = init if init is not None else plan.scheme.init
     check_init(init)
     return install(model, plan, build_layers(model, plan, init))
 
 
-def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, FactorizedLayer]:
-    """Return the new layer of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
+def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, nn.Module]:
+    """Return the new module of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
     dense = _matching_layers(model, plan, same_ties=init is not None)
-    layers = {entry.name: _build(dense[entry.name], entry) for entry in plan.selected}
-    leaders = [entry.name for entry in plan.selected if entry.tied_to is None]
-    filled = {name: layers[name] for name in leaders if not layers[name].U.is_meta}
+    layers = {entry.name: _build(dense[entry.name], entry) for entry in plan.layers}
+    leaders = [entry.name for entry in plan.layers if entry.tied_to is None]
+    filled = {name: layers[name] for name in leaders if not layers[name].factors[0].is_meta}
     if init == "spectral":
         factors = decompose_all({name: _weight(dense[name]) for name in filled}, filled)
         for name, layer in filled.items():
@@ -90,21 +109,22 @@ def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, F
     elif init is not None:
         for layer in filled.values():
             layer.draw_factors(init)
-    for entry in plan.selected:
+    for entry in plan.layers:
         if entry.tied_to is not None:
             tie(layers[entry.name], layers[entry.tied_to])
-    return layers
+    return {**layers, **{entry.name: build_attention(model, entry, init) for entry in plan.attention}}
 
 
-def install(model: nn.Module, plan: Plan, layers: dict[str, FactorizedLayer]) -> nn.Module:
-    """Put built layers into ``model`` under all of their names, each with the very bias of the layer it replaces."""
+def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
+    """Put built modules into ``model`` under all of their names, layers with the very bias of those they replace."""
     for entry in plan.selected:
         layer = layers[entry.name]
         replaced = model.get_submodule(entry.name)
-        if layer.bias is not None:
+        if isinstance(layer, ComposedLayer) and layer.bias is not None:
             layer.bias = replaced.bias  # type: ignore[assignment]
         for name in (entry.name, *entry.aliases):
             model = replace_module(model, name, layer)
+    keep_off_nested_tensors(model)
     return model
 
 
@@ -129,20 +149,49 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
     return model
 
 
-def tie(follower: FactorizedLayer, leader: FactorizedLayer) -> None:
+def tie(follower: ComposedLayer, leader: ComposedLayer) -> None:
     """Let ``follower`` hold the very factors of ``leader``."""
-    follower.U, follower.V, follower.inner = leader.U, leader.V, leader.inner
+    follower.share_factors(leader)
 
 
-def _build(dense: nn.Module, entry: PlanEntry) -> FactorizedLayer:
-    assert entry.rank is not None
+def _build(dense: nn.Module, entry: PlanEntry) -> ComposedLayer:
+    if entry.tensor is not None:
+        return _build_tensor(dense, entry, entry.tensor)
+    rank = cast(int, entry.rank)  # the layers check it
+    if is_transposed(dense):
+        return FactorizedTransposedLinear.from_dense(dense, rank, init=None, depth=entry.depth)
     if isinstance(dense, nn.Embedding):
-        return FactorizedEmbedding.from_dense(dense, entry.rank, init=None, depth=entry.depth)
+        return FactorizedEmbedding.from_dense(dense, rank, init=None, depth=entry.depth)
     if isinstance(dense, nn.Linear):
-        return FactorizedLinear.from_dense(dense, entry.rank, init=None, depth=entry.depth)
+        return FactorizedLinear.from_dense(dense, rank, init=None, depth=entry.depth)
     assert isinstance(dense, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     factorized = _CONVOLUTIONS[type(dense)]
-    return factorized.from_dense(dense, entry.rank, init=None, kind=entry.kind, depth=entry.depth)
+    return factorized.from_dense(dense, rank, init=None, kind=entry.kind, depth=entry.depth)
+
+
+def _build_tensor(dense: nn.Module, entry: PlanEntry, tensor: TensorEntry) -> ComposedLayer:
+    assert entry.rank is not None
+    if isinstance(dense, nn.Linear):
+        return TensorizedLinear.from_dense(
+            dense,
+            entry.rank,
+            init=None,
+            method=tensor.method,
+            dims=tensor.dims,
+            core=tensor.core,
+            refinements=tensor.refinements,
+        )
+    assert isinstance(dense, nn.Conv2d)
+    return TensorizedConv2d.from_dense(
+        dense,
+        entry.rank,
+        init=None,
+        method=tensor.method,
+        dims=tensor.dims,
+        core=tensor.core,
+        refinements=tensor.refinements,
+        separable=tensor.separable,
+    )
 
 
 def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str, nn.Module]:
@@ -156,6 +205,7 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     for name, module in modules.items():
         places.setdefault(module, set()).add(name)
     wrong = [text for entry in plan.selected if (text := _difference(entry, modules, places)) is not None]
+    wrong += [text for entry in plan.attention if (text := attention_difference(entry, modules)) is not None]
     wrong = wrong or _differing_ties(model, plan, modules, same_ties)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -163,7 +213,11 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
             f"the plan was made for another model ({plan.model}): {'; '.join(wrong[:3])}{more}. "
             f"Make a plan for this {type(model).__name__}; nothing was changed"
         )
-    sharded = [entry.name for entry in plan.selected if isinstance(modules[entry.name].weight, DTensor)]
+    sharded = [
+        entry.name
+        for entry in plan.selected
+        if any(isinstance(parameter, DTensor) for parameter in modules[entry.name].parameters())
+    ]
     if sharded:
         raise ValueError(
             f"{sharded[0]}: its weight is sharded over processes and would be needed whole; factorize the model before "
@@ -179,9 +233,10 @@ def _difference(entry: PlanEntry, modules: dict[str, nn.Module], places: dict[nn
         return f"{missing[0]} is missing"
     module = modules[entry.name]
     weight = module._parameters.get("weight")
-    if type(module).__name__ != entry.type or weight is None:
+    is_attention = bool(entry.head_ranks)
+    if type(module).__name__ != entry.type or (weight is None and not is_attention):
         return f"{entry.name} is {type(module).__name__}, not {entry.type}"
-    if tuple(weight.shape) != entry.shape:
+    if weight is not None and tuple(weight.shape) != entry.shape:
         return f"{entry.name} has shape {_times(weight.shape)}, not {_times(entry.shape)}"
     if places[module] != planned:
         return f"{entry.name} is the module at {_listed(places[module])}; in the plan, at {_listed(planned)}"
@@ -190,7 +245,7 @@ def _difference(entry: PlanEntry, modules: dict[str, nn.Module], places: dict[nn
 
 def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], same_ties: bool) -> list[str]:
     planned: dict[str, set[str]] = {}  # by the first of them, the layers that share one weight
-    for entry in plan.selected:
+    for entry in plan.layers:
         planned.setdefault(entry.tied_to or entry.name, set()).add(entry.name)
     holders: dict[Tensor, set[str]] = {}  # of every parameter: modules that hold it as their weight, or its full name
     for name, module in model.named_modules():
@@ -198,7 +253,7 @@ def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module],
             if parameter is not None:
                 holders.setdefault(parameter, set()).add(name if key == "weight" else f"{name}.{key}")
     wrong = []
-    for entry in plan.selected:
+    for entry in plan.layers:
         has, wants = holders[_weight(modules[entry.name])], planned[entry.tied_to or entry.name]
         if (entry.tied_to or entry.name) not in wants:
             wrong.append(f"{entry.name} is tied to {entry.tied_to}, which the plan does not factorize")

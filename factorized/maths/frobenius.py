@@ -1,6 +1,7 @@
 """‖U M₁…M_d Vᵀ‖² and its gradients, the quantity that Frobenius decay penalizes (section 3.2).
 
-Every function takes leading batch dimensions and never forms the product where Gram matrices are cheaper.
+Every function takes leading batch dimensions and never forms the product where Gram matrices are cheaper. These
+dimensions broadcast: one matrix may be a factor of several products, and its gradient is then the sum over them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,16 @@ def frobenius_gradients(
     for M, R in zip(inner, right[1:], strict=True):
         inner_gradients.append(left @ M @ R)
         left = M.mT @ left @ M
-    return U @ right[0], V @ left, tuple(inner_gradients)
+    return U @ summed_like(right[0], U), V @ summed_like(left, V), tuple(inner_gradients)
+
+
+def summed_like(
+    tensor: Tensor,  # (..., a, b)
+    factor: Tensor,  # (..., m, r), a dimension in front may be 1 where the tensor's is not
+) -> Tensor:  # (..., a, b)
+    """Return ``tensor`` summed over the products that share ``factor``."""
+    shared = [d for d, (t, f) in enumerate(zip(tensor.shape[:-2], factor.shape[:-2], strict=True)) if f == 1 < t]
+    return tensor.sum(dim=shared, keepdim=True) if shared else tensor
 
 
 def product_is_cheaper(m: int, n: int, rank: int, depth: int, products: int) -> bool:
@@ -80,4 +90,4 @@ def _gradients_from_product(U: Tensor, V: Tensor, inner: Sequence[Tensor]) -> tu
     tails.reverse()
     W = heads[-1] @ V.mT
     inner_gradients = tuple(head.mT @ W @ tail for head, tail in zip(heads[:-1], tails[1:], strict=True))
-    return W @ tails[0], W.mT @ heads[-1], inner_gradients
+    return summed_like(W @ tails[0], U), summed_like(W.mT @ heads[-1], V), inner_gradients

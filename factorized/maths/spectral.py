@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from factorized.maths.frobenius import summed_like
+
 Method = Literal["auto", "exact", "randomized"]
 
 # Power iterations and surplus columns of the randomized way. On Gaussian matrices, whose flat spectrum is the
@@ -109,7 +111,7 @@ def nuclear_gradients(
     tolerance = S[..., :1] * (max(U.shape[-2:]) * torch.finfo(S.dtype).eps)
     direction = (A * (tolerance < S).unsqueeze(-2)) @ Bh
     d_inner = tuple(head.mT @ direction @ tail for head, tail in zip(heads[:-1], tails[1:], strict=True))
-    return Q @ (direction @ tails[0]), P @ (direction.mT @ heads[-1]), d_inner
+    return summed_like(Q @ (direction @ tails[0]), U), summed_like(P @ (direction.mT @ heads[-1]), V), d_inner
 
 
 def _randomized_is_worthwhile(m: int, n: int, rank: int) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from factorized.decay.act import FrobeniusEngine
-from factorized.decay.forms import Factor, Form, forms
+from factorized.decay.forms import AnyForm, Factor, forms
+from factorized.decay.rest import REST_DECAY
 from factorized.decay.strength import Strength, check_strength, decayed_forms, strengths
 from factorized.optim.lamb import Lamb
 from factorized.optim.norms import local_part
@@ -23,7 +24,8 @@ class Flambe(Lamb):
     Args:
         params: parameters or groups, as for ``Lamb``.
         model: holds the products.
-        frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the step.
+        frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the step; of
+            attention a number means OV alone, see ``FrobeniusDecay``.
         others: as for ``Lamb``.
     """
 
@@ -55,7 +57,7 @@ class Flambe(Lamb):
             capturable=capturable,
             skip_nonfinite=skip_nonfinite,
         )
-        self.forms: list[Form] = forms(model)
+        self.forms: list[AnyForm] = forms(model)
         if not self.forms:
             raise ValueError(f"{type(model).__name__} holds no products; use fz.Lamb, or call fz.factorize first")
         check_strength(frobenius_decay, self.forms)
@@ -84,7 +86,12 @@ class Flambe(Lamb):
 
     def _before_updates(self) -> None:
         """Compute the decay of every factor from the parameters as they are, before any of them moves."""
-        rates = {p: group["weight_decay"] for group in self.param_groups for p in group["params"] if p.grad is not None}
+        rates = {
+            p: group.get(REST_DECAY, group["weight_decay"])
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
         # A parameter may hold more than factors (packed attention): what is no factor keeps its ordinary decay.
         self._decay_of = {p: p.detach() * rates[p] for p in self._factors if p in rates}
         for factor in self._engine.form_of:

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from factorized.maths.folding import Rank
+from factorized.planning.attention import AttentionCost
 from factorized.planning.budget import Budget
 from factorized.planning.cost import Call, LayerCost, Measured, count_parameters
-from factorized.planning.plan import Plan, PlanEntry
-from factorized.planning.scheme import Scheme
+from factorized.planning.plan import Plan, PlanEntry, TensorEntry
+from factorized.planning.scheme import LowRank, Scheme
 from factorized.planning.select import Candidate
+from factorized.planning.tensor_cost import TensorCost
+from factorized.planning.tensor_scheme import TensorTrain, Tucker
 
+Cost = LayerCost | TensorCost | AttentionCost
 Tied = list[Candidate]  # layers that share one weight, the first of them in front; mostly one
-Solved = dict[str, tuple[LayerCost, int | None]]  # cost and rank (None: dense) by the name of the first of the tied
+Solved = dict[str, tuple[Cost, Rank | None]]  # cost and rank (None: dense) by the name of the first of the tied
 
 
-def cost_of(tied: Tied, scheme: Scheme, measured: Measured | None) -> LayerCost:
-    """Return what the weight of some tied layers costs, with the calls of all of them."""
+def cost_of(tied: Tied, scheme: Scheme, measured: Measured | None) -> Cost:
+    """Return what the weight of some tied layers costs, with the calls of all of them; or what attention does."""
+    if tied[0].unit is not None:
+        seen = measured.attention[tied[0].module] if measured is not None else ()
+        return AttentionCost(tied[0].unit, tied[0].kinds, tuple(seen))
     shape = tied[0].shape
     assert shape is not None
     calls: dict[bool, tuple[Call, ...]] = {False: (), True: ()}
     for candidate in tied if measured is not None else ():
         assert measured is not None
         calls[isinstance(candidate.module, nn.Embedding)] += tuple(measured.calls[candidate.module])
-    return LayerCost(shape, scheme.depth, multiplied=calls[False], looked_up=calls[True])
+    return scheme.cost(shape, multiplied=calls[False], looked_up=calls[True])
 
 
 def assemble(
@@ -54,6 +63,14 @@ def assemble(
     )
 
 
+def tensor_of(scheme: Scheme, cost: Cost | None) -> TensorEntry | None:
+    """Return how a layer's weight is folded, if it is to be a tensor."""
+    if not isinstance(scheme, (TensorTrain, Tucker)) or not isinstance(cost, TensorCost):
+        return None
+    folding = cost.folding
+    return TensorEntry(folding.method, folding.dims, folding.core, folding.refinements, scheme.separable)
+
+
 def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]]:
     """Yield every candidate with whether an earlier one holds the same weight."""
     seen: set[Tensor] = set()
@@ -76,8 +93,13 @@ def _entry(
     cost, rank = solved.get(candidate.tied_to or candidate.name, (None, None))
     reason = candidate.reason
     if reason is None and cost is not None and rank is None:
-        reason = "would grow: the factors would cost more than the dense layer"
-    own = cost_of([candidate], scheme, measured) if candidate.shape is not None else None
+        grows = "would grow: the factors would cost more than the dense layer"
+        reason = grows if candidate.unit is None else "at that rank its heads keep their size"
+    if candidate.unit is not None:
+        return _attention_entry(candidate, cost_of([candidate], scheme, measured), rank, reason, measured is not None)
+    # What stays dense may be of a shape that the scheme cannot take.
+    of = scheme if cost is not None else LowRank()
+    own = cost_of([candidate], of, measured) if candidate.shape is not None else None
     dense_params = weight.numel() if weight is not None else count_parameters(candidate.module)
     return PlanEntry(
         name=candidate.name,
@@ -87,6 +109,7 @@ def _entry(
         rank=rank if reason is None else None,
         kind=scheme.kind,
         depth=scheme.depth,
+        tensor=tensor_of(scheme, own) if rank is not None and reason is None else None,
         reason=reason,
         aliases=candidate.aliases,
         tied_to=candidate.tied_to if reason is None else None,
@@ -95,3 +118,45 @@ def _entry(
         macs=own.macs(None) if own is not None and measured is not None else None,
         macs_after=own.macs(rank if reason is None else None) if own is not None and measured is not None else None,
     )
+
+
+def _attention_entry(
+    candidate: Candidate, cost: Cost, rank: Rank | None, reason: str | None, counted: bool
+) -> PlanEntry:
+    assert isinstance(cost, AttentionCost)
+    kept = rank if reason is None else None
+    entry = attention_entry(candidate, cost, cost.ranks(kept))
+    if kept is None:
+        entry = replace(entry, rank=None, forms=())
+    if counted:
+        entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(kept))
+    return replace(entry, reason=reason)
+
+
+def attention_entry(candidate: Candidate, cost: AttentionCost, head_ranks: tuple[int, int]) -> PlanEntry:
+    """Return the entry of an attention module whose forms get these ranks per head."""
+    return PlanEntry(
+        name=candidate.name,
+        type=type(candidate.module).__name__,
+        shape=(cost.unit.query.heads, cost.full_rank),
+        rank=min(head_ranks),
+        aliases=candidate.aliases,
+        params=cost.params(None),
+        params_after=cost.params_at(*head_ranks),
+        head_ranks=head_ranks,
+        forms=candidate.kinds,
+    )
+
+
+def attention_plan(model: nn.Module, candidates: list[Candidate], ranks: Mapping[str, tuple[int, int]]) -> Plan:
+    """Return a plan of nothing but attention modules, at the ranks per head given by name."""
+    chosen = [candidate for candidate in candidates if candidate.name in ranks]
+    entries = []
+    for candidate in chosen:
+        assert candidate.unit is not None
+        entries.append(
+            attention_entry(candidate, AttentionCost(candidate.unit, candidate.kinds), ranks[candidate.name])
+        )
+    params = count_parameters(model)
+    saved = sum(entry.params - entry.params_after for entry in entries)
+    return Plan(type(model).__name__, LowRank(), "per head", tuple(entries), params, params - saved)

@@ -22,7 +22,9 @@ class Budget:
 def read_budget(scheme: Scheme, allocate: str, has_example: bool, given: dict[str, float | None]) -> Budget:
     """Return the one budget that was given, or the scheme's own; raise when it makes no sense."""
     if not isinstance(scheme, Scheme):
-        raise ValueError(f"scheme must be LowRank(...) or Overcomplete(...), got {scheme!r}")
+        raise ValueError(
+            f"scheme must be LowRank(...), Overcomplete(...), TensorTrain(...) or Tucker(...), got {scheme!r}"
+        )
     if allocate not in ("uniform", "spectrum"):
         raise ValueError(f'allocate must be "uniform" or "spectrum", got {allocate!r}')
     budgets = [Budget(name, value) for name, value in given.items() if value is not None]
@@ -51,13 +53,14 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
     if value <= 0:
         raise ValueError(f"{budget} is not positive; {_allowed(scheme, budget)}")
     if budget.name in ("energy", "macs") and not isinstance(scheme, LowRank):
-        raise ValueError(f"{budget} is for LowRank; Overcomplete takes ratio=, rank_scale= or rank=, or none")
-    if budget.name in ("ratio", "energy", "macs") and value > 1 and isinstance(scheme, LowRank):
+        none = ", or none" if scheme.rank_scale is not None else ""
+        raise ValueError(f"{budget} is for LowRank; {type(scheme).__name__} takes ratio=, rank_scale= or rank={none}")
+    if budget.name in ("ratio", "energy", "macs") and value > 1 and scheme.compresses:
         raise ValueError(f"{budget} is above 1; {_allowed(scheme, budget)}")
 
 
 def _allowed(scheme: Scheme, budget: Budget) -> str:
-    if budget.name == "rank_scale" or not isinstance(scheme, LowRank):
+    if budget.name == "rank_scale" or not scheme.compresses:
         return f"{budget.name} must be above 0"
     hint = "; use Overcomplete(...) to train more parameters than the dense model has" if budget.name == "ratio" else ""
     return f"{budget.name} must be in (0, 1]{hint}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
+from factorized.adapters.family import is_transposed
+from factorized.adapters.unit import AttentionUnit
+from factorized.maths.folding import Rank
 from factorized.maths.kernel import KernelShape
+from factorized.planning.attention import AttentionCall, watch
 
 # Torch's counter knows attention on every device but this one, where it would count nothing.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -35,6 +39,7 @@ class Measured:
 
     macs: int  # of the whole model
     calls: dict[nn.Module, list[Call]]
+    attention: dict[nn.Module, list[AttentionCall]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,19 @@ class LayerCost:
     multiplied: tuple[Call, ...] = ()  # calls of layers that multiply by the weight
     looked_up: tuple[Call, ...] = ()  # calls of embeddings, which multiply nothing when dense
 
-    def params(self, rank: int | None) -> int:
+    def params(self, rank: Rank | None) -> int:
         """Return the entries of the weight or of its factors."""
-        return self.shape.numel if rank is None else self.shape.factor_numel(rank, self.depth)
+        if rank is None:
+            return self.shape.numel
+        assert isinstance(rank, int)
+        return self.shape.factor_numel(rank, self.depth)
 
-    def macs(self, rank: int | None) -> int:
+    def macs(self, rank: Rank | None) -> int:
         """Return the MACs of all calls: those of ``V`` and the inner matrices, then those of ``U``."""
         positions = sum(call.positions for call in self.multiplied)
         if rank is None:
             return positions * self.shape.numel
+        assert isinstance(rank, int)
         row_positions = sum(call.row_positions for call in self.multiplied)
         inner = self.shape.groups * self.depth * rank * rank
         first = self.shape.groups * rank * self.shape.columns + inner
@@ -62,7 +71,12 @@ class LayerCost:
         return row_positions * first + positions * second + sum(call.positions for call in self.looked_up) * first
 
 
-def measure(model: nn.Module, example_input: ExampleInput, shapes: Mapping[nn.Module, KernelShape]) -> Measured:
+def measure(
+    model: nn.Module,
+    example_input: ExampleInput,
+    shapes: Mapping[nn.Module, KernelShape],
+    units: Mapping[nn.Module, AttentionUnit] | None = None,
+) -> Measured:
     """Run ``model`` once on ``example_input``, without gradients and in evaluation mode, and count."""
     _refuse_lazy(model)
     calls: dict[nn.Module, list[Call]] = {module: [] for module in shapes}
@@ -70,14 +84,15 @@ def measure(model: nn.Module, example_input: ExampleInput, shapes: Mapping[nn.Mo
         module.register_forward_hook(partial(_record, calls[module], shape), with_kwargs=True)
         for module, shape in shapes.items()
     ]
+    attention, watching = watch(units or {})
     counter = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
     try:
         with counter:
             run_once(model, example_input)
     finally:
-        for handle in handles:
+        for handle in (*handles, *watching):
             handle.remove()
-    return Measured(counter.get_total_flops() // 2, calls)
+    return Measured(counter.get_total_flops() // 2, calls, attention)
 
 
 def run_once(model: nn.Module, example_input: ExampleInput) -> None:
@@ -123,7 +138,7 @@ def _record(
     if isinstance(module, nn.Embedding):
         calls.append(Call(x.numel(), x.numel()))
         return
-    positions = y.numel() // shape.out_channels
+    positions = x.numel() // shape.out_channels if is_transposed(module) else y.numel() // shape.out_channels
     dims = len(shape.size)
     rows_in, rows_out = (prod(t.shape[t.dim() - dims :][: shape.row_dims]) for t in (x, y))
     calls.append(Call(positions, positions // rows_out * rows_in))

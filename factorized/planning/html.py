@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from factorized.planning.table import short_count
+from factorized.planning.table import rank_text, short_count
 
 if TYPE_CHECKING:
     from factorized.planning.plan import Plan, PlanEntry
@@ -118,7 +118,7 @@ def _row(entry: PlanEntry, longest: int, with_macs: bool) -> str:
     cells = [
         f'<td><span class="name">{escape(entry.name or "(model)")}</span></td>',
         f'<td class="about">{escape(entry.type)} {"×".join(map(str, entry.shape))}</td>',
-        _number("rank", str(entry.rank or "")),
+        _number("rank", rank_text(entry)),
         f'<td class="bars">{drawing}{_note(entry)}</td>',
         _number("parameters", params),
         _number("MACs", _change(entry.macs, entry.macs_after)) if with_macs else "",

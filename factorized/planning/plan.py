@@ -6,12 +6,25 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from factorized.maths.folding import Rank
 from factorized.maths.kernel import KernelShape, Kind
+from factorized.maths.tucker import CoreKind
 from factorized.planning.html import plan_page
 from factorized.planning.scheme import Scheme, scheme_from_dict, scheme_to_dict
 from factorized.planning.table import plan_table
 
 FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """How the weight of a layer is held as a tensor."""
+
+    method: str  # "tensor_train" or "tucker"
+    dims: tuple[int, ...]  # that the weight is folded into
+    core: CoreKind = "whole"
+    refinements: int = 0
+    separable: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,7 +35,7 @@ class PlanEntry:
     type: str  # of the dense layer, as in torch.nn
     shape: tuple[int, ...]  # of the dense weight
     groups: int = 1
-    rank: int | None = None  # None: the layer stays dense
+    rank: Rank | None = None  # None: the layer stays dense; a tensor has several; of attention, a head's smaller one
     kind: Kind = "spatial"
     depth: int = 0
     reason: str | None = None  # why it stays dense
@@ -32,6 +45,9 @@ class PlanEntry:
     params_after: int = 0
     macs: int | None = None  # None without an example input
     macs_after: int | None = None
+    tensor: TensorEntry | None = None  # None: a product of matrices
+    head_ranks: tuple[int, ...] = ()  # of attention: the sizes of a head's QK and OV; ``shape`` is (heads, head size)
+    forms: tuple[str, ...] = ()  # of attention: those that are shrunken
 
     @property
     def kernel(self) -> KernelShape:
@@ -63,6 +79,16 @@ class Plan:
         return tuple(entry for entry in self.entries if entry.rank is not None)
 
     @property
+    def layers(self) -> tuple[PlanEntry, ...]:
+        """The layers to factorize that are no attention."""
+        return tuple(entry for entry in self.selected if not entry.head_ranks)
+
+    @property
+    def attention(self) -> tuple[PlanEntry, ...]:
+        """The attention modules to shrink."""
+        return tuple(entry for entry in self.selected if entry.head_ranks)
+
+    @property
     def skipped(self) -> tuple[PlanEntry, ...]:
         """The layers that stay dense, each with its reason."""
         return tuple(entry for entry in self.entries if entry.rank is None)
@@ -78,10 +104,7 @@ class Plan:
             "params_after": self.params_after,
             "macs": self.macs,
             "macs_after": self.macs_after,
-            "entries": [
-                {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(entry).items()}
-                for entry in self.entries
-            ],
+            "entries": [{key: _jsonable(value) for key, value in asdict(entry).items()} for entry in self.entries],
         }
 
     @staticmethod
@@ -106,9 +129,21 @@ class Plan:
         return plan_table(self)
 
 
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(part) for key, part in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _read_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
 def _entry_from_dict(data: Mapping[str, Any]) -> PlanEntry:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    fields = _read_json(data)
+    if fields.get("tensor") is not None:
+        fields["tensor"] = TensorEntry(**_read_json(fields["tensor"]))
     entry = PlanEntry(**fields)
-    if not (isinstance(entry.shape, tuple) and isinstance(entry.aliases, tuple)):
-        raise TypeError(f"the shape and aliases of {entry.name!r} must be lists")
+    if not all(isinstance(value, tuple) for value in (entry.shape, entry.aliases, entry.head_ranks, entry.forms)):
+        raise TypeError(f"the shape, aliases, head_ranks and forms of {entry.name!r} must be lists")
     return entry

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from typing import Literal
 
 from torch import nn
 
-from factorized.planning.assemble import Tied, assemble, cost_of
+from factorized.adapters.unit import KINDS, FormKind
+from factorized.maths.folding import Rank
+from factorized.planning.assemble import Cost, Tied, assemble, cost_of
+from factorized.planning.attention import AttentionCost
 from factorized.planning.budget import Budget, read_budget
-from factorized.planning.cost import ExampleInput, LayerCost, Measured, count_parameters, measure
+from factorized.planning.cost import ExampleInput, Measured, count_parameters, measure
 from factorized.planning.plan import Plan
-from factorized.planning.ranks import Item, Ranks, lowest_cost, scaled_ranks, spend_by_spectrum, spend_uniformly
-from factorized.planning.scheme import LowRank, Scheme, reference_size
+from factorized.planning.ranks import (
+    Item,
+    Ranks,
+    lowest_cost,
+    scaled_ranks,
+    spend_by_spectrum,
+    spend_uniformly,
+    total_cost,
+)
+from factorized.planning.scheme import LowRank, Scheme
 from factorized.planning.select import Candidate, Pattern, find_candidates
 from factorized.planning.spectrum import rank_for_energy, squared_spectrum
+from factorized.planning.tensor_scheme import TensorTrain, Tucker, warn_if_clipped
 
 Allocate = Literal["uniform", "spectrum"]
 
@@ -34,6 +47,7 @@ def plan(
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] = (),
     keep_first_and_last: bool = True,
+    attention: bool | Sequence[FormKind] = False,
 ) -> Plan:
     """Choose which layers of ``model`` to factorize, and their ranks; the model is not changed.
 
@@ -43,7 +57,8 @@ def plan(
         model: any ``nn.Module``, on the meta device too.
         scheme: ``LowRank()`` unless given.
         ratio: parameters of the whole model after over before; never exceeded, and met to one rank step.
-        rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))`` else.
+        rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))`` else;
+            of tensors as ``TensorTrain`` and ``Tucker`` say.
         rank: the same rank everywhere.
         energy: share of each layer's squared singular values to keep.
         macs: multiply-accumulates of the whole model after over before, on ``example_input``.
@@ -53,17 +68,21 @@ def plan(
         include: only these layers: names, globs, names of containers, or module types.
         exclude: not these.
         keep_first_and_last: leave the first and last layer dense, as the paper does, unless ``include`` names them.
+        attention: spend the budget on attention modules too, each one unit whose heads get fewer dimensions: True for
+            both of its forms (OV alone under rotary embeddings), or the forms, ``("qk", "ov")`` or one of them.
     """
     scheme = LowRank() if scheme is None else scheme
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given)
-    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last)
+    kinds = _read_attention(scheme, attention)
+    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last, scheme.refuse, kinds)
     weights = _tied_groups(candidates)
     if not weights:
         raise ValueError(_nothing_selected(model, candidates))
     shapes = {c.module: c.shape for c in candidates if c.shape is not None}
-    measured = measure(model, example_input, shapes) if example_input is not None else None
-    costs = [cost_of(tied, scheme, measured) for tied in weights]
+    units = {c.module: c.unit for c in candidates if c.unit is not None}
+    measured = measure(model, example_input, shapes, units) if example_input is not None else None
+    costs = [_named_cost(tied, scheme, measured) for tied in weights]
     ranks = _solve(model, scheme, budget, allocate, weights, costs, measured)
     if all(rank is None for rank in ranks):
         raise ValueError(
@@ -74,6 +93,18 @@ def plan(
     return assemble(model, scheme, budget, candidates, solved, measured)
 
 
+def _read_attention(scheme: Scheme, attention: bool | Sequence[FormKind]) -> tuple[FormKind, ...]:
+    if isinstance(attention, bool):
+        kinds = KINDS if attention else ()
+    elif isinstance(attention, str) or not set(attention) <= set(KINDS):
+        raise ValueError(f'attention must be True, False or a list of "qk" and "ov", got {attention!r}')
+    else:
+        kinds = tuple(kind for kind in KINDS if kind in attention)
+    if kinds and not isinstance(scheme, LowRank):
+        raise ValueError(f"attention={attention!r} gives heads fewer dimensions, which is for LowRank, got {scheme}")
+    return kinds
+
+
 def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
     groups: dict[str, Tied] = {}
     for candidate in candidates:
@@ -82,17 +113,27 @@ def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
     return list(groups.values())
 
 
+def _named_cost(tied: Tied, scheme: Scheme, measured: Measured | None) -> Cost:
+    try:
+        return cost_of(tied, scheme, measured)
+    except ValueError as error:  # dimensions that do not fit this layer
+        raise ValueError(f"{tied[0].name}: {error}; include= or exclude= chooses the layers") from error
+
+
 def _solve(
     model: nn.Module,
     scheme: Scheme,
     budget: Budget,
     allocate: Allocate,
     weights: list[Tied],
-    costs: list[LayerCost],
+    costs: list[Cost],
     measured: Measured | None,
 ) -> Ranks:
     by_macs = budget.name == "macs"
     items = [_item(cost, scheme, by_macs) for cost in costs]
+    if isinstance(scheme, (TensorTrain, Tucker)) and budget.name in ("rank", "rank_scale"):
+        shapes = {tied[0].name: tied[0].shape for tied in weights if tied[0].shape is not None}
+        warn_if_clipped(scheme, budget.value, budget.name == "rank_scale", shapes)
     if budget.name == "rank_scale":
         return scaled_ranks(items, budget.value)
     if budget.name == "rank":
@@ -110,15 +151,23 @@ def _solve(
     target = _largest_within(budget.value, whole) - rest
     if target < lowest_cost(items):
         lowest = ceil((rest + lowest_cost(items)) / whole * 1e4) / 1e4  # rounded up, so that asking for it works
-        allowed = f"{lowest:.4f}..1" if isinstance(scheme, LowRank) else f"{lowest:.4f} or more"
+        allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
         raise ValueError(
             f"{budget} is out of reach for {type(model).__name__}: with rank 1 everywhere it still keeps {lowest:.4f} "
             f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "
-            "factorize more layers: see include=, exclude= and keep_first_and_last="
+            "factorize more layers: see attention=, include=, exclude= and keep_first_and_last="
         )
     if allocate == "spectrum":
         return spend_by_spectrum(items, [squared_spectrum(tied[0]).tolist() for tied in weights], target)
-    return spend_uniformly(items, target)
+    ranks = spend_uniformly(items, target)
+    highest = rest + total_cost(items, ranks)
+    if highest < 0.99 * target + rest and all(item.is_highest(rank) for item, rank in zip(items, ranks, strict=True)):
+        raise ValueError(
+            f"{budget} is out of reach for {type(model).__name__}: at full rank everywhere, {scheme} keeps only "
+            f"{highest / whole:.4f} of its {whole:,} parameters. Ask for less, or factorize fewer layers: see include= "
+            "and exclude="
+        )
+    return ranks
 
 
 def _largest_within(share: float, whole: int) -> int:
@@ -129,24 +178,35 @@ def _largest_within(share: float, whole: int) -> int:
     return count
 
 
-def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
+def _item(cost: Cost, scheme: Scheme, by_macs: bool) -> Item:
+    if isinstance(cost, AttentionCost):
+        full = cost.full_rank
+        rank_at = partial(_head_rank, full)
+        return Item(cost.macs if by_macs else cost.params, rank_at, reference=full, may_stay_dense=True)
     return Item(
         cost=cost.macs if by_macs else cost.params,
         rank_at=lambda scale: scheme.rank(cost.shape, scale),
-        reference=reference_size(cost.shape),
-        may_stay_dense=isinstance(scheme, LowRank),
+        reference=scheme.reference(cost.shape),
+        may_stay_dense=scheme.compresses,
+        higher=lambda rank: scheme.higher_ranks(cost.shape, rank),
     )
 
 
-def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> int:
+def _head_rank(full: int, scale: float) -> int:
+    return min(max(1, round(scale * full)), full)
+
+
+def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Rank:
+    if candidate.unit is not None:
+        full = candidate.unit.head_size
+        if rank > full:
+            raise ValueError(
+                f"rank must be in 1..{full} for the heads of {candidate.name!r}, got {rank}; exclude= it, or shrink "
+                "attention by a call of its own: fz.factorize_attention(model, rank_scale=...)"
+            )
+        return rank
     assert candidate.shape is not None
-    full = candidate.shape.full_rank
-    if isinstance(scheme, LowRank) and rank > full:
-        raise ValueError(
-            f"rank must be in 1..{full} for layer {candidate.name!r} ({candidate.shape}), got {rank}; "
-            'use Overcomplete("wide") to go above full rank, or exclude= this layer'
-        )
-    return rank
+    return scheme.checked_rank(candidate.shape, candidate.name, rank)
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:

@@ -5,29 +5,46 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
-Ranks = list[int | None]  # None: the layer stays dense
+from factorized.maths.folding import Rank
+
+Ranks = list[Rank | None]  # None: the layer stays dense
 
 
 @dataclass(frozen=True)
 class Item:
     """One layer to spend the budget on."""
 
-    cost: Callable[[int | None], int]  # of a rank, growing with it; of the dense layer for None
-    rank_at: Callable[[float], int]  # the scheme's rank at a rank scale, growing with it
+    cost: Callable[[Rank | None], int]  # of a rank, growing with it; of the dense layer for None
+    rank_at: Callable[[float], Rank]  # the scheme's rank at a rank scale, growing with it
     reference: int  # what the scale multiplies, before rounding
     may_stay_dense: bool  # a rank that costs more than the dense layer is no use, unless overcomplete
+    higher: Callable[[Rank], Sequence[Rank]] = lambda rank: [rank + 1]  # type: ignore[operator]
 
-    def settle(self, rank: int) -> int | None:
+    @property
+    def lowest(self) -> Rank:
+        """The lowest rank there is."""
+        return self.rank_at(0.0)
+
+    def is_highest(self, rank: Rank | None) -> bool:
+        """Return whether there is no higher rank, though the layer is not dense."""
+        return rank is not None and not self.higher(rank)
+
+    def settle(self, rank: Rank) -> Rank | None:
         """Return ``rank``, or None where the dense layer costs no more."""
         return None if self.may_stay_dense and self.cost(rank) >= self.cost(None) else rank
 
-    def next_step(self, rank: int | None) -> tuple[int | None, int] | None:
-        """Return the next rank up, or dense where that is no dearer, with its extra cost; None at the end."""
+    def next_step(self, rank: Rank | None, budget: float = inf) -> tuple[Rank | None, int] | None:
+        """Return the next rank up, or dense where that is no dearer, with its extra cost; None at the end.
+
+        Of a tensor each of several ranks can be the next: the dearest within ``budget`` is.
+        """
         if rank is None:
             return None
-        higher = self.settle(rank + 1)
-        return higher, self.cost(higher) - self.cost(rank)
+        steps = [(self.settle(higher), rank) for higher in self.higher(rank)]
+        dearer = [(higher, self.cost(higher) - self.cost(lower)) for higher, lower in steps]
+        return max((step for step in dearer if step[1] <= budget), key=lambda step: step[1], default=None)
 
 
 def total_cost(items: Sequence[Item], ranks: Ranks) -> int:
@@ -37,7 +54,7 @@ def total_cost(items: Sequence[Item], ranks: Ranks) -> int:
 
 def lowest_cost(items: Sequence[Item]) -> int:
     """Return the least that all layers can cost: rank 1 everywhere that this helps."""
-    return total_cost(items, [item.settle(1) for item in items])
+    return total_cost(items, [item.settle(item.lowest) for item in items])
 
 
 def scaled_ranks(items: Sequence[Item], scale: float) -> Ranks:
@@ -61,7 +78,7 @@ def spend_uniformly(items: Sequence[Item], budget: int) -> Ranks:
         else:
             high = middle
     ranks = scaled_ranks(items, low)
-    cut = [low * item.reference - (rank or 0) for item, rank in zip(items, ranks, strict=True)]
+    cut = [low * item.reference - _height(rank) for item, rank in zip(items, ranks, strict=True)]
     order = sorted(range(len(items)), key=lambda index: -cut[index])
     return _spend_remainder(items, ranks, budget, order)
 
@@ -72,7 +89,7 @@ def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]]
     ``energies[i][k]`` is the squared k-th singular value of layer i. Taking the best next step again and again is
     nearly the best; where whole steps mislead it so that the uniform ranks lose less energy, those are returned.
     """
-    ranks: Ranks = [item.settle(1) for item in items]
+    ranks: Ranks = [item.settle(item.lowest) for item in items]
     spent = total_cost(items, ranks)
     heap: list[tuple[float, int]] = []
 
@@ -81,8 +98,8 @@ def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]]
         if step is None:
             return
         rank, cost = step
-        first = ranks[index] or 0
-        gain = sum(energies[index][first:] if rank is None else energies[index][first:rank])
+        first = _height(ranks[index])
+        gain = sum(energies[index][first:] if rank is None else energies[index][first : _height(rank)])
         heapq.heappush(heap, (-gain / max(cost, 1), index))
 
     for index in range(len(items)):
@@ -95,9 +112,15 @@ def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]]
             offer(index)
 
     def lost(found: Ranks) -> float:
-        return sum(sum(energy[rank:]) for energy, rank in zip(energies, found, strict=True) if rank is not None)
+        return sum(
+            sum(energy[_height(rank) :]) for energy, rank in zip(energies, found, strict=True) if rank is not None
+        )
 
     return min(ranks, spend_uniformly(items, budget), key=lost)
+
+
+def _height(rank: Rank | None) -> int:
+    return sum(rank) if isinstance(rank, tuple) else rank or 0
 
 
 def _spend_remainder(items: Sequence[Item], ranks: Ranks, budget: int, order: Sequence[int]) -> Ranks:
@@ -106,7 +129,7 @@ def _spend_remainder(items: Sequence[Item], ranks: Ranks, budget: int, order: Se
     while progress:
         progress = False
         for index in order:
-            step = items[index].next_step(ranks[index])
-            if step is not None and step[1] <= left:
+            step = items[index].next_step(ranks[index], left)
+            if step is not None:
                 ranks[index], left, progress = step[0], left - step[1], True
     return ranks

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import nn
+
+from factorized.maths.folding import Rank
 from factorized.maths.kernel import KernelShape, Kind
+from factorized.planning.cost import Call, LayerCost
+from factorized.planning.tensor_scheme import (
+    TensorTrain,
+    Tucker,
+    tensor_scheme_from_dict,
+    tensor_scheme_to_dict,
+)
 
 Variant = Literal["full", "deep", "wide"]
 
 
+class _MatrixScheme(ABC):
+    """What the schemes share that make a weight a product of matrices. Abstract."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Inner matrices between the factors."""
+
+    def refuse(self, module: nn.Module, shape: KernelShape) -> str | None:
+        """Return why the scheme leaves a layer alone that others would not: never."""
+        return None
+
+    def cost(self, shape: KernelShape, multiplied: tuple[Call, ...], looked_up: tuple[Call, ...]) -> LayerCost:
+        """Return what a weight costs at any rank."""
+        return LayerCost(shape, self.depth, multiplied, looked_up)
+
+    def reference(self, shape: KernelShape) -> int:
+        """Return what the rank scale multiplies."""
+        return reference_size(shape)
+
+    def higher_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
+        """Return the next ranks up: one."""
+        assert isinstance(rank, int)
+        return [rank + 1]
+
+
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(_MatrixScheme):
     """``W = U Vᵀ`` with a rank below full, for smaller and faster layers (section 2).
 
     ``kind="spatial"`` is the paper's pair of one-dimensional convolutions; ``"channel"`` is k×k then 1×1.
@@ -37,13 +74,27 @@ class LowRank:
         """How the factors are filled unless the user says otherwise."""
         return "spectral"
 
+    @property
+    def compresses(self) -> bool:
+        """Whether a layer that would not become smaller stays dense."""
+        return True
+
     def rank(self, shape: KernelShape, scale: float) -> int:
         """Return the paper's rank for ``scale``, at least 1 and at most full."""
         return min(scaled_rank(shape, scale), shape.full_rank)
 
+    def checked_rank(self, shape: KernelShape, name: str, rank: int) -> int:
+        """Return a rank that was asked for; raise if it is above full."""
+        if rank > shape.full_rank:
+            raise ValueError(
+                f"rank must be in 1..{shape.full_rank} for layer {name!r} ({shape}), got {rank}; "
+                'use Overcomplete("wide") to go above full rank, or exclude= this layer'
+            )
+        return rank
+
 
 @dataclass(frozen=True)
-class Overcomplete:
+class Overcomplete(_MatrixScheme):
     """``W = U Vᵀ`` (``"full"``, ``"wide"``) or ``U M Vᵀ`` (``"deep"``) at or above full rank (section 5).
 
     Trained as a product and deployed as its composition: ``"full"`` and ``"deep"`` have rank scale 1, ``"wide"`` has
@@ -75,12 +126,21 @@ class Overcomplete:
         """How the factors are filled unless the user says otherwise."""
         return "default"
 
+    @property
+    def compresses(self) -> bool:
+        """Whether a layer that would not become smaller stays dense: it may grow."""
+        return False
+
     def rank(self, shape: KernelShape, scale: float) -> int:
         """Return the paper's rank for ``scale``, at least 1, with no upper limit."""
         return scaled_rank(shape, scale)
 
+    def checked_rank(self, shape: KernelShape, name: str, rank: int) -> int:
+        """Return a rank that was asked for: any will do."""
+        return rank
 
-Scheme = LowRank | Overcomplete
+
+Scheme = LowRank | Overcomplete | TensorTrain | Tucker
 
 
 def scaled_rank(shape: KernelShape, scale: float) -> int:
@@ -95,6 +155,8 @@ def reference_size(shape: KernelShape) -> int:
 
 def scheme_to_dict(scheme: Scheme) -> dict[str, Any]:
     """Return a JSON-ready description of ``scheme``."""
+    if isinstance(scheme, (TensorTrain, Tucker)):
+        return tensor_scheme_to_dict(scheme)
     if isinstance(scheme, LowRank):
         return {"name": "low_rank", "kind": scheme.kind}
     return {"name": "overcomplete", "variant": scheme.variant, "width": scheme.width, "kind": scheme.kind}
@@ -107,7 +169,10 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
         return LowRank(**fields)
     if data.get("name") == "overcomplete":
         return Overcomplete(**fields)
-    raise ValueError(f'scheme name must be "low_rank" or "overcomplete", got {data.get("name")!r}')
+    if data.get("name") in ("tensor_train", "tucker"):
+        return tensor_scheme_from_dict(data)
+    names = '"low_rank", "overcomplete", "tensor_train" or "tucker"'
+    raise ValueError(f"scheme name must be {names}, got {data.get('name')!r}")
 
 
 def _check(name: str, value: str, choices: tuple[str, ...]) -> None:

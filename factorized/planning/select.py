@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -12,7 +12,11 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
+from factorized.adapters.family import is_transposed
+from factorized.adapters.table import Found, adapter_of, find_attention
+from factorized.adapters.unit import AttentionUnit, FormKind
 from factorized.maths.kernel import KernelShape, Kind
+from factorized.planning.attention import why_not_shrunken
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 Pattern = str | type[nn.Module]
@@ -29,6 +33,8 @@ class Candidate:
     shape: KernelShape | None = None  # None for what can never be factorized
     reason: str | None = None
     tied_to: str | None = None  # the first layer that holds the same weight, when both are factorized together
+    unit: AttentionUnit | None = None  # where it is attention that can be read
+    kinds: tuple[FormKind, ...] = ()  # the forms of attention to shrink
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -42,9 +48,15 @@ def find_candidates(
     include: Sequence[Pattern] | None,
     exclude: Sequence[Pattern],
     keep_first_and_last: bool,
+    refuse: Callable[[nn.Module, KernelShape], str | None] = lambda module, shape: None,
+    attention: Sequence[FormKind] = (),
 ) -> list[Candidate]:
-    """Return every module of ``model`` with a weight matrix, in order; those to factorize have no ``reason``."""
-    candidates = _walk(model, kind)
+    """Return every module of ``model`` with a weight matrix, in order; those to factorize have no ``reason``.
+
+    An attention module is one of them, whatever layers it holds; ``attention`` names the forms to shrink. ``refuse``
+    says why a scheme leaves a layer alone that others would not.
+    """
+    candidates = _walk(model, kind, include)
     _check_patterns("include", include or (), model, candidates)
     _check_patterns("exclude", exclude, model, candidates)
     if keep_first_and_last:
@@ -54,25 +66,63 @@ def find_candidates(
             candidate.reason = "not in include="
         elif candidate.reason is None and _matches(candidate, exclude):
             candidate.reason = "in exclude="
+        elif candidate.reason is None and candidate.shape is not None:
+            candidate.reason = refuse(candidate.module, candidate.shape)
     _join_tied(model, candidates)
+    _choose_forms(model, candidates, attention)
     return candidates
 
 
-def _walk(model: nn.Module, kind: Kind) -> list[Candidate]:
+def _walk(model: nn.Module, kind: Kind, include: Sequence[Pattern] | None) -> list[Candidate]:
     names: dict[nn.Module, list[str]] = {}
     units: list[str] = []  # modules that are one thing, whose parts are not layers of their own
+    known = {found.module: found for found in find_attention(model)}
+    strange = {found.name: found.module for found in known.values() if adapter_of(found.module) is None}
     for name, module in model.named_modules(remove_duplicate=False):
         if any(name.startswith(f"{unit}.") or unit == "" for unit in units):
             continue
-        if _is_unit(module):
+        is_unit = _is_factorized(module) or (module in known and module not in strange.values())
+        if is_unit:
             units.append(name)
-        if _is_unit(module) or _has_weight_matrix(module):
+        if is_unit or _has_weight_matrix(module):
             names.setdefault(module, []).append(name)
-    return [_inspect(module, found, kind) for module, found in names.items()]
+    candidates = [_inspect(module, found, kind, known.get(module)) for module, found in names.items()]
+    for outer, module in strange.items():
+        _spare_inside(candidates, outer, type(module).__name__, include)
+    return candidates
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention) or _is_factorized(module)
+def _spare_inside(candidates: list[Candidate], outer: str, attention: str, include: Sequence[Pattern] | None) -> None:
+    """Leave alone the layers inside an attention module that nobody registered, unless ``include`` names them."""
+    for candidate in candidates:
+        inside = outer == "" or candidate.name.startswith(f"{outer}.")
+        if inside and candidate.reason is None and not {*candidate.names}.intersection(map(str, include or ())):
+            candidate.reason = (
+                f"inside {attention}, attention that nobody registered: see fz.register_attention, or name the layer "
+                "in include="
+            )
+
+
+def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequence[FormKind]) -> None:
+    """Say which forms of every attention module are shrunken, or why none is."""
+    owners = {
+        module._parameters[key]: [f"{name}.{key}" for name, key in places]
+        for places in _shared_parameters(model)
+        for module, key in [(model.get_submodule(places[0][0]), places[0][1])]
+    }
+    for candidate in candidates:
+        unit = candidate.unit
+        if unit is None or candidate.reason is not None:
+            continue
+        candidate.kinds = tuple(kind for kind in attention if not (kind == "qk" and unit.rotary))
+        if unit.shrunken is not None:
+            candidate.reason = "already factorized"
+        elif not attention:
+            candidate.reason = "attention is one unit; attention=True shrinks its heads"
+        elif not candidate.kinds:
+            candidate.reason = "rotary embeddings turn its queries and keys, so that QK is no single form"
+        else:
+            candidate.reason = why_not_shrunken(unit, owners)  # type: ignore[arg-type]
 
 
 def _is_factorized(module: nn.Module) -> bool:
@@ -87,7 +137,10 @@ def _has_weight_matrix(module: nn.Module) -> bool:
     return weight is not None and not is_lazy(weight) and weight.dim() >= 2
 
 
-def _inspect(module: nn.Module, names: list[str], kind: Kind) -> Candidate:
+def _inspect(module: nn.Module, names: list[str], kind: Kind, attention: Found | None) -> Candidate:
+    if attention is not None:
+        reason = None if attention.unit is not None else f"attention is one unit, and {attention.reason}"
+        return Candidate(names[0], module, tuple(names[1:]), reason=reason, unit=attention.unit)
     candidate = Candidate(names[0], module, tuple(names[1:]), reason=_why_never(module))
     if candidate.reason is None:
         assert isinstance(module.weight, torch.Tensor)
@@ -99,8 +152,6 @@ def _inspect(module: nn.Module, names: list[str], kind: Kind) -> Candidate:
 def _why_never(module: nn.Module) -> str | None:
     """Return why this module can never be factorized, or None."""
     kind = type(module).__name__
-    if isinstance(module, nn.MultiheadAttention):
-        return "attention is one unit that reads its projections' weights directly"
     if _is_factorized(module):
         return "already factorized"
     if isinstance(module, _ConvTransposeNd):
@@ -108,7 +159,7 @@ def _why_never(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if weight is not None and is_lazy(weight):
         return "not initialized yet; run the model once"
-    if type(module) not in DENSE_TYPES:
+    if type(module) not in DENSE_TYPES and not is_transposed(module):
         return f"{kind} is not a plain Linear, Conv or Embedding"
     if weight is None:
         return "its weight is computed by another rule (weight norm, pruning)"
@@ -124,7 +175,7 @@ def _why_never(module: nn.Module) -> str | None:
 
 
 def _keep_ends(candidates: list[Candidate], include: Sequence[Pattern] | None) -> None:
-    layers = [candidate for candidate in candidates if isinstance(candidate.module, DENSE_TYPES)]
+    layers = [c for c in candidates if isinstance(c.module, DENSE_TYPES) or is_transposed(c.module)]
     named = {pattern for pattern in include or () if isinstance(pattern, str)}
     for candidate, place in [(layers[0], "first"), (layers[-1], "last")] if layers else []:
         if candidate.reason is None and not named.intersection(candidate.names):

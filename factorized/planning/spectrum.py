@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from factorized.maths.kernel import to_matrix
+from factorized.planning.attention import attention_spectrum
 from factorized.planning.select import Candidate
 
 
 @torch.no_grad()
 def squared_spectrum(candidate: Candidate) -> Tensor:  # (full rank,)
-    """Return the squared singular values of a weight, summed over its groups."""
+    """Return the squared singular values of a weight, summed over its groups; of attention, over forms and heads."""
+    if candidate.unit is not None:
+        return attention_spectrum(candidate.name, candidate.unit, candidate.kinds)
     weight = candidate.module.weight
     assert isinstance(weight, Tensor)
     assert candidate.shape is not None

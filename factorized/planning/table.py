@@ -43,12 +43,21 @@ def short_count(count: int) -> str:
     return f"{count:,}"
 
 
+def rank_text(entry: PlanEntry) -> str:
+    """Return the rank of a layer, of a tensor all of them, of attention those of both forms where they differ."""
+    if len(set(entry.head_ranks)) > 1:
+        return f"qk {entry.head_ranks[0]}, ov {entry.head_ranks[1]}"
+    if entry.head_ranks:
+        return str(entry.head_ranks[0])
+    return "x".join(map(str, entry.rank)) if isinstance(entry.rank, tuple) else str(entry.rank or "")
+
+
 def _row(entry: PlanEntry) -> Row:
     shape, name = "x".join(map(str, entry.shape)), entry.name or "(model)"
-    if entry.rank is None:
+    if entry.rank is None and not entry.head_ranks:
         return name, entry.type, shape, "", "", ""
     params = "shared" if entry.tied_to else _change(entry.params, entry.params_after)
-    return name, entry.type, shape, str(entry.rank), params, _change(entry.macs, entry.macs_after)
+    return name, entry.type, shape, rank_text(entry), params, _change(entry.macs, entry.macs_after)
 
 
 def _note(entry: PlanEntry) -> str:
@@ -96,5 +105,18 @@ def _summary(plan: Plan) -> str:
     macs = f", {plan.macs_after / plan.macs:.4f} of the MACs" if plan.macs and plan.macs_after is not None else ""
     return (
         f"{plan.scheme}, {plan.budget}: {len(plan.selected)} of {len(plan.entries)} layers factorized, "
-        f"{plan.ratio:.4f} of {plan.params:,} parameters{macs}"
+        f"{plan.ratio:.4f} of {plan.params:,} parameters{macs}{_attention_share(plan)}"
     )
+
+
+def _attention_share(plan: Plan) -> str:
+    """Return what attention holds of the model before and after, where the plan has any."""
+    units = [entry for entry in plan.entries if entry.head_ranks]
+    if not units:
+        return ""
+    before, after = (sum(values) for values in zip(*((e.params, e.params_after) for e in units), strict=True))
+    text = f"; attention holds {before / plan.params:.4f} of the parameters, {after / plan.params_after:.4f} after"
+    if plan.macs and plan.macs_after:
+        macs = sum(e.macs or 0 for e in units) / plan.macs
+        text += f", and {macs:.4f} of the MACs, {sum(e.macs_after or 0 for e in units) / plan.macs_after:.4f} after"
+    return text

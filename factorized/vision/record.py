@@ -64,9 +64,10 @@ def product_row(network: nn.Module, lr: float) -> Row:
     if not forms(network):
         return {}
     rows = diagnose(network, lr)
+    bounds = [row.nuclear_bound for row in rows if row.nuclear_bound is not None]  # tensors have none
     return {
         "nuclear": sum(row.nuclear or 0.0 for row in rows) / len(rows),
-        "nuclear_bound": sum(row.nuclear_bound for row in rows) / len(rows),
+        **({"nuclear_bound": sum(bounds) / len(bounds)} if bounds else {}),
         "frobenius": sum(row.frobenius for row in rows) / len(rows),
         "effective_step": sum(row.effective_step for row in rows) / len(rows),
     }

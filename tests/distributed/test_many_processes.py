@@ -13,12 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(scenario: str, folder: Path) -> dict[str, float]:
+def run(scenario: str, folder: Path, worker: str = "tests/distributed/worker.py") -> dict[str, float]:
     out = folder / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "tests/distributed/worker.py", scenario, str(out)],
+        [*command, worker, scenario, str(out)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -35,6 +35,11 @@ def run(scenario: str, folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_end_where_one_does(kind: str, optimizer: str, tmp_path: Path) -> None:
     assert run(f"{kind}-{optimizer}", tmp_path)["difference"] < 1e-12
+
+
+@pytest.mark.parametrize("scenario", ["ddp-sgd-tensors", "fsdp-adamw-tensors", "fsdp-flambe-tensors"])
+def test_tensors_too_end_where_one_process_does(scenario: str, tmp_path: Path) -> None:
+    assert run(scenario, tmp_path)["difference"] < 1e-12
 
 
 def test_the_sharded_decay_moves_rank_by_rank_matrices_only(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def build() -> nn.Module:
     return fz.factorize(model, fz.Overcomplete("deep"), include=["linear"], init="spectral")
 
 
+def build_tensors() -> nn.Module:
+    torch.manual_seed(0)
+    model = fz.factorize(Net().double(), fz.TensorTrain(), rank=2, include=["conv"])
+    model = fz.factorize(model, fz.TensorTrain(), rank=2, include=["linear"])
+    return fz.factorize(model, fz.Tucker(), rank=3, include=["grouped"])
+
+
 def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 11, (4, 6, 6), generator=generator)
@@ -135,11 +142,12 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def compare(scenario: str, folder: Path) -> dict[str, float]:
-    kind, optimizer = scenario.split("-")
+    kind, optimizer, *of = scenario.split("-")
+    make = build_tensors if of == ["tensors"] else build
     rank, world = dist.get_rank(), dist.get_world_size()
-    expected = build()
+    expected = make()
     train(expected, OPTIMIZERS[optimizer](expected), 0, 1)
-    model = build()
+    model = make()
     if kind == "ddp":
         made = OPTIMIZERS[optimizer](model)
         train(DistributedDataParallel(model), made, rank, world)

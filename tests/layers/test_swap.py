@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.layers import batch
+from factorized.layers import base, batch
 from factorized.layers.base import FactorizedLayer
 from factorized.planning.plan import Plan
 from tests.models.unchanged import unchanged
@@ -110,8 +110,8 @@ def test_a_failure_in_the_second_batch_changes_nothing(monkeypatch: pytest.Monke
             raise RuntimeError("no memory left")
         return original(stacked, rank)
 
-    original = batch.spectral_factors
-    monkeypatch.setattr(batch, "spectral_factors", fails_the_second_time)
+    original = base.spectral_factors
+    monkeypatch.setattr(base, "spectral_factors", fails_the_second_time)
     model = stack()
     with unchanged(model), pytest.raises(RuntimeError, match="no memory left"):
         fz.factorize(model, rank=2)
@@ -140,8 +140,8 @@ def test_a_callable_fills_the_factors() -> None:
 
 def test_equal_shapes_are_decomposed_together_to_what_one_at_a_time_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = batch.spectral_factors
-    monkeypatch.setattr(batch, "spectral_factors", lambda W, rank: seen.append(tuple(W.shape)) or original(W, rank))
+    original = base.spectral_factors
+    monkeypatch.setattr(base, "spectral_factors", lambda W, rank: seen.append(tuple(W.shape)) or original(W, rank))
     model, twin = stack(), stack()
     fz.factorize(model, rank=3)
     assert sorted(seen) == [(1, 1, 12, 48), (2, 1, 12, 12)]

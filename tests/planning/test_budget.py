@@ -49,8 +49,14 @@ ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
             'allocate="spectrum" spends ratio= or macs=',
         ),
         ({"scheme": Overcomplete(), "energy": 0.9}, "energy=0.9 is for LowRank; Overcomplete takes ratio="),
-        ({"scheme": "low_rank", "ratio": 0.5}, "scheme must be LowRank(...) or Overcomplete(...), got 'low_rank'"),
-        ({"scheme": LowRank, "ratio": 0.5}, "scheme must be LowRank(...) or Overcomplete(...), got <class"),
+        (
+            {"scheme": "low_rank", "ratio": 0.5},
+            "scheme must be LowRank(...), Overcomplete(...), TensorTrain(...) or Tucker(...), got 'low_rank'",
+        ),
+        (
+            {"scheme": LowRank, "ratio": 0.5},
+            "scheme must be LowRank(...), Overcomplete(...), TensorTrain(...) or Tucker(...), got <class",
+        ),
         ({"rank_scale": 5}, "rank_scale=5 leaves every layer of Mlp dense"),
         ({"ratio": 1}, "ratio=1 leaves every layer of Mlp dense"),
     ],

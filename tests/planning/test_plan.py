@@ -83,7 +83,7 @@ def broken(**changes: Any) -> dict[str, Any]:
         (broken(entries=[{"name": "a"}]), "missing 2 required positional arguments: 'type' and 'shape'"),
         (broken(entries=[{"name": "a", "type": "b", "shape": [1], "size": 2}]), "unexpected keyword argument 'size'"),
         (broken(scheme=None), "not a plan made by Plan.to_dict(): "),
-        (broken(scheme={"name": "sparse"}), 'scheme name must be "low_rank" or "overcomplete", got \'sparse\''),
+        (broken(scheme={"name": "sparse"}), '"tensor_train" or "tucker", got \'sparse\''),
         (broken(scheme={"name": "low_rank", "depth": 1}), "unexpected keyword argument 'depth'"),
         ([], "not a plan made by Plan.to_dict(): []"),
         (None, "not a plan made by Plan.to_dict(): None"),

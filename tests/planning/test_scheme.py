@@ -104,5 +104,5 @@ def test_a_scheme_survives_json(scheme: Scheme) -> None:
 
 
 def test_an_unknown_scheme_name_is_refused() -> None:
-    with pytest.raises(ValueError, match='scheme name must be "low_rank" or "overcomplete", got \'sparse\''):
+    with pytest.raises(ValueError, match='"tensor_train" or "tucker", got \'sparse\''):
         scheme_from_dict({"name": "sparse"})

@@ -1,0 +1,129 @@
+"""Which adapter reads which class, without importing the library that defines it; ``fz.register_attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from factorized.adapters.bert import BERT
+from factorized.adapters.family import Family, UnreadableAttention, is_transposed
+from factorized.adapters.gpt2 import read_gpt2
+from factorized.adapters.llama import LLAMA
+from factorized.adapters.marian import MARIAN
+from factorized.adapters.multihead import read_multihead, read_shrunken
+from factorized.adapters.unit import AttentionUnit
+from factorized.adapters.vit import VIT
+
+Adapter = Callable[[nn.Module], AttentionUnit]
+
+KNOWN: dict[str, Adapter] = {
+    "torch.nn.modules.activation.MultiheadAttention": read_multihead,
+    "factorized.layers.multihead.ShrunkenMultiheadAttention": read_shrunken,
+    "transformers.models.bert.modeling_bert.BertAttention": BERT,
+    "transformers.models.roberta.modeling_roberta.RobertaAttention": BERT,
+    "transformers.models.marian.modeling_marian.MarianAttention": MARIAN,
+    "transformers.models.bart.modeling_bart.BartAttention": MARIAN,
+    "transformers.models.gpt2.modeling_gpt2.GPT2Attention": read_gpt2,
+    "transformers.models.llama.modeling_llama.LlamaAttention": LLAMA,
+    "transformers.models.mistral.modeling_mistral.MistralAttention": LLAMA,
+    "transformers.models.vit.modeling_vit.ViTAttention": VIT,
+}
+_registered: dict[type[nn.Module], Adapter] = {}  # filled by calls of ``register_attention`` alone
+
+FIVE_LINES = """fz.register_attention(
+    {name},
+    query="...", key="...", value="...", output="...",  # its four linears
+    heads="...",  # its attribute with the number of heads
+)"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An attention module of a model: read, or with the reason why it cannot be."""
+
+    name: str
+    module: nn.Module
+    unit: AttentionUnit | None
+    reason: str | None = None
+
+
+def register_attention(
+    cls: type[nn.Module],
+    *,
+    query: str,
+    key: str,
+    value: str,
+    output: str,
+    heads: str,
+    kv_heads: str | None = None,
+    head_size: str | None = None,
+    scale: str | None = None,
+    rotary: bool = False,
+) -> None:
+    """Tell the library where an attention class of yours keeps its matrices; subclasses are read alike.
+
+    All arguments but the last are dotted names inside the module. Calling it again for a class replaces what was said.
+
+    Args:
+        cls: the attention class.
+        query: its ``nn.Linear``; the same name for ``query``, ``key`` and ``value`` means one that packs them.
+        key: likewise.
+        value: likewise.
+        output: the linear after the heads.
+        heads: the attribute with the number of query heads.
+        kv_heads: the attribute with the number of key and value heads, where those are shared.
+        head_size: the attribute that ``forward`` splits heads by. Given with ``scale``, shrunken heads are narrower
+            everywhere; otherwise they are padded between the projections, which shrinks the weights alone.
+        scale: the attribute with the softmax scale; leave it out where ``forward`` computes the scale itself.
+        rotary: whether queries and keys are turned by their positions.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(f"cls must be a class of nn.Module, got {cls!r}")
+    _registered[cls] = Family(query, key, value, output, heads, kv_heads, head_size, scale, rotary=rotary)
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """Return the adapter for the class of ``module``, or for the nearest of its parents that has one."""
+    for cls in type(module).__mro__:
+        adapter = _registered.get(cls) or KNOWN.get(f"{cls.__module__}.{cls.__qualname__}")
+        if adapter is not None:
+            return adapter
+    return None
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Say whether a class is called attention and holds projections, and nothing inside it is attention instead."""
+    if "attention" not in type(module).__name__.lower():
+        return False
+    inside = [child for child in module.modules() if child is not module]
+    if any(adapter_of(child) is not None or looks_like_attention(child) for child in inside):
+        return False
+    return sum(isinstance(child, nn.Linear) or is_transposed(child) for child in inside) >= 2
+
+
+def read_attention(name: str, module: nn.Module) -> Found | None:
+    """Return ``module`` as an attention module, or None where it is none that has an adapter."""
+    adapter = adapter_of(module)
+    if adapter is None:
+        return None
+    try:
+        return Found(name, module, adapter(module))
+    except UnreadableAttention as reason:
+        return Found(name, module, None, str(reason))
+
+
+def find_attention(model: nn.Module) -> Iterator[Found]:
+    """Yield every attention module of ``model`` once: those with an adapter, and those that seem to need one."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") or outer == "" for outer in inside):
+            continue
+        found = read_attention(name, module)
+        if found is None and looks_like_attention(module):
+            call = FIVE_LINES.format(name=type(module).__name__)
+            found = Found(name, module, None, f"nobody registered {type(module).__qualname__}; do so with\n{call}")
+        if found is not None:
+            inside.append(name)
+            yield found

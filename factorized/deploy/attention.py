@@ -1,0 +1,104 @@
+"""Shrunken attention on its way out: as plain modules, as entries of a plan, and from dense checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from factorized.adapters.table import find_attention, read_attention
+from factorized.adapters.unit import KINDS, AttentionUnit
+from factorized.deploy.state import Shapes, named_slots
+from factorized.layers.attention import padded_matrices, spectral_matrices, write_matrices
+from factorized.layers.multihead import ShrunkenMultiheadAttention
+from factorized.layers.resize import plain_module
+from factorized.layers.swap import replace_module
+from factorized.planning.attention import AttentionCost
+from factorized.planning.plan import PlanEntry
+
+
+def shrunken_attention(model: nn.Module) -> dict[str, AttentionUnit]:
+    """Return every shrunken attention module of ``model`` under its first name."""
+    found = ((read.name, read.unit) for read in find_attention(model))
+    return {name: unit for name, unit in found if unit is not None and unit.shrunken is not None}
+
+
+def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int]) -> nn.Module:
+    """Put plain modules with heads of ``size`` in the place of all shrunken ones; return the model."""
+    places = all_names(model)
+    for unit in shrunken_attention(model).values():
+        extent = size(unit)
+        plain = plain_module(unit, extent, padded_matrices(unit, extent))
+        for name in places[unit.module]:
+            model = replace_module(model, name, plain)
+    return model
+
+
+def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[PlanEntry]:
+    """Return the plan entries that would shrink a dense model's attention as this model's is."""
+    places = all_names(model)
+    entries = []
+    for unit in shrunken_attention(model).values():
+        note, module = unit.shrunken, unit.module
+        assert note is not None
+        names = [name_of(name) for name in places[module]]
+        cost = AttentionCost(unit, KINDS)
+        is_multihead = isinstance(module, ShrunkenMultiheadAttention)
+        entries.append(
+            PlanEntry(
+                name=names[0],
+                type="MultiheadAttention" if is_multihead else type(module).__name__,
+                shape=(unit.query.heads, note.head_size),
+                rank=min(note.qk, note.ov),
+                aliases=tuple(names[1:]),
+                params=cost.params_at(note.head_size, note.head_size, shrunken=False),
+                params_after=cost.params_at(note.qk, note.ov),
+                head_ranks=(note.qk, note.ov),
+                forms=tuple(k for k, rank in zip(KINDS, (note.qk, note.ov), strict=True) if rank < note.head_size),
+            )
+        )
+    return entries
+
+
+def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return every module with all of its dotted names."""
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    return places
+
+
+class DenseAttention:
+    """A shrunken attention module and the dense one whose checkpoint it is to be filled from."""
+
+    def __init__(self, unit: AttentionUnit) -> None:
+        self.unit = unit
+        self.dense = plain_module(unit, unit.head_size, None)
+        read = read_attention("", self.dense)
+        assert read is not None
+        assert read.unit is not None
+        self.read = read.unit
+        own = {id(tensor) for p in self.read.projections for tensor in (p.weight, p.bias) if tensor is not None}
+        self.slots = {name: slot for name, _, _, slot in named_slots(self.dense) if id(slot) in own}
+        # An output bias that only the shrunken module has, for value biases to be folded into.
+        self.optional = [name for name, slot in self.slots.items() if slot is self.read.output.bias]
+
+    def shapes(self, prefix: str) -> Shapes:
+        """Return the names and shapes of what the dense checkpoint must hold."""
+        return {f"{prefix}.{name}" if prefix else name: tuple(slot.shape) for name, slot in self.slots.items()}
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Say whether a tensor of the shrunken module is one of its projections'."""
+        return any(tensor is mine for p in self.unit.projections for mine in (p.weight, p.bias))
+
+    @torch.no_grad()
+    def fill(self, prefix: str, state: Mapping[str, Tensor]) -> None:
+        """Take the best heads of this size for the matrices in ``state`` (section 3.1)."""
+        note = self.unit.shrunken
+        assert note is not None
+        for name, slot in self.slots.items():
+            given = state.get(f"{prefix}.{name}" if prefix else name)
+            slot.zero_() if given is None else slot.copy_(given)
+        kinds = tuple(k for k, rank in zip(KINDS, (note.qk, note.ov), strict=True) if rank < note.head_size)
+        write_matrices(self.unit, spectral_matrices(self.read, note.qk, note.ov, kinds, may_add_bias=True))

@@ -1,0 +1,203 @@
+"""Attention modules of other head sizes: built beside the old one, which is not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from factorized.adapters.family import is_transposed
+from factorized.adapters.table import read_attention
+from factorized.adapters.unit import KINDS, AttentionUnit, Projection, Shrunken
+from factorized.layers.attention import Matrices, check_finite, drawn_matrices, spectral_matrices, write_matrices
+from factorized.layers.draw import Init
+from factorized.layers.heads import HeadsIn, HeadsOut
+from factorized.layers.multihead import ShrunkenMultiheadAttention
+from factorized.planning.plan import PlanEntry
+
+
+def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
+    """Return a module like the unit's with heads of these sizes, holding ``matrices``; None leaves them unfilled.
+
+    ``nn.MultiheadAttention`` becomes a ``ShrunkenMultiheadAttention``. Every other class stays what it is: where its
+    ``forward`` has one head size for all, the smaller of the two ranks is padded between the projections.
+    """
+    if isinstance(unit.module, nn.MultiheadAttention):
+        new: nn.Module = _shrunken_multihead(unit.module, qk, ov)
+    else:
+        size = max(qk, ov) if unit.resizable else unit.head_size
+        new = _resized(unit, qk, ov, size, Shrunken(unit.head_size, qk, ov))
+    return _filled(new, unit, matrices)
+
+
+def build_attention(model: nn.Module, entry: PlanEntry, init: Init | None) -> nn.Module:
+    """Return the shrunken module for an entry of a plan; ``init=None`` leaves it unfilled. Changes nothing."""
+    unit = _read(model.get_submodule(entry.name))
+    qk, ov = entry.head_ranks
+    kinds = tuple(kind for kind in KINDS if kind in entry.forms)
+    if init is None or unit.query.weight.is_meta:
+        return shrunken_module(unit, qk, ov, None)
+    check_finite(unit, entry.name)
+    if init == "spectral":
+        return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=True))
+    return shrunken_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
+
+
+def attention_difference(entry: PlanEntry, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return how the attention module that an entry names differs from the one it was made for."""
+    module = modules.get(entry.name)
+    found = read_attention(entry.name, module) if module is not None else None
+    if found is None or found.unit is None or found.unit.shrunken is not None:
+        return f"{entry.name} is no attention that can be shrunken"
+    unit = found.unit
+    has = (unit.query.heads, unit.head_size)
+    return None if has == entry.shape else f"{entry.name} has {has[0]} heads of {has[1]}, not {entry.shape}"
+
+
+def keep_off_nested_tensors(model: nn.Module) -> None:
+    """Keep torch's encoders off the path that reads the packed weights of their first layer, where it has none."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            first = getattr(module.layers[0], "self_attn", None)
+            if isinstance(first, ShrunkenMultiheadAttention):
+                module.use_nested_tensor = False
+
+
+def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> nn.Module:
+    """Return the plain module of a shrunken unit: one head ``size`` for all, which must be the dense one for some."""
+    if isinstance(unit.module, ShrunkenMultiheadAttention):
+        return _filled(_dense_multihead(unit.module), unit, matrices)
+    new = _filled(_resized(unit, size, size, size, Shrunken(unit.head_size, size, size)), unit, matrices)
+    del new.shrunken
+    return new
+
+
+def plain_size(unit: AttentionUnit) -> int:
+    """Return the smallest head size at which the unit's own class holds what is in the unit now."""
+    return max(unit.query.head_size, unit.value.head_size) if unit.resizable else unit.head_size
+
+
+def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn.Module:
+    new.train(old.module.training)
+    for part, was in zip(_read(new).projections, old.projections, strict=True):
+        part.weight.requires_grad_(was.weight.requires_grad)
+        if part.bias is not None:
+            part.bias.requires_grad_(was.bias.requires_grad if was.bias is not None else was.weight.requires_grad)
+    if matrices is not None and not old.query.weight.is_meta:
+        write_matrices(_read(new), matrices)
+    return new
+
+
+def _read(module: nn.Module) -> AttentionUnit:
+    found = read_attention("", module)
+    assert found is not None
+    assert found.unit is not None, found.reason
+    return found.unit
+
+
+def _resized(unit: AttentionUnit, qk: int, ov: int, size: int, note: Shrunken) -> nn.Module:
+    """Return a copy of the unit's module with new projections; all else in it is shared, not copied."""
+    layers: dict[str, nn.Module] = {}
+    for path in dict.fromkeys(projection.path for projection in (unit.query, unit.key, unit.value)):
+        held = [p for p in (unit.query, unit.key, unit.value) if p.path == path]
+        ranks = [(p.heads, ov if p is unit.value else qk) for p in held]
+        layers[path] = _input_layer(unit.module.get_submodule(path), held[0], tuple(ranks), size)
+    layers[unit.output.path] = _output_layer(unit, ov, size)
+    values: dict[str, object] = dict(zip(unit.resizable, (size, unit.query.heads * size), strict=False))
+    return grafted(unit.module, {**layers, **values, "shrunken": note})
+
+
+def _input_layer(old: nn.Module, projection: Projection, parts: tuple[tuple[int, int], ...], size: int) -> nn.Module:
+    plain = _plain_type(old)
+    if all(rank == size for _, rank in parts):
+        return _plain_layer(plain, projection.long, sum(heads * size for heads, _ in parts), projection)
+    has_bias = projection.bias is not None
+    layer = HeadsIn(projection.long, parts, size, has_bias, plain_type=plain, device="meta")
+    return materialized(layer, projection.weight)
+
+
+def _output_layer(unit: AttentionUnit, ov: int, size: int) -> nn.Module:
+    output = unit.output
+    plain = _plain_type(unit.module.get_submodule(output.path))
+    has_bias = output.bias is not None or unit.value.bias is not None  # somewhere for value biases to be folded into
+    if ov == size:
+        return _plain_layer(plain, output.heads * size, output.long, output, has_bias)
+    layer = HeadsOut(output.heads, ov, size, output.long, has_bias, plain_type=plain, device="meta")
+    return materialized(layer, output.weight)
+
+
+def _plain_type(layer: nn.Module) -> type[nn.Module]:
+    return layer.plain_type if isinstance(layer, (HeadsIn, HeadsOut)) else type(layer)
+
+
+def _plain_layer(
+    plain: type[nn.Module], inputs: int, outputs: int, like: Projection, has_bias: bool | None = None
+) -> nn.Module:
+    has_bias = like.bias is not None if has_bias is None else has_bias
+    with torch.device("meta"):
+        is_linear = issubclass(plain, nn.Linear)
+        layer = plain(inputs, outputs, bias=has_bias) if is_linear else plain(outputs, inputs)
+    assert is_linear or is_transposed(layer)
+    return materialized(layer, like.weight)
+
+
+def materialized(layer: nn.Module, like: torch.Tensor) -> nn.Module:
+    """Give the parameters of a layer on the meta device memory where, and of the type that, ``like`` is."""
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, device=like.device, dtype=like.dtype)
+                module._parameters[name] = nn.Parameter(empty)
+    return layer
+
+
+def _shrunken_multihead(dense: nn.MultiheadAttention, qk: int, ov: int) -> ShrunkenMultiheadAttention:
+    new = ShrunkenMultiheadAttention(
+        dense.embed_dim,
+        dense.num_heads,
+        qk,
+        ov,
+        dropout=dense.dropout,
+        bias=dense.in_proj_bias is not None,
+        add_zero_attn=dense.add_zero_attn,
+        kdim=dense.kdim,
+        vdim=dense.vdim,
+        batch_first=dense.batch_first,
+        device="meta",
+    )
+    materialized(new, dense.out_proj.weight)
+    return new
+
+
+def _dense_multihead(module: ShrunkenMultiheadAttention) -> nn.MultiheadAttention:
+    dense = nn.MultiheadAttention(
+        module.embed_dim,
+        module.num_heads,
+        dropout=module.dropout,
+        bias=module.out_proj.bias is not None,
+        add_zero_attn=module.add_zero_attn,
+        kdim=module.kdim,
+        vdim=module.vdim,
+        batch_first=module.batch_first,
+        device="meta",
+    )
+    materialized(dense, module.out_proj.weight)
+    return dense
+
+
+def grafted(module: nn.Module, changes: Mapping[str, object]) -> nn.Module:
+    """Return a copy of ``module`` with the attributes at dotted paths changed; everything else is shared with it."""
+    new = type(module).__new__(type(module))
+    # The containers are the copy's own, so that nothing put into it reaches the original.
+    new.__dict__ = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()}
+    inner: dict[str, dict[str, object]] = {}
+    for path, value in changes.items():
+        first, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(first, {})[rest] = value
+        else:
+            setattr(new, first, value)
+    for child, deeper in inner.items():
+        setattr(new, child, grafted(getattr(module, child), deeper))
+    return new

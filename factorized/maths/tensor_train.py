@@ -1,0 +1,194 @@
+"""Tensor trains: TT-SVD, expansion, squared norm and its gradients (Oseledets, 2011).
+
+A tensor (d₁, …, d_n) is held in cores (r_{k-1}, d_k, r_k) with r_0 = r_n = 1; an entry is a product of matrices, one
+slice of each core. Every function takes leading batch dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import Tensor
+
+from factorized.maths.spectral import Method, truncated_svd
+from factorized.maths.tensor_format import Cores, TensorFormat, balanced
+
+
+def full_train_ranks(dims: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks at which any tensor of these extents is a tensor train, between each two of them."""
+    return tuple([min(prod(dims[:k]), prod(dims[k:])) for k in range(1, len(dims))])
+
+
+def tt_svd(
+    tensor: Tensor,  # (..., d₁, …, d_n)
+    ranks: Sequence[int],  # n - 1 of them
+    method: Method = "auto",
+) -> Cores:  # each (..., r_{k-1}, d_k, r_k)
+    """Return the cores of a tensor train close to ``tensor``, all but the last with orthonormal columns.
+
+    The error is at most √(n-1) times that of the best train of these ranks, and none at full rank. Half types are
+    computed, and returned, in float32.
+    """
+    dims = tensor.shape[tensor.dim() - len(ranks) - 1 :]
+    batch = tensor.shape[: tensor.dim() - len(dims)]
+    cores, before = [], 1
+    rest = tensor.reshape(*batch, dims[0], -1)
+    for d, rank, following in zip(dims, ranks, dims[1:], strict=False):
+        U, S, V = truncated_svd(rest, rank, method)
+        cores.append(U.reshape(*batch, before, d, rank))
+        rest = (S.unsqueeze(-1) * V.mT).reshape(*batch, rank * following, -1)
+        before = rank
+    cores.append(rest.reshape(*batch, before, dims[-1], 1))
+    return tuple(cores)
+
+
+def tt_expand(
+    cores: Sequence[Tensor],  # each (..., r_{k-1}, d_k, r_k)
+    split: int,
+) -> Tensor:  # (..., d₁, …, d_n)
+    """Return the tensor, multiplying the first ``split`` cores, the others, and then the two."""
+    left, right = tt_halves(cores, split)
+    product = left @ right
+    return product.reshape(*product.shape[:-2], *[core.shape[-2] for core in cores])
+
+
+def tt_halves(
+    cores: Sequence[Tensor],  # each (..., r_{k-1}, d_k, r_k)
+    split: int,
+) -> tuple[Tensor, Tensor]:  # (..., d₁⋯d_split, r), (..., r, d_{split+1}⋯d_n)
+    """Return the two matrices whose product is the tensor, unfolded between ``split`` and the extent after it."""
+    left = cores[0].flatten(-3, -2)
+    for core in cores[1:split]:
+        product = left @ core.flatten(-2)  # (..., d₁⋯d_{k-1}, d_k·r_k)
+        left = product.unflatten(-1, core.shape[-2:]).flatten(-3, -2)
+    right = cores[-1].flatten(-2)
+    for core in reversed(cores[split:-1]):
+        product = core.flatten(-3, -2) @ right  # (..., r_{k-1}·d_k, d_{k+1}⋯d_n)
+        right = product.unflatten(-2, core.shape[-3:-1]).flatten(-2)
+    return left, right
+
+
+def tt_norm_squared(
+    cores: Sequence[Tensor],  # each (..., r_{k-1}, d_k, r_k)
+) -> Tensor:  # (...)
+    """Return the squared norm of the tensor by contracting the cores with themselves, from one end to the other."""
+    gram = _right_gram(cores[-1], None)
+    for core in reversed(cores[:-1]):
+        gram = _right_gram(core, gram)
+    return gram[..., 0, 0]
+
+
+def tt_gradients(
+    cores: Sequence[Tensor],  # each (..., r_{k-1}, d_k, r_k)
+) -> Cores:  # like cores
+    """Return the gradients of half the squared norm: ``L G_k R`` with the Gram matrices of all before and all after."""
+    rights: list[Tensor | None] = [None]
+    for core in reversed(cores[1:]):
+        rights.append(_right_gram(core, rights[-1]))
+    rights.reverse()
+    left: Tensor | None = None
+    gradients = []
+    for core, right in zip(cores, rights, strict=True):
+        seen = _times_left(left, core)
+        gradients.append(seen if right is None else _times_right(seen, right))
+        left = seen.flatten(-3, -2).mT @ core.flatten(-3, -2)
+    return tuple(gradients)
+
+
+def _right_gram(core: Tensor, gram: Tensor | None) -> Tensor:  # (..., r_{k-1}, r_{k-1})
+    """Return the Gram matrix of a core's rows, each multiplied by all that follows it."""
+    seen = core if gram is None else _times_right(core, gram)
+    return seen.flatten(-2) @ core.flatten(-2).mT
+
+
+def _times_right(core: Tensor, gram: Tensor) -> Tensor:
+    return (core.flatten(-3, -2) @ gram).unflatten(-2, core.shape[-3:-1])
+
+
+def _times_left(gram: Tensor | None, core: Tensor) -> Tensor:
+    return core if gram is None else (gram @ core.flatten(-2)).unflatten(-1, core.shape[-2:])
+
+
+@dataclass(frozen=True)
+class TrainFormat(TensorFormat):
+    """A tensor train of given extents and ranks."""
+
+    dims: tuple[int, ...]
+    ranks: tuple[int, ...]  # between each two extents
+    split: int = field(init=False, compare=False, repr=False)  # where the two halves of an expansion meet
+
+    def __post_init__(self) -> None:
+        costs = {split: self._expand_macs(split) for split in range(1, len(self.dims))}
+        object.__setattr__(self, "split", min(costs, key=costs.__getitem__))
+
+    @property
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(r_{k-1}, d_k, r_k) for every extent."""
+        around = (1, *self.ranks, 1)
+        return tuple([(around[k], d, around[k + 1]) for k, d in enumerate(self.dims)])
+
+    @property
+    def summands(self) -> int:
+        """Every path through the ranks."""
+        return prod(self.ranks)
+
+    @property
+    def expand_macs(self) -> int:
+        """Of both halves and their product."""
+        return self._expand_macs(self.split)
+
+    @property
+    def expand_held(self) -> list[int]:
+        """The products of the first cores, and of the last."""
+        shapes = self.core_shapes
+        left = [prod(self.dims[: k + 1]) * shapes[k][2] for k in range(1, self.split)]
+        right = [prod(self.dims[k:]) * shapes[k][0] for k in range(self.split, len(shapes) - 1)]
+        return left + right
+
+    @property
+    def contract_macs(self) -> int:
+        """Two products per core: with the Gram matrix of what follows, and with itself."""
+        return sum([before * d * after * (before + after) for before, d, after in self.core_shapes])
+
+    def decompose(
+        self,
+        tensor: Tensor,  # (..., *dims)
+    ) -> Cores:
+        """Return the cores of the TT-SVD, scaled to one norm."""
+        cores = balanced(tt_svd(tensor, self.ranks), tensor.dim() - len(self.dims))
+        return tuple(core.to(tensor.dtype) for core in cores)
+
+    def expand(self, cores: Sequence[Tensor]) -> Tensor:  # (..., *dims)
+        """Multiply the cores in the cheapest order of two halves."""
+        return tt_expand(cores, self.split)
+
+    def halves_macs(self, split: int) -> int:
+        """Return the multiply-accumulates of ``tt_halves``."""
+        shapes = self.core_shapes
+        left = [prod(self.dims[: k + 1]) * shapes[k][0] * shapes[k][2] for k in range(1, split)]
+        right = [prod(self.dims[k:]) * shapes[k][0] * shapes[k][2] for k in range(split, len(shapes) - 1)]
+        return sum(left) + sum(right)
+
+    def _expand_macs(self, split: int) -> int:
+        return self.halves_macs(split) + self.numel * self.ranks[split - 1]
+
+    def contracted_norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)
+        """Contract from one end to the other."""
+        return tt_norm_squared(cores)
+
+    def contracted_gradients(self, cores: Sequence[Tensor]) -> Cores:
+        """Contract from both ends to every core."""
+        return tt_gradients(cores)
+
+
+def right_to_left(
+    tensor: Tensor,  # (..., d₁, …, d_n)
+    count: int,  # n
+) -> Cores:  # each (..., r_{k-1}, d_k, r_k)
+    """Return an exact train of ``tensor``, all but its first core with orthonormal rows."""
+    batch = tensor.dim() - count
+    flipped = tensor.permute(*range(batch), *reversed(range(batch, tensor.dim())))
+    ranks = full_train_ranks(flipped.shape[batch:])
+    return tuple(core.transpose(-3, -1) for core in reversed(tt_svd(flipped, ranks, "exact")))

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from tests.adapters.attention_zoo import BERT, LLAMA, MARIAN
+
+
+def hooked() -> nn.Module:
+    model = BERT.make()
+    model.encoder.layer[0].attention.self.query.register_forward_hook(lambda *_: None)
+    return model
+
+
+def tied() -> nn.Module:
+    model = MARIAN.make()
+    model.model.encoder.layers[0].self_attn.k_proj.weight = model.model.encoder.layers[0].self_attn.q_proj.weight
+    return model
+
+
+def patched() -> nn.Module:
+    model = BERT.make()
+    attention = model.encoder.layer[0].attention
+    attention.forward = attention.forward
+    return model
+
+
+def subclassed() -> nn.Module:
+    class Mine(nn.MultiheadAttention):
+        pass
+
+    return nn.Sequential(Mine(8, 2))
+
+
+def not_finite() -> nn.Module:
+    model = MARIAN.make()
+    with torch.no_grad():
+        model.model.decoder.layers[0].encoder_attn.v_proj.weight[3, 3] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (BERT.make, {"rank_scale": 0.05}, "leaves a head of 'encoder.layer.0.attention' without dimensions: it has 8"),
+        (BERT.make, {"rank_scale": 0}, r"rank_scale must be in \(0, 1\]"),
+        (BERT.make, {"rank_scale": 1.5}, r"rank_scale must be in \(0, 1\]"),
+        (BERT.make, {"rank_scale": float("nan")}, r"rank_scale must be in \(0, 1\]"),
+        (BERT.make, {"rank_scale": True}, r"rank_scale must be in \(0, 1\]"),
+        (BERT.make, {"rank_scale": {"qk": 0.5}}, "rank_scale must name each of forms"),
+        (BERT.make, {"forms": ("vo",)}, 'forms must be a list of "qk" and "ov"'),
+        (BERT.make, {"forms": "qk"}, 'forms must be a list of "qk" and "ov"'),
+        (BERT.make, {"forms": ()}, 'forms must be a list of "qk" and "ov"'),
+        (BERT.make, {"init": "best"}, "init must be one of"),
+        (LLAMA.make, {}, r'rotary embeddings turn queries and keys.*use forms=\("ov",\)'),
+        (LLAMA.make, {"forms": ["qk"]}, "rotary embeddings"),
+        (hooked, {}, "its projections have hooks"),
+        (tied, {}, "its weights are tied"),
+        (patched, {}, "its forward was replaced"),
+        (subclassed, {}, "Mine is not MultiheadAttention itself"),
+        (not_finite, {}, "decoder.layers.0.encoder_attn: attention weights hold NaN"),
+        (lambda: fz.factorize_attention(BERT.make()), {}, "already factorized"),
+    ],
+)
+def test_wrong_input_is_refused_and_the_model_stays_as_it_was(make: Any, arguments: Any, message: str) -> None:
+    model = make()
+    modules, before = list(model.modules()), deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        fz.factorize_attention(model, **arguments)
+    assert list(model.modules()) == modules
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_asking_to_rebalance_queries_and_keys_under_rotary_embeddings_is_refused() -> None:
+    model = LLAMA.make()
+    before = deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="rotary embeddings"):
+        fz.spectral_init_attention(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

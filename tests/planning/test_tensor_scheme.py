@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from factorized.maths.kernel import KernelShape
+from factorized.planning.plan import Plan
+from factorized.planning.planner import plan
+from factorized.planning.scheme import Scheme, scheme_from_dict, scheme_to_dict
+from factorized.planning.tensor_scheme import TensorTrain, Tucker
+from factorized.vision.models.wide_resnet import wide_resnet
+from tests.planning.models_for_planning import TiedReader
+
+with torch.device("meta"):
+    WIDE = wide_resnet()
+    SMALL = wide_resnet(10, 2)
+SCHEMES = [TensorTrain(), Tucker(), TensorTrain(order=4), Tucker(order=3), Tucker(core="train", order=3)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scale", "params"),
+    [
+        (TensorTrain(separable=True), 0.234, 607_160),
+        (TensorTrain(separable=True), 0.705, 2_434_702),
+        (Tucker(separable=True), 0.211, 608_501),
+        (Tucker(separable=True), 0.68, 2_444_223),
+        (Tucker(separable=True, core="whole"), 0.211, 442_918),
+        (Tucker(separable=True, core="whole"), 0.68, 1_767_376),
+    ],
+    ids=str,
+)
+def test_the_separable_block_has_the_parameters_of_the_paper(scheme: Scheme, scale: float, params: int) -> None:
+    made = plan(WIDE, scheme, rank_scale=scale)
+    assert made.params == 36_479_194
+    assert len(made.selected) == 24
+    assert made.params_after == params
+    assert {entry.tensor.dims for entry in made.selected} == {  # type: ignore[union-attr]
+        (16, 16, 10),
+        (32, 32, 25),
+        (40, 40, 32),
+        (50, 64, 32),
+        (64, 64, 50),
+        (80, 80, 64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "scheme", "scale"),
+    [
+        (TensorTrain(separable=True), TensorTrain(order=3), 0.234),
+        (Tucker(separable=True), Tucker(order=3, core="train"), 0.68),
+    ],
+)
+def test_a_model_that_is_separable_already_gets_the_same_count(option: Scheme, scheme: Scheme, scale: float) -> None:
+    with torch.device("meta"):
+        separable = wide_resnet(separable=True)
+    made = plan(separable, scheme, rank_scale=scale, exclude=["*shortcut"])
+    assert made.params_after == plan(WIDE, option, rank_scale=scale).params_after
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@settings(deadline=None, max_examples=8)
+@given(ratio=st.floats(0.02, 0.95))
+def test_a_ratio_is_met_within_one_percent_from_below(scheme: Scheme, ratio: float) -> None:
+    made = plan(WIDE, scheme, ratio=ratio)
+    assert 0.99 * ratio < made.ratio <= ratio
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(separable=True), Tucker(separable=True)], ids=str)
+@pytest.mark.parametrize("ratio", [0.13, 0.17])
+def test_a_ratio_of_a_small_model_is_met_too(scheme: Scheme, ratio: float) -> None:
+    made = plan(SMALL, scheme, ratio=ratio)
+    assert 0.99 * ratio < made.ratio <= ratio
+
+
+def test_a_ratio_that_full_rank_does_not_reach_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"ratio=0.5 is out of reach .* at full rank everywhere, .* keeps only 0.12"):
+        plan(WIDE, TensorTrain(separable=True), ratio=0.5)
+    with pytest.raises(ValueError, match=r"ratio=0.0001 is out of reach .* with rank 1 everywhere"):
+        plan(WIDE, TensorTrain(), ratio=0.0001)
+
+
+@pytest.mark.parametrize(("scheme", "ranks"), [(TensorTrain(), (6, 5, 5)), (Tucker(), (6, 9, 5, 7))])
+def test_the_ranks_at_a_scale_are_rounded_and_at_least_one(scheme: Any, ranks: tuple[int, ...]) -> None:
+    shape = KernelShape.of((12 * 18, 10 * 14))
+    assert scheme.fold(shape).dims == (12, 18, 10, 14)
+    assert scheme.rank(shape, 0.5) == ranks
+    assert set(scheme.rank(shape, 1e-9)) == {1}
+    assert scheme.rank(shape, 1e9) == scheme.fold(shape).full_ranks
+
+
+def test_what_cannot_be_decomposed_stays_dense_and_says_why() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.Conv1d(8, 8, 3), nn.Embedding(20, 8), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=2)
+    )
+    reasons = [entry.reason for entry in plan(model, TensorTrain(), rank=1, keep_first_and_last=False).entries]
+    assert reasons == [
+        None,
+        "TensorTrain decomposes Linear and Conv2d, not Conv1d",
+        "TensorTrain decomposes Linear and Conv2d, not Embedding",
+        None,
+        None,
+    ]
+    made = plan(model, Tucker(separable=True), rank=1, keep_first_and_last=False)
+    separable = "separable=True splits ungrouped convolutions with kernels larger than 1x1"
+    assert [entry.reason for entry in made.entries][3:] == [separable, separable]
+
+
+def test_a_weight_tied_to_an_embedding_stays_dense() -> None:
+    made = plan(TiedReader(), TensorTrain(), rank=1, keep_first_and_last=False)
+    tied = [entry.reason for entry in made.skipped if entry.reason and entry.reason.startswith("weight is tied to")]
+    assert tied
+
+
+def test_ranks_above_what_is_allowed_are_clipped_with_one_warning_and_the_plan_shows_the_real_ones() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    for budget in ({"rank": 12}, {"rank_scale": 1.5}):
+        with pytest.warns(UserWarning, match=r"is above what 3 of 3 layers allow, such as '0' .* clipped to") as caught:
+            made = plan(model, TensorTrain(), keep_first_and_last=False, **budget)  # type: ignore[arg-type]
+        assert len(caught) == 1
+        assert {entry.rank for entry in made.selected} == {(8, 12, 8)}
+        assert "8x12x8" in str(made)
+        assert "8x12x8" in made.to_html()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(model, TensorTrain(), rank=8, keep_first_and_last=False)
+        plan(model, TensorTrain(), ratio=0.9, keep_first_and_last=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TensorTrain(dims=(8,)), "dims must be at least two whole numbers of at least 1, got (8,)"),
+        (lambda: TensorTrain(order=1), "order must be a whole number of at least 2"),
+        (lambda: TensorTrain(order=3, dims=(4, 4)), "give dims or order, not both"),
+        (lambda: Tucker(core="thin"), 'core must be "whole" or "train", got \'thin\''),  # type: ignore[arg-type]
+        (lambda: Tucker(refinements=-1), "refinements must be a whole number of at least 0"),
+        (lambda: TensorTrain(separable=1), "separable must be True or False, got 1"),  # type: ignore[arg-type]
+        (
+            lambda: plan(WIDE, TensorTrain(dims=(4, 4)), rank=1, include=["stages.0.0"]),
+            "stages.0.0.conv1: dims (4, 4) multiply to 16, but the weight 160x16x3x3 has 23,040 entries",
+        ),
+        (lambda: plan(WIDE, TensorTrain(), rank=0), "rank must be a whole number of at least 1, got 0"),
+        (
+            lambda: plan(WIDE, TensorTrain(), energy=0.5),
+            "energy=0.5 is for LowRank; TensorTrain takes ratio=, rank_sca",
+        ),
+        (lambda: plan(WIDE, Tucker(), ratio=1.2), "ratio=1.2 is above 1"),
+        (lambda: plan(WIDE, Tucker(), ratio=0.2, allocate="spectrum"), "on LowRank layers, got ratio=0.2 and Tucker("),
+        (lambda: plan(WIDE, Tucker()), "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got none"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(dims=[64, 64]), Tucker(refinements=2)], ids=str)  # type: ignore[list-item, arg-type]
+def test_schemes_and_plans_go_through_json(scheme: Any) -> None:
+    assert scheme_from_dict(json.loads(json.dumps(scheme_to_dict(scheme)))) == scheme
+    made = plan(nn.Sequential(nn.Linear(64, 64)), scheme, rank=2, keep_first_and_last=False)
+    assert Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    broken = made.to_dict()
+    broken["entries"][0]["tensor"]["surprise"] = 1
+    with pytest.raises(ValueError, match="not a plan"):
+        Plan.from_dict(broken)
+
+
+def test_given_dimensions_are_used() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    made = plan(model, TensorTrain(dims=(16, 16, 16)), rank=3, keep_first_and_last=False)
+    assert made.entries[0].tensor.dims == (16, 16, 16)  # type: ignore[union-attr]
+    assert made.entries[0].rank == (3, 3)
+    assert made.params_after == 16 * 3 + 3 * 16 * 3 + 3 * 16 + 64
+
+
+def test_macs_count_the_cheaper_of_composing_and_contracting() -> None:
+    x = torch.randn(10, 64)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    apart = plan(model, TensorTrain(), rank=2, keep_first_and_last=False, example_input=x)
+    assert apart.macs == 10 * 64 * 64
+    assert apart.macs_after == 10 * 2 * 128 + 2 * 2 * 2 * 64  # two thin products; each half is made from two cores
+    mixed = plan(model, TensorTrain(dims=(16, 16, 16)), rank=2, keep_first_and_last=False, example_input=x)
+    assert mixed.macs_after > mixed.macs  # type: ignore[operator]
+    image = torch.randn(2, 8, 6, 6)
+    conv = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False))
+    block = plan(conv, TensorTrain(separable=True), rank=1, keep_first_and_last=False, example_input=image)
+    assert (
+        block.macs_after == 2 * 36 * (8 * 9 + 64) + 4 * 4 + 64
+    )  # depthwise, pointwise, and the expansion of (4, 4, 4)

@@ -1,0 +1,62 @@
+"""Tensorized layers on a GPU: the same results as on the CPU, and steps that can be captured as CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from factorized.maths.folding import fold
+from factorized.maths.kernel import KernelShape
+from tests.models.tensorized import SCHEMES, images, tensorized
+from tests.test_cuda import adamw, flambe, trained
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_models_compute_on_the_gpu_what_they_do_on_the_cpu(kind: str) -> None:
+    model = tensorized(kind).eval()
+    expected = model(images())
+    torch.testing.assert_close(model.cuda()(images().cuda()).cpu(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["tensor_train", "tucker"])
+def test_the_decomposition_is_the_same_on_both_devices(method: str) -> None:
+    made = fold(KernelShape.of((24, 30)), method).format(3)
+    tensors = torch.randn(4, *made.dims, dtype=torch.float64)
+    here, there = (made.expand(made.decompose(part)) for part in (tensors, tensors.cuda()))
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-9, atol=1e-9)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, 1e-2), lr=0.05, momentum=0.9)
+    fz.FrobeniusDecay(model, 0.05).attach(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, flambe])
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_a_captured_step_with_decay_ends_where_eager_steps_do(kind: str, make: object) -> None:
+    start = tensorized(kind).cuda()
+    eager, replayed = (trained(start, make, captured=captured) for captured in (False, True))  # type: ignore[arg-type]
+    for (name, expected), actual in zip(eager.named_parameters(), replayed.parameters(), strict=True):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("method", ["tensor_train", "tucker"])
+def test_training_holds_at_most_twice_what_the_dense_layer_does(method: str) -> None:
+    x = torch.randn(256, 1024, device="cuda")
+    peaks = []
+    for layer in (nn.Linear(1024, 1024), fz.TensorizedLinear(1024, 1024, 16, method=method)):
+        torch.cuda.synchronize()
+        layer = layer.cuda()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        layer(x).square().sum().backward()
+        held = sum(parameter.numel() * 4 for parameter in layer.parameters())
+        peaks.append(torch.cuda.max_memory_allocated() - before + held)
+    assert peaks[1] <= 2 * peaks[0]
