@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from factorized.decay.forms import forms
 from factorized.deploy.compose import compose
 from factorized.deploy.lower import lower
 from factorized.deploy.state import plain_state
+from factorized.layers.composed import ComposedLayer
 from factorized.vision.data.augment import normalize
 from factorized.vision.data.extras import need
 from factorized.vision.data.images import Images
@@ -33,7 +33,7 @@ BATCH = 500
 
 def plain_network(network: nn.Module, *, low_rank: bool) -> nn.Module:
     """Return the network as plain torch modules in evaluation mode: composed, or still low-rank; a dense one as is."""
-    if not forms(network):
+    if not any(isinstance(module, ComposedLayer) for module in network.modules()):
         return network.eval()
     return (lower(network) if low_rank else compose(network)).eval()
 
