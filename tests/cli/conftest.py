@@ -37,7 +37,10 @@ Cli = Callable[..., Said]
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run a command as if in a terminal of 140 columns, wherever the tests run."""
+    monkeypatch.setenv("COLUMNS", "140")
+
     def run(*arguments: object) -> Said:
         capsys.readouterr()
         code = main([str(argument) for argument in arguments])

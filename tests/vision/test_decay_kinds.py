@@ -74,7 +74,7 @@ def test_frobenius_decay_acts_in_the_backward_pass_only_where_nothing_rescales_g
         forms = fz.forms(Trainer(changed, digits(), CPU, seed=0).network)
         return {form.layer.decay_in_backward for form in forms if form.layer is not None}
 
-    assert strengths() == {0.001}
+    assert strengths() == {recipe(name=WIDE).decay.strength}
     assert strengths("optimizer.clip=1") == {0.0}
 
 
