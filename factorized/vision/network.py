@@ -76,9 +76,9 @@ def build_optimizer(recipe: Recipe, network: nn.Module) -> SGD:
         fused=device.type == "cuda",
     )
     if recipe.decay.kind == "frobenius":
-        # Products of full rank are composed to run: adding λW in their backward pass is next to free, and exact where
-        # nothing rescales the gradients after it. Products of low rank would be slowed down by being composed.
-        in_backward = recipe.factorize.scheme == "overcomplete" and fields.clip is None
+        # Products of full rank and most tensors are composed to run: adding λW in their backward pass is next to free,
+        # and exact where nothing rescales the gradients after it. Low-rank layers would be slowed down by composing.
+        in_backward = recipe.factorize.scheme != "low_rank" and fields.clip is None
         FrobeniusDecay(network, recipe.decay.strength, in_backward=in_backward).attach(optimizer)
     if fields.momentum:
         for parameter in trained_parameters(optimizer):
