@@ -13,6 +13,7 @@ from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.swap import factorize
+from factorized.planning.cost import measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
 from factorized.vision.data.images import Images
@@ -58,6 +59,18 @@ def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
         if isinstance(module, FactorizedConv):
             module.execution = recipe.factorize.execution
     return network
+
+
+def count_macs(recipe: Recipe, images: Images, seed: int) -> int:
+    """Return the multiply-accumulates of the recipe's network for one image, products applied factor by factor.
+
+    That is what the method costs, in whichever way a layer runs on the machine at hand.
+    """
+    dense = build_dense(recipe, images, seed)
+    plan = plan_network(recipe, dense, images)
+    if plan is not None and plan.macs_after is not None:
+        return plan.macs_after
+    return measure(dense, torch.zeros(1, images.channels, *images.size), {}).macs
 
 
 def build_optimizer(recipe: Recipe, network: nn.Module) -> SGD:
