@@ -39,7 +39,9 @@ def plan(
     rank: Annotated[int | None, typer.Option(help="One rank for all layers.", show_default=False)] = None,
     energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.", show_default=False)] = None,
     macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.", show_default=False)] = None,
-    scheme: Annotated[str | None, typer.Option(help="low_rank or overcomplete.", show_default=False)] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="low_rank, overcomplete, tensor_train or tucker.", show_default=False)
+    ] = None,
     variant: Annotated[str | None, typer.Option(help="full, deep or wide.", show_default=False)] = None,
     classes: Annotated[int, typer.Option(min=1, help="With --model: how many classes.")] = 10,
     size: Annotated[int, typer.Option(min=1, help="With --model: height and width of its images.")] = 32,

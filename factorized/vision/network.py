@@ -13,6 +13,7 @@ from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.swap import factorize
+from factorized.planning.cost import measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
 from factorized.vision.data.images import Images
@@ -60,6 +61,18 @@ def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     return network
 
 
+def count_macs(recipe: Recipe, images: Images, seed: int) -> int:
+    """Return the multiply-accumulates of the recipe's network for one image, products applied factor by factor.
+
+    That is what the method costs, in whichever way a layer runs on the machine at hand.
+    """
+    dense = build_dense(recipe, images, seed)
+    plan = plan_network(recipe, dense, images)
+    if plan is not None and plan.macs_after is not None:
+        return plan.macs_after
+    return measure(dense, torch.zeros(1, images.channels, *images.size), {}).macs
+
+
 def build_optimizer(recipe: Recipe, network: nn.Module) -> SGD:
     """Return SGD over the network's parameters with the recipe's decay attached, its momentum there from the start.
 
@@ -76,9 +89,9 @@ def build_optimizer(recipe: Recipe, network: nn.Module) -> SGD:
         fused=device.type == "cuda",
     )
     if recipe.decay.kind == "frobenius":
-        # Products of full rank are composed to run: adding λW in their backward pass is next to free, and exact where
-        # nothing rescales the gradients after it. Products of low rank would be slowed down by being composed.
-        in_backward = recipe.factorize.scheme == "overcomplete" and fields.clip is None
+        # Products of full rank and most tensors are composed to run: adding λW in their backward pass is next to free,
+        # and exact where nothing rescales the gradients after it. Low-rank layers would be slowed down by composing.
+        in_backward = recipe.factorize.scheme != "low_rank" and fields.clip is None
         FrobeniusDecay(network, recipe.decay.strength, in_backward=in_backward).attach(optimizer)
     if fields.momentum:
         for parameter in trained_parameters(optimizer):

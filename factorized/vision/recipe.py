@@ -47,10 +47,15 @@ class Data(Section):
 class Factorize(Section):
     """How the weights become products; the fields of ``fz.plan`` and ``fz.factorize``."""
 
-    scheme: Literal["none", "low_rank", "overcomplete"] = "none"
-    kind: Literal["spatial", "channel"] = "spatial"
-    variant: Literal["full", "deep", "wide"] = "full"
-    width: float = 3
+    scheme: Literal["none", "low_rank", "overcomplete", "tensor_train", "tucker"] = "none"
+    kind: Literal["spatial", "channel"] = "spatial"  # of low_rank and overcomplete
+    variant: Literal["full", "deep", "wide"] = "full"  # of overcomplete
+    width: float = 3  # of overcomplete wide
+    dims: list[int] | None = None  # of tensors: the dimensions that a weight is folded into; chosen unless given
+    order: int | None = None  # of tensors: how many nearly equal dimensions, instead of dims
+    separable: bool = False  # of tensors: a depthwise convolution, then the decomposed pointwise matrix
+    core: Literal["whole", "train"] | None = None  # of tucker
+    refinements: int = Field(default=0, ge=0)  # of tucker: rounds of HOOI after the HOSVD
     ratio: float | None = None
     rank_scale: float | None = None
     rank: int | None = None
@@ -80,8 +85,8 @@ class Factorize(Section):
             raise ValueError(f"give one of {', '.join(BUDGETS)}, got {', '.join(self.budget)}")
         if self.scheme == "none" and (self.budget or self.init is not None):
             raise ValueError('a budget or an init needs a scheme: set factorize.scheme = "low_rank"')
-        if self.scheme == "low_rank" and not self.budget:
-            raise ValueError(f"low_rank needs a budget: one of {', '.join(BUDGETS)}")
+        if self.scheme in ("low_rank", "tensor_train", "tucker") and not self.budget:
+            raise ValueError(f"{self.scheme} needs a budget: one of {', '.join(BUDGETS)}")
         return self
 
     def build_scheme(self) -> Scheme | None:
@@ -95,6 +100,11 @@ class Factorize(Section):
             return LowRank(self.kind)
         if self.scheme == "overcomplete":
             return Overcomplete(self.variant, self.width, self.kind)
+        dims = None if self.dims is None else tuple(self.dims)
+        if self.scheme == "tensor_train":
+            return TensorTrain(dims, self.order, self.separable)
+        if self.scheme == "tucker":
+            return Tucker(dims, self.order, self.separable, self.core, self.refinements)
         return None
 
 

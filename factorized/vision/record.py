@@ -7,6 +7,7 @@ import math
 import platform
 import subprocess
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,7 +64,8 @@ def product_row(network: nn.Module, lr: float) -> Row:
     """Return the averages over all products of what figures 1 and 3 show; nothing for a network without products."""
     if not forms(network):
         return {}
-    rows = diagnose(network, lr)
+    # Singular values of many small matrices: on an H200 ResNet-32x2 at 0.1 took 0.49 s, a quarter of an epoch.
+    rows = diagnose(deepcopy(network).cpu(), lr)
     bounds = [row.nuclear_bound for row in rows if row.nuclear_bound is not None]  # tensors have none
     return {
         "nuclear": sum(row.nuclear or 0.0 for row in rows) / len(rows),

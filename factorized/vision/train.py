@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from factorized.planning.cost import count_parameters, measure
+from factorized.planning.cost import count_parameters
 from factorized.vision.data.images import Images
 from factorized.vision.evaluate import Evaluator
 from factorized.vision.folder import prepare_folders, writing
 from factorized.vision.interrupt import Interrupted, StopRequest
-from factorized.vision.network import build_network, build_optimizer, set_learning_rate
+from factorized.vision.network import build_network, build_optimizer, count_macs, set_learning_rate
 from factorized.vision.norms import norms_table, write_norms
 from factorized.vision.processes import Processes, joined_processes
 from factorized.vision.progress import Reporter
@@ -81,7 +81,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, images: Images, processes: Processes, seed: int) -> None:
         self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
         self.network = build_network(recipe, images, seed)
-        self.macs = measure(self.network, torch.zeros(1, images.channels, *images.size), {}).macs
+        self.macs = count_macs(recipe, images, seed)
         self.network.to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self.optimizer = build_optimizer(recipe, self.network)
         self.source = self._build_source()

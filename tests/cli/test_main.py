@@ -175,7 +175,7 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
             [f"digits/resnet8-lowrank-0.1-{end}" for end in ("fd", "si", "si-fd")],
         ),
         ("factorized recipes show digits/resnet8-w", ["digits/resnet8-wide-fd"]),
-        ("factorized plan --model wr", ["wrn28-10", "wrn28-10-separable"]),
+        ("factorized plan --model wr", ["wrn28-10"]),
         ("factorized data prepare tiny", ["tiny-imagenet"]),
     ],
 )

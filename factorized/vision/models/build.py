@@ -29,7 +29,6 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "resnet32x2": lambda classes, size, channels: resnet32x2(classes, channels),
     "vgg19": lambda classes, size, channels: vgg19_nfc(classes, _vgg_pool(size), channels),
     "wrn28-10": lambda classes, size, channels: wide_resnet(28, 10, classes, channels),
-    "wrn28-10-separable": lambda classes, size, channels: wide_resnet(28, 10, classes, channels, separable=True),
 }
 
 

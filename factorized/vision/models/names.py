@@ -10,5 +10,4 @@ MODELS = (
     "resnet32x2",
     "vgg19",
     "wrn28-10",
-    "wrn28-10-separable",
 )

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 class WideBlock(nn.Module):
     """Two 3×3 convolutions, each after its batch normalization and ReLU, and a shortcut around them."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int, separable: bool) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(in_channels)
-        self.conv1 = _conv3x3(in_channels, out_channels, stride, separable)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        self.conv2 = _conv3x3(out_channels, out_channels, 1, separable)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
         self.shortcut: nn.Conv2d | None = None
         if stride != 1 or in_channels != out_channels:
             self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
@@ -33,7 +33,7 @@ class WideBlock(nn.Module):
 class WideResNet(nn.Module):
     """One convolution, three stages of wide blocks, global average pooling, one linear layer; no dropout."""
 
-    def __init__(self, depth: int, width: int, classes: int, channels: int, separable: bool) -> None:
+    def __init__(self, depth: int, width: int, classes: int, channels: int) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4 with n >= 1 (16, 22, 28, 40), got {depth}")
@@ -43,7 +43,7 @@ class WideResNet(nn.Module):
         self.conv1 = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
         self.stages = nn.Sequential(
             *(
-                _stage(widths[index], widths[index + 1], (depth - 4) // 6, stride, separable)
+                _stage(widths[index], widths[index + 1], (depth - 4) // 6, stride)
                 for index, stride in enumerate((1, 2, 2))
             )
         )
@@ -63,24 +63,11 @@ class WideResNet(nn.Module):
         return self.linear(x.mean(dim=(2, 3)))
 
 
-def wide_resnet(
-    depth: int = 28, width: int = 10, classes: int = 10, channels: int = 3, separable: bool = False
-) -> WideResNet:
-    """Return WideResNet-``depth``-``width``; the paper's is 28-10.
-
-    ``separable`` makes each 3×3 convolution of a block a depthwise one followed by a 1×1 one: the model whose 1×1
-    matrices the tensor decompositions of table 2 fold and decompose.
-    """
-    return WideResNet(depth, width, classes, channels, separable)
+def wide_resnet(depth: int = 28, width: int = 10, classes: int = 10, channels: int = 3) -> WideResNet:
+    """Return WideResNet-``depth``-``width``; the paper's is 28-10."""
+    return WideResNet(depth, width, classes, channels)
 
 
-def _stage(in_channels: int, out_channels: int, blocks: int, stride: int, separable: bool) -> nn.Sequential:
-    first = WideBlock(in_channels, out_channels, stride, separable)
-    return nn.Sequential(first, *(WideBlock(out_channels, out_channels, 1, separable) for _ in range(blocks - 1)))
-
-
-def _conv3x3(in_channels: int, out_channels: int, stride: int, separable: bool) -> nn.Module:
-    if not separable:
-        return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
-    depthwise = nn.Conv2d(in_channels, in_channels, 3, stride, padding=1, groups=in_channels, bias=False)
-    return nn.Sequential(depthwise, nn.Conv2d(in_channels, out_channels, 1, bias=False))
+def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.Sequential:
+    first = WideBlock(in_channels, out_channels, stride)
+    return nn.Sequential(first, *(WideBlock(out_channels, out_channels, 1) for _ in range(blocks - 1)))

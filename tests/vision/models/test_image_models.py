@@ -20,7 +20,6 @@ SMALL: dict[str, tuple[Make, int]] = {  # what keeps the tests short, and its im
     "resnet8, 1x1 shortcuts": (lambda: ResNet(8, (8, 16, 32), "conv", 10), 16),
     "vgg19": (lambda: vgg19_nfc(10, 1), 16),
     "wide resnet 10-2": (lambda: wide_resnet(10, 2, 10), 16),
-    "separable wide resnet 10-2": (lambda: wide_resnet(10, 2, 10, separable=True), 16),
 }
 every_small = pytest.mark.parametrize("name", SMALL)
 
@@ -152,23 +151,17 @@ def test_thin_resnets_have_shortcuts_without_parameters() -> None:
 
 
 def test_a_wide_block_that_keeps_its_shape_adds_its_raw_input() -> None:
-    block = WideBlock(8, 8, 1, separable=False)
+    block = WideBlock(8, 8, 1)
     nn.init.zeros_(block.conv2.weight)
     x = torch.randn(2, 8, 5, 5)
     assert torch.equal(block(x), x)
 
 
 def test_a_wide_block_that_changes_shape_convolves_its_activated_input() -> None:
-    block = WideBlock(8, 16, 2, separable=False).eval()
+    block = WideBlock(8, 16, 2).eval()
     nn.init.zeros_(block.conv2.weight)
     x = torch.randn(2, 8, 6, 6)
     torch.testing.assert_close(block(x), block.shortcut(block.bn1(x).relu()))
-
-
-def test_a_separable_wide_resnet_has_a_depthwise_convolution_before_each_pointwise_one() -> None:
-    model = wide_resnet(10, 2, separable=True)
-    convs = [m for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and ".conv" in name]
-    assert [(m.kernel_size[0], m.groups == m.in_channels) for m in convs] == [(3, True), (1, False)] * 6
 
 
 @pytest.mark.parametrize(
