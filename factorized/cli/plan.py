@@ -40,7 +40,7 @@ def plan(
     energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.", show_default=False)] = None,
     macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.", show_default=False)] = None,
     scheme: Annotated[
-        str | None, typer.Option(help="low_rank, overcomplete, tensor_train or tucker.", show_default=False)
+        str | None, typer.Option(help="low_rank, overcomplete, tensor_train, tucker.", show_default=False)
     ] = None,
     variant: Annotated[str | None, typer.Option(help="full, deep or wide.", show_default=False)] = None,
     classes: Annotated[int, typer.Option(min=1, help="With --model: how many classes.")] = 10,

@@ -91,10 +91,9 @@ class Factorize(Section):
 
     def build_scheme(self) -> Scheme | None:
         """Return the scheme these fields describe; None for a dense network."""
-        from factorized.planning.scheme import (  # brings torch, which listing recipes does not need
-            LowRank,
-            Overcomplete,
-        )
+        # here, because they bring torch, which listing recipes does not need
+        from factorized.planning.scheme import LowRank, Overcomplete
+        from factorized.planning.tensor_scheme import TensorTrain, Tucker
 
         if self.scheme == "low_rank":
             return LowRank(self.kind)

@@ -91,7 +91,7 @@ def test_a_recipe_can_be_planned_and_meets_its_budget(name: str) -> None:
     assert plan.params == count_parameters(dense)
     ratio = recipe.factorize.ratio
     assert ratio is None or 0.99 * ratio < plan.ratio <= ratio
-    assert recipe.factorize.scheme == "low_rank" or plan.ratio > 1
+    assert (plan.ratio > 1) == (recipe.factorize.scheme == "overcomplete")
 
 
 def train_two_steps(recipe: Recipe, folder: Path) -> None:
