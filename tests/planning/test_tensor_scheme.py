@@ -52,20 +52,6 @@ def test_the_separable_block_has_the_parameters_of_the_paper(scheme: Scheme, sca
     }
 
 
-@pytest.mark.parametrize(
-    ("option", "scheme", "scale"),
-    [
-        (TensorTrain(separable=True), TensorTrain(order=3), 0.234),
-        (Tucker(separable=True), Tucker(order=3, core="train"), 0.68),
-    ],
-)
-def test_a_model_that_is_separable_already_gets_the_same_count(option: Scheme, scheme: Scheme, scale: float) -> None:
-    with torch.device("meta"):
-        separable = wide_resnet(separable=True)
-    made = plan(separable, scheme, rank_scale=scale, exclude=["*shortcut"])
-    assert made.params_after == plan(WIDE, option, rank_scale=scale).params_after
-
-
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @settings(deadline=None, max_examples=8)
 @given(ratio=st.floats(0.02, 0.95))
