@@ -177,6 +177,12 @@ def forms(model: nn.Module) -> list[AnyForm]:
     return list(found.values())
 
 
+def unread_attention(model: nn.Module) -> str:
+    """Return a sentence to end an error with, about attention of ``model`` that cannot be read; or nothing."""
+    read = next((read for read in find_attention(model) if read.unit is None), None)
+    return "" if read is None else f". Its attention {read.name or 'itself'!r} cannot be read: {read.reason}"
+
+
 def is_attention(form: AnyForm) -> bool:
     """Say whether a form is one of attention."""
     return form.kind in KINDS

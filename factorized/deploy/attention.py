@@ -12,7 +12,7 @@ from factorized.adapters.unit import KINDS, AttentionUnit
 from factorized.deploy.state import Shapes, named_slots
 from factorized.layers.attention import padded_matrices, spectral_matrices, write_matrices
 from factorized.layers.multihead import ShrunkenMultiheadAttention
-from factorized.layers.resize import plain_module
+from factorized.layers.resize import allow_nested_tensors, plain_module
 from factorized.layers.swap import replace_module
 from factorized.planning.attention import AttentionCost
 from factorized.planning.plan import PlanEntry
@@ -32,6 +32,7 @@ def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int])
         plain = plain_module(unit, extent, padded_matrices(unit, extent))
         for name in places[unit.module]:
             model = replace_module(model, name, plain)
+    allow_nested_tensors(model)
     return model
 
 

@@ -18,6 +18,7 @@ from factorized.maths.folding import Rank
 from factorized.maths.spectral import factor_spectrum
 
 Shape = tuple[int, ...]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # lost with a module
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def why_not_shrunken(unit: AttentionUnit, owners: Mapping[nn.Parameter, Sequence
     if "forward" in module.__dict__:
         return "its forward was replaced, and a copy would call the old one"
     changed = [module.get_submodule(p.path) for p in unit.projections]
-    if any(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in changed):
+    if any(getattr(layer, hooks) for layer in changed for hooks in HOOKS):
         return "its projections have hooks that replacements would lose"
     for projection in unit.projections:
         shared = owners.get(projection.weight)

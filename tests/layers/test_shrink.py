@@ -200,6 +200,15 @@ def test_what_is_frozen_stays_frozen_and_the_mode_is_kept() -> None:
     assert attention.output.LayerNorm is norm
 
 
+@torch.no_grad()
+def test_attention_that_was_compiled_in_place_runs_its_new_heads() -> None:
+    model, expected = BERT.make(), fz.factorize_attention(BERT.make())
+    model.encoder.layer[0].attention.self.compile(backend="eager")
+    BERT.run(model)
+    fz.factorize_attention(model)
+    assert error(BERT.run(model), BERT.run(expected)) < 1e-12
+
+
 def test_the_same_module_at_two_places_stays_one_module() -> None:
     module = nn.MultiheadAttention(8, 2)
     model = fz.factorize_attention(nn.ModuleList([module, nn.Linear(4, 4), module]))
