@@ -29,7 +29,8 @@ def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | 
         new: nn.Module = _shrunken_multihead(unit.module, qk, ov)
     else:
         size = max(qk, ov) if unit.resizable else unit.head_size
-        new = _resized(unit, qk, ov, size, Shrunken(unit.head_size, qk, ov))
+        added_bias = ov < unit.head_size and unit.value.bias is not None and not unit.has_output_bias
+        new = _resized(unit, qk, ov, size, Shrunken(unit.head_size, qk, ov, added_bias))
     return _filled(new, unit, matrices)
 
 
@@ -42,7 +43,7 @@ def build_attention(model: nn.Module, entry: PlanEntry, init: Init | None) -> nn
         return shrunken_module(unit, qk, ov, None)
     check_finite(unit, entry.name)
     if init == "spectral":
-        return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=True))
+        return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=ov < unit.head_size))
     return shrunken_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
 
 
@@ -82,7 +83,9 @@ def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> n
     """Return the plain module of a shrunken unit: one head ``size`` for all, which must be the dense one for some."""
     if isinstance(unit.module, ShrunkenMultiheadAttention):
         return _filled(_dense_multihead(unit.module), unit, matrices)
-    new = _filled(_resized(unit, size, size, size, Shrunken(unit.head_size, size, size)), unit, matrices)
+    keeps_added_bias = unit.shrunken is not None and unit.shrunken.added_bias and size == unit.value.head_size
+    note = Shrunken(unit.head_size, size, size, keeps_added_bias)
+    new = _filled(_resized(unit, size, size, size, note), unit, matrices)
     del new.shrunken
     return new
 
@@ -117,7 +120,7 @@ def _resized(unit: AttentionUnit, qk: int, ov: int, size: int, note: Shrunken) -
         held = [p for p in (unit.query, unit.key, unit.value) if p.path == path]
         ranks = [(p.heads, ov if p is unit.value else qk) for p in held]
         layers[path] = _input_layer(unit.module.get_submodule(path), held[0], tuple(ranks), size)
-    layers[unit.output.path] = _output_layer(unit, ov, size)
+    layers[unit.output.path] = _output_layer(unit, ov, size, unit.has_output_bias or note.added_bias)
     values: dict[str, object] = dict(zip(unit.resizable, (size, unit.query.heads * size), strict=False))
     return grafted(unit.module, {**layers, **values, "shrunken": note})
 
@@ -131,10 +134,9 @@ def _input_layer(old: nn.Module, projection: Projection, parts: tuple[tuple[int,
     return materialized(layer, projection.weight)
 
 
-def _output_layer(unit: AttentionUnit, ov: int, size: int) -> nn.Module:
+def _output_layer(unit: AttentionUnit, ov: int, size: int, has_bias: bool) -> nn.Module:
     output = unit.output
     plain = _plain_type(unit.module.get_submodule(output.path))
-    has_bias = output.bias is not None or unit.value.bias is not None  # somewhere for value biases to be folded into
     if ov == size:
         return _plain_layer(plain, output.heads * size, output.long, output, has_bias)
     layer = HeadsOut(output.heads, ov, size, output.long, has_bias, plain_type=plain, device="meta")

@@ -52,13 +52,13 @@ class AttentionCost:
 
     def params(self, rank: Rank | None) -> int:
         """Return the entries of the four projections and their biases."""
-        return self.params_at(*self.ranks(rank), shrunken=rank is not None)
+        return self.params_at(*self.ranks(rank))
 
     def macs(self, rank: Rank | None) -> int:
         """Return the MACs of all calls: the projections, the scores, and the values they weigh."""
         return self.macs_at(*self.ranks(rank))
 
-    def params_at(self, qk: int, ov: int, shrunken: bool = True) -> int:
+    def params_at(self, qk: int, ov: int) -> int:
         """Return the same for a rank of each form."""
         unit = self.unit
         count = 0
@@ -66,8 +66,8 @@ class AttentionCost:
             count += projection.heads * size * projection.long
             if projection is not unit.output and projection.bias is not None:
                 count += projection.heads * size
-        # A value bias without an output bias to be folded into gets one, once the module is shrunken.
-        has_bias = unit.output.bias is not None or (unit.value.bias is not None and shrunken)
+        # A value bias without an output bias to be folded into gets one, once values are shrunken.
+        has_bias = unit.has_output_bias or (unit.value.bias is not None and ov < self.full_rank)
         return count + (unit.output.long if has_bias else 0)
 
     def macs_at(self, qk: int, ov: int) -> int:

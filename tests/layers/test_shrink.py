@@ -152,6 +152,8 @@ def test_an_output_layer_without_bias_gets_one_for_the_value_biases() -> None:
     model = fz.factorize_attention(OWN.make())
     assert model[0].proj.bias is not None
     assert model[0].proj.bias.abs().max() > 0.01
+    assert fz.factorize_attention(OWN.make(), rank_scale=1)[0].proj.bias is None  # whole values keep their own
+    assert fz.factorize_attention(OWN.make(), forms=("qk",))[0].proj.bias is None
 
 
 def test_half_the_scale_is_half_the_parameters_of_the_projections() -> None:
