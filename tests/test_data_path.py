@@ -130,8 +130,12 @@ def test_the_public_names_are_those_that_the_package_imports() -> None:
     assert len(fz.__all__) == len(set(fz.__all__))
 
 
-def test_importing_the_package_imports_nothing_but_torch_and_safetensors() -> None:
+def test_importing_the_package_and_reading_attention_imports_nothing_but_torch_and_safetensors() -> None:
     heavy = ["transformers", "datasets", "ray", "typer", "matplotlib", "sklearn", "PIL", "accelerate"]
-    code = f"import sys, factorized; print([name for name in {heavy} if name in sys.modules])"
+    code = (
+        "import sys, torch, factorized as fz; attention = torch.nn.MultiheadAttention(8, 2);"
+        "assert len(fz.forms(attention)) == 2; fz.factorize_attention(attention);"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.stdout.strip() == "[]", result.stderr

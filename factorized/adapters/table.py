@@ -32,6 +32,7 @@ KNOWN: dict[str, Adapter] = {
 }
 _registered: dict[type[nn.Module], Adapter] = {}  # filled by calls of ``register_attention`` alone
 
+CALLED = ("attention", "attn", "mha")  # words in the names of classes that are attention
 FIVE_LINES = """fz.register_attention(
     {name},
     query="...", key="...", value="...", output="...",  # its four linears
@@ -95,7 +96,7 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 def looks_like_attention(module: nn.Module) -> bool:
     """Say whether a class is called attention and holds projections, and nothing inside it is attention instead."""
-    if "attention" not in type(module).__name__.lower():
+    if not any(word in type(module).__name__.lower() for word in CALLED):
         return False
     inside = [child for child in module.modules() if child is not module]
     if any(adapter_of(child) is not None or looks_like_attention(child) for child in inside):

@@ -21,6 +21,7 @@ class Shrunken:
     head_size: int
     qk: int
     ov: int
+    added_bias: bool = False  # whether the output has got a bias, for value biases to be folded into
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,11 @@ class AttentionUnit:
     def shrunken(self) -> Shrunken | None:
         """What was done to the module, if anything."""
         return shrunken_note(self.module)
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the dense module has an output bias; shrinking may have added one."""
+        return self.output.bias is not None and not (self.shrunken is not None and self.shrunken.added_bias)
 
     @property
     def projections(self) -> tuple[Projection, Projection, Projection, Projection]:

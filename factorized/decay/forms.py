@@ -163,18 +163,25 @@ def forms(model: nn.Module) -> list[AnyForm]:
     ``fz.register_attention``.
     """
     found: dict[tuple[object, ...], AnyForm] = {}
-    attention = {read.module: read for read in find_attention(model)}
+    attention = {read.module: read.unit for read in find_attention(model)}
     for name, module in model.named_modules():
         if isinstance(module, FactorizedLayer):
             found.setdefault(module.factors, _layer_form(name, module))
         elif isinstance(module, TensorizedLayer):
             found.setdefault(module.factors, _tensor_form(name, module))
-        unit = attention[module].unit if module in attention else None
-        for kind in KINDS if unit is not None else ():
-            assert unit is not None
+        unit = attention.get(module)
+        if unit is None:
+            continue
+        for kind in KINDS:
             identity = [part for p in unit.form(kind) for part in (p.weight, p.start)]
             found.setdefault((kind, *identity), _attention_form(name, unit, kind))
     return list(found.values())
+
+
+def unread_attention(model: nn.Module) -> str:
+    """Return a sentence to end an error with, about attention of ``model`` that cannot be read; or nothing."""
+    read = next((read for read in find_attention(model) if read.unit is None), None)
+    return "" if read is None else f". Its attention {read.name or 'itself'!r} cannot be read: {read.reason}"
 
 
 def is_attention(form: AnyForm) -> bool:

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.act import Arguments, FrobeniusEngine, act_before_update, gradient_of, learning_rates
-from factorized.decay.forms import Factor, forms
+from factorized.decay.forms import Factor, forms, unread_attention
 from factorized.decay.guard import check_attachable, composed_layers
-from factorized.decay.rest import rest_of, rest_rates
-from factorized.decay.strength import Number, Strength, check_strength, decayed_forms, strengths
+from factorized.decay.rest import decay_rest
+from factorized.decay.strength import Number, Strength, check_readable, check_strength, decayed_forms, strengths
 
 
 class FrobeniusDecay:
@@ -39,7 +39,10 @@ class FrobeniusDecay:
     ) -> None:
         self.forms = forms(model)
         if not self.forms:
-            raise ValueError(f"{type(model).__name__} holds no products to decay; call fz.factorize first")
+            raise ValueError(
+                f"{type(model).__name__} holds no products to decay; call fz.factorize first{unread_attention(model)}"
+            )
+        check_readable(strength, model)
         check_strength(strength, self.forms)
         self.strength = strength
         self.decoupled = decoupled
@@ -110,23 +113,14 @@ class FrobeniusDecay:
         # A fused optimizer unscales its gradients itself, after this, and is told by what here.
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
-        rest = self._rest(optimizer)
         if not self.decoupled:
             self._add_to_gradients(scale, rates.__contains__)
-            for parameter, decay in rest.items():
-                parameter.grad.add_(decay if scale is None else decay * scale)  # type: ignore[union-attr]
         else:
             kept = 1.0 if found_inf is None else 1 - found_inf
             self._shrink(lambda parameter: rates[parameter] * kept, rates.__contains__)
-            for parameter, decay in rest.items():
-                parameter.detach().sub_(decay * (rates[parameter] * kept))
+        factors = (factor for form in self._decayed for factor in form.factors)
+        decay_rest(optimizer, factors, decoupled=self.decoupled)
         self.steps += 1
-
-    def _rest(self, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-        """Return the ordinary decay of what shares a packed parameter with factors, from the values before the step."""
-        factors = [factor for form in self._decayed for factor in form.factors]
-        numbers = rest_rates(optimizer.param_groups, factors)
-        return {p: rest_of(p, factors) * n for p, n in numbers.items() if p.requires_grad and p.grad is not None}
 
     def _add_to_gradients(self, scale: Tensor | None, held: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.act import Arguments, act_before_update, gradient_of, learning_rates
 from factorized.decay.batch import computable
-from factorized.decay.forms import AnyForm, TensorForm, forms
+from factorized.decay.forms import AnyForm, TensorForm, forms, unread_attention
 from factorized.decay.guard import check_attachable
 from factorized.decay.strength import Number, check_number, unless_named
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
@@ -31,7 +31,10 @@ class ProductPenalty:
     def __init__(self, model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
         self.forms = unless_named(forms(model))
         if not self.forms:
-            raise ValueError(f"{type(model).__name__} holds no products to penalize; call fz.factorize first")
+            raise ValueError(
+                f"{type(model).__name__} holds no products to penalize; call fz.factorize first"
+                f"{unread_attention(model)}"
+            )
         self.fn = fn
         self._handle: RemovableHandle | None = None
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adamax, Optimizer, RMSprop
 
 from factorized.decay.forms import AnyForm, Factor
 
 # The key that fz.parameter_groups puts into the group of packed weights, whose own weight_decay is zero: an optimizer
 # decays whole parameters, and of these a part is decayed as a product.
 REST_DECAY = "rest_decay"
+_COUPLED = (SGD, Adadelta, Adagrad, Adamax, ASGD, RMSprop)  # torch's optimizers whose decay is a part of the gradient
 
 
 def packed_parameters(decayed: Sequence[AnyForm]) -> set[nn.Parameter]:
@@ -26,22 +28,39 @@ def packed_parameters(decayed: Sequence[AnyForm]) -> set[nn.Parameter]:
     return {p for p, parts in covered.items() if sum(parts.values()) < p.shape[next(iter(parts))[0]]}
 
 
-def rest_rates(groups: Sequence[Mapping[str, Any]], decayed: Iterable[Factor]) -> dict[nn.Parameter, float]:
-    """Return the ordinary decay of the rest of every packed parameter of an optimizer's groups."""
-    held = {factor.parameter for factor in decayed}
-    return {
-        parameter: group[REST_DECAY]
-        for group in groups
-        for parameter in group["params"]
-        if group.get(REST_DECAY) and parameter in held
-    }
-
-
 @torch.no_grad()
-def rest_of(parameter: nn.Parameter, factors: Iterable[Factor]) -> Tensor:
-    """Return a copy of ``parameter`` with zeros where its factors are."""
+def decay_rest(optimizer: Optimizer, factors: Iterable[Factor], *, decoupled: bool) -> None:
+    """Decay what shares a parameter with ``factors`` as ``optimizer`` would have, by the number in its group.
+
+    ``decoupled`` says how the decay of the factors acts: the rest follows it where the optimizer is none of torch's.
+    """
+    held: dict[nn.Parameter, list[Factor]] = {}
+    for factor in factors:
+        held.setdefault(factor.parameter, []).append(factor)
+    # A fused optimizer unscales its gradients itself, after this, and is told by what here.
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    for group in optimizer.param_groups:
+        number = group.get(REST_DECAY, 0.0)
+        for parameter in group["params"] if number else ():
+            if parameter not in held or not parameter.requires_grad or parameter.grad is None:
+                continue
+            decay = number * _rest_of(parameter, held[parameter])
+            if _is_decoupled(optimizer, group, otherwise=decoupled):
+                parameter.detach().sub_(decay * (group["lr"] * (1.0 if found_inf is None else 1 - found_inf)))
+            else:
+                parameter.grad.add_(decay if scale is None else decay * scale)
+
+
+def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any], otherwise: bool) -> bool:
+    """Say whether ``optimizer`` takes its decay off the parameters, as AdamW does, or adds it to the gradients."""
+    if "decoupled_weight_decay" in group:  # the Adam family
+        return bool(group["decoupled_weight_decay"])
+    return otherwise and not isinstance(optimizer, _COUPLED)
+
+
+def _rest_of(parameter: nn.Parameter, factors: Iterable[Factor]) -> Tensor:
+    """Return a copy of ``parameter`` with zeros where its ``factors`` are."""
     rest = parameter.detach().clone()
     for factor in factors:
-        if factor.parameter is parameter:
-            factor.part(rest).zero_()
+        factor.part(rest).zero_()
     return rest

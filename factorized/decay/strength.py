@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import isfinite
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from factorized.adapters.table import find_attention
+from factorized.adapters.unit import KINDS
 from factorized.decay.forms import AnyForm, Form
 
 Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
@@ -59,6 +61,18 @@ def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
                 f"strength names 'qk', but rotary embeddings turn the queries and keys of {turned.name!r} by position, "
                 "so that Q Kᵀ is no single form (docs/attention.md). Leave it out, or ask for such forms by name: "
                 f"{{'*.qk': ...}} or {{{turned.name!r}: ...}}"
+            )
+
+
+def check_readable(strength: Strength, model: nn.Module) -> None:
+    """Raise if ``strength`` names a kind of attention form and some attention of ``model`` cannot be read."""
+    numbers = strength if isinstance(strength, Mapping) else {}
+    named = [k for k in KINDS if k in numbers and (isinstance(numbers[k], Tensor) or numbers[k] != 0)]
+    for read in find_attention(model) if named else ():
+        if read.unit is None:
+            raise ValueError(
+                f"strength names {named[0]!r}, but {read.name or 'the model'!r} cannot be read: {read.reason}\n"
+                f"To decay the others alone, ask for them by name: {{'*.{named[0]}': ...}}"
             )
 
 

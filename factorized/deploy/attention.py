@@ -12,7 +12,7 @@ from factorized.adapters.unit import KINDS, AttentionUnit
 from factorized.deploy.state import Shapes, named_slots
 from factorized.layers.attention import padded_matrices, spectral_matrices, write_matrices
 from factorized.layers.multihead import ShrunkenMultiheadAttention
-from factorized.layers.resize import plain_module
+from factorized.layers.resize import allow_nested_tensors, plain_module
 from factorized.layers.swap import replace_module
 from factorized.planning.attention import AttentionCost
 from factorized.planning.plan import PlanEntry
@@ -32,6 +32,7 @@ def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int])
         plain = plain_module(unit, extent, padded_matrices(unit, extent))
         for name in places[unit.module]:
             model = replace_module(model, name, plain)
+    allow_nested_tensors(model)
     return model
 
 
@@ -52,7 +53,7 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[P
                 shape=(unit.query.heads, note.head_size),
                 rank=min(note.qk, note.ov),
                 aliases=tuple(names[1:]),
-                params=cost.params_at(note.head_size, note.head_size, shrunken=False),
+                params=cost.params_at(note.head_size, note.head_size),
                 params_after=cost.params_at(note.qk, note.ov),
                 head_ranks=(note.qk, note.ov),
                 forms=tuple(k for k, rank in zip(KINDS, (note.qk, note.ov), strict=True) if rank < note.head_size),
@@ -81,8 +82,6 @@ class DenseAttention:
         self.read = read.unit
         own = {id(tensor) for p in self.read.projections for tensor in (p.weight, p.bias) if tensor is not None}
         self.slots = {name: slot for name, _, _, slot in named_slots(self.dense) if id(slot) in own}
-        # An output bias that only the shrunken module has, for value biases to be folded into.
-        self.optional = [name for name, slot in self.slots.items() if slot is self.read.output.bias]
 
     def shapes(self, prefix: str) -> Shapes:
         """Return the names and shapes of what the dense checkpoint must hold."""

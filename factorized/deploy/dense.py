@@ -45,7 +45,6 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
         expected |= unit.shapes(name)
     found = {key: tuple(value.shape) for key, value in state.items()}
     optional = _given_elsewhere(plain, weights, state)
-    optional += [f"{name}.{key}".lstrip(".") for name, unit in attention.items() for key in unit.optional]
     check_same("the dense checkpoint", expected, found, optional=optional)
 
     leaders: dict[nn.Parameter, str] = {}

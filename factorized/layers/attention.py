@@ -106,13 +106,25 @@ def drawn_matrices(unit: AttentionUnit, qk: int, ov: int, kinds: Collection[Form
 
 
 def padded_matrices(unit: AttentionUnit, size: int) -> Matrices:
-    """Return the matrices with zeros added to every head up to ``size``: the same function."""
+    """Return the matrices with zeros added to every head up to ``size``: the same function.
+
+    An output bias that shrinking added goes back to where the class has one: as attention weights sum to one, a value
+    of the first head that is always 1, in a dimension that was free, carries it.
+    """
     old = read_matrices(unit)
 
     def pad(heads: Heads) -> Heads:
         return _pad(heads[0], size), None if heads[1] is None else _pad(heads[1], size)
 
-    return replace(old, query=pad(old.query), key=pad(old.key), value=pad(old.value), output=_pad(old.output, size))
+    new = replace(old, query=pad(old.query), key=pad(old.key), value=pad(old.value), output=_pad(old.output, size))
+    free = unit.value.head_size
+    if unit.shrunken is None or not unit.shrunken.added_bias or size == free:
+        return new
+    assert new.value[1] is not None
+    assert new.output_bias is not None
+    new.value[1][0, free] = 1.0
+    new.output[0, :, free] = new.output_bias
+    return replace(new, output_bias=None)
 
 
 @torch.no_grad()

@@ -78,13 +78,8 @@ class HeadsOut(nn.Module):
         check_whole("rank", rank, least=1)
         if rank > size:
             raise ValueError(f"size must be at least the rank, got size={size} and rank={rank}")
-        self.heads, self.rank, self.size, self.out_features, self.plain_type = (
-            heads,
-            rank,
-            size,
-            out_features,
-            plain_type,
-        )
+        self.heads, self.rank, self.size = heads, rank, size
+        self.out_features, self.plain_type = out_features, plain_type
         self.weight = nn.Parameter(torch.empty(out_features, heads * rank, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
 

@@ -16,6 +16,8 @@ from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
 from factorized.planning.plan import PlanEntry
 
+_KEPT_OFF = "nested_before_shrinking"  # the mark of an encoder that took nested tensors before its attention could not
+
 
 def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
     """Return a module like the unit's with heads of these sizes, holding ``matrices``; None leaves them unfilled.
@@ -27,7 +29,8 @@ def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | 
         new: nn.Module = _shrunken_multihead(unit.module, qk, ov)
     else:
         size = max(qk, ov) if unit.resizable else unit.head_size
-        new = _resized(unit, qk, ov, size, Shrunken(unit.head_size, qk, ov))
+        added_bias = ov < unit.head_size and unit.value.bias is not None and not unit.has_output_bias
+        new = _resized(unit, qk, ov, size, Shrunken(unit.head_size, qk, ov, added_bias))
     return _filled(new, unit, matrices)
 
 
@@ -40,7 +43,7 @@ def build_attention(model: nn.Module, entry: PlanEntry, init: Init | None) -> nn
         return shrunken_module(unit, qk, ov, None)
     check_finite(unit, entry.name)
     if init == "spectral":
-        return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=True))
+        return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=ov < unit.head_size))
     return shrunken_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
 
 
@@ -56,19 +59,33 @@ def attention_difference(entry: PlanEntry, modules: Mapping[str, nn.Module]) -> 
 
 
 def keep_off_nested_tensors(model: nn.Module) -> None:
-    """Keep torch's encoders off the path that reads the packed weights of their first layer, where it has none."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            first = getattr(module.layers[0], "self_attn", None)
-            if isinstance(first, ShrunkenMultiheadAttention):
-                module.use_nested_tensor = False
+    """Keep torch's encoders that hold shrunken attention off the path for nested tensors, which it cannot take."""
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and _holds_shrunken(encoder):
+            encoder.use_nested_tensor = False
+            encoder.__dict__[_KEPT_OFF] = True
+
+
+def allow_nested_tensors(model: nn.Module) -> None:
+    """Give that path back to encoders that were kept off it and hold no shrunken attention any more."""
+    for encoder in model.modules():
+        if not isinstance(encoder, nn.TransformerEncoder) or _holds_shrunken(encoder):
+            continue
+        if encoder.__dict__.pop(_KEPT_OFF, False):
+            encoder.use_nested_tensor = True
+
+
+def _holds_shrunken(encoder: nn.Module) -> bool:
+    return any(isinstance(module, ShrunkenMultiheadAttention) for module in encoder.modules())
 
 
 def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> nn.Module:
     """Return the plain module of a shrunken unit: one head ``size`` for all, which must be the dense one for some."""
     if isinstance(unit.module, ShrunkenMultiheadAttention):
         return _filled(_dense_multihead(unit.module), unit, matrices)
-    new = _filled(_resized(unit, size, size, size, Shrunken(unit.head_size, size, size)), unit, matrices)
+    keeps_added_bias = unit.shrunken is not None and unit.shrunken.added_bias and size == unit.value.head_size
+    note = Shrunken(unit.head_size, size, size, keeps_added_bias)
+    new = _filled(_resized(unit, size, size, size, note), unit, matrices)
     del new.shrunken
     return new
 
@@ -103,7 +120,7 @@ def _resized(unit: AttentionUnit, qk: int, ov: int, size: int, note: Shrunken) -
         held = [p for p in (unit.query, unit.key, unit.value) if p.path == path]
         ranks = [(p.heads, ov if p is unit.value else qk) for p in held]
         layers[path] = _input_layer(unit.module.get_submodule(path), held[0], tuple(ranks), size)
-    layers[unit.output.path] = _output_layer(unit, ov, size)
+    layers[unit.output.path] = _output_layer(unit, ov, size, unit.has_output_bias or note.added_bias)
     values: dict[str, object] = dict(zip(unit.resizable, (size, unit.query.heads * size), strict=False))
     return grafted(unit.module, {**layers, **values, "shrunken": note})
 
@@ -117,10 +134,9 @@ def _input_layer(old: nn.Module, projection: Projection, parts: tuple[tuple[int,
     return materialized(layer, projection.weight)
 
 
-def _output_layer(unit: AttentionUnit, ov: int, size: int) -> nn.Module:
+def _output_layer(unit: AttentionUnit, ov: int, size: int, has_bias: bool) -> nn.Module:
     output = unit.output
     plain = _plain_type(unit.module.get_submodule(output.path))
-    has_bias = output.bias is not None or unit.value.bias is not None  # somewhere for value biases to be folded into
     if ov == size:
         return _plain_layer(plain, output.heads * size, output.long, output, has_bias)
     layer = HeadsOut(output.heads, ov, size, output.long, has_bias, plain_type=plain, device="meta")
@@ -191,6 +207,7 @@ def grafted(module: nn.Module, changes: Mapping[str, object]) -> nn.Module:
     new = type(module).__new__(type(module))
     # The containers are the copy's own, so that nothing put into it reaches the original.
     new.__dict__ = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()}
+    new.__dict__.pop("_compiled_call_impl", None)  # of module.compile(): it would go on calling the original
     inner: dict[str, dict[str, object]] = {}
     for path, value in changes.items():
         first, _, rest = path.partition(".")

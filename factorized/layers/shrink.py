@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import ceil, isfinite
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -45,7 +45,8 @@ def factorize_attention(
             if round(scales[kind] * unit.head_size) < 1:
                 raise ValueError(
                     f"rank_scale={scales[kind]:g} leaves a head of {name or 'the model'!r} without dimensions: it has "
-                    f"{unit.head_size}, so ask for {0.5 / unit.head_size:.4f} or more, up to 1. Nothing was changed"
+                    f"{unit.head_size}, so ask for {ceil(1e4 / unit.head_size) / 1e4:g} or more, up to 1. Nothing was "
+                    "changed"
                 )
     plan = _plan(model, units, kinds, scales)
     return install(model, plan, build_layers(model, plan, init))

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from factorized.decay.act import FrobeniusEngine
-from factorized.decay.forms import AnyForm, Factor, forms
+from factorized.decay.forms import AnyForm, Factor, forms, unread_attention
 from factorized.decay.rest import REST_DECAY
-from factorized.decay.strength import Strength, check_strength, decayed_forms, strengths
+from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, strengths
 from factorized.optim.lamb import Lamb
 from factorized.optim.norms import local_part
 
@@ -59,7 +59,11 @@ class Flambe(Lamb):
         )
         self.forms: list[AnyForm] = forms(model)
         if not self.forms:
-            raise ValueError(f"{type(model).__name__} holds no products; use fz.Lamb, or call fz.factorize first")
+            raise ValueError(
+                f"{type(model).__name__} holds no products; use fz.Lamb, or call fz.factorize first"
+                f"{unread_attention(model)}"
+            )
+        check_readable(frobenius_decay, model)
         check_strength(frobenius_decay, self.forms)
         self.frobenius_decay = frobenius_decay
         self.steps = 0  # taken so far: what a schedule is asked with

@@ -18,6 +18,7 @@ from factorized.maths.folding import Rank
 from factorized.maths.spectral import factor_spectrum
 
 Shape = tuple[int, ...]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # lost with a module
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class AttentionCost:
 
     def params(self, rank: Rank | None) -> int:
         """Return the entries of the four projections and their biases."""
-        return self.params_at(*self.ranks(rank), shrunken=rank is not None)
+        return self.params_at(*self.ranks(rank))
 
     def macs(self, rank: Rank | None) -> int:
         """Return the MACs of all calls: the projections, the scores, and the values they weigh."""
         return self.macs_at(*self.ranks(rank))
 
-    def params_at(self, qk: int, ov: int, shrunken: bool = True) -> int:
+    def params_at(self, qk: int, ov: int) -> int:
         """Return the same for a rank of each form."""
         unit = self.unit
         count = 0
@@ -65,8 +66,8 @@ class AttentionCost:
             count += projection.heads * size * projection.long
             if projection is not unit.output and projection.bias is not None:
                 count += projection.heads * size
-        # A value bias without an output bias to be folded into gets one, once the module is shrunken.
-        has_bias = unit.output.bias is not None or (unit.value.bias is not None and shrunken)
+        # A value bias without an output bias to be folded into gets one, once values are shrunken.
+        has_bias = unit.has_output_bias or (unit.value.bias is not None and ov < self.full_rank)
         return count + (unit.output.long if has_bias else 0)
 
     def macs_at(self, qk: int, ov: int) -> int:
@@ -132,7 +133,7 @@ def why_not_shrunken(unit: AttentionUnit, owners: Mapping[nn.Parameter, Sequence
     if "forward" in module.__dict__:
         return "its forward was replaced, and a copy would call the old one"
     changed = [module.get_submodule(p.path) for p in unit.projections]
-    if any(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in changed):
+    if any(getattr(layer, hooks) for layer in changed for hooks in HOOKS):
         return "its projections have hooks that replacements would lose"
     for projection in unit.projections:
         shared = owners.get(projection.weight)

@@ -16,11 +16,10 @@ from factorized.adapters.family import is_transposed
 from factorized.adapters.table import Found, adapter_of, find_attention
 from factorized.adapters.unit import AttentionUnit, FormKind
 from factorized.maths.kernel import KernelShape, Kind
-from factorized.planning.attention import why_not_shrunken
+from factorized.planning.attention import HOOKS, why_not_shrunken
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 Pattern = str | type[nn.Module]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,16 +76,6 @@ def test_a_shared_key_or_value_head_is_one_matrix_for_its_whole_group(kind: Kind
         U, V = form.U.shape, form.V.shape
         shared = U if form.kind == "ov" else V
         assert (len(U) == 4 and shared[1] == 1 and max(U[1], V[1]) == kind.groups) if kind.groups > 1 else len(U) == 3
-
-
-def test_importing_the_package_and_reading_torchs_attention_imports_no_transformers() -> None:
-    code = (
-        "import sys, torch, factorized as fz; m = torch.nn.MultiheadAttention(8, 2);"
-        "assert len(fz.forms(m)) == 2; fz.factorize_attention(m); print('transformers' in sys.modules)"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
-    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_every_class_in_the_table_exists_under_that_name() -> None:

@@ -168,3 +168,33 @@ def test_a_refused_attachment_leaves_the_optimizer_as_it_was() -> None:
     train(model, optimizer, range(2))
     train(reference, sgd(reference, weight_decay=0.01), range(2))
     assert difference(model, reference) == 0
+
+
+class UnknownAttn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(4, 4) for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    "decay",
+    [
+        lambda model: fz.FrobeniusDecay(model, 0.1),
+        lambda model: fz.NuclearDecay(model, 0.1),
+        lambda model: fz.Flambe(model.parameters(), model),
+    ],
+)
+def test_a_model_of_attention_that_nobody_registered_says_how_to(decay: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(ValueError, match=r"(?s)holds no products.*nobody registered UnknownAttn.*query="):
+        decay(nn.Sequential(nn.Linear(4, 4), UnknownAttn()))
+
+
+def test_forms_asked_for_by_kind_that_cannot_be_read_are_refused_with_the_reason() -> None:
+    model = nn.ModuleList([nn.MultiheadAttention(8, 2), UnknownAttn()])
+    for strength in ({"ov": 0.1}, {"ov": torch.tensor(0.1), "qk": 0}):
+        with pytest.raises(ValueError, match=r"(?s)names 'ov', but '1' cannot be read: nobody registered.*'\*\.ov'"):
+            fz.FrobeniusDecay(model, strength)
+        with pytest.raises(ValueError, match="names 'ov', but '1' cannot be read"):
+            fz.Flambe(fz.parameter_groups(model, 0.1), model, frobenius_decay=strength)
+    for strength in (0.1, {"*.ov": 0.1}, {"ov": 0, "*.ov": 0.1}):
+        assert [form.kind for form in fz.FrobeniusDecay(model, strength).forms] == ["qk", "ov"]

@@ -185,6 +185,25 @@ def test_torchs_encoder_runs_with_it_on_every_path(grad: bool) -> None:
     assert error(actual[~padding], expected[~padding]) < 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@torch.no_grad()
+def test_an_encoder_may_keep_its_first_attention_and_gets_its_fast_path_back_when_composed() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, HEADS + 1, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(N, L, E, dtype=torch.float64)
+    padding = torch.zeros(N, L, dtype=torch.bool)
+    padding[1, 3:] = True
+    plan = fz.plan(encoder, rank=2, attention=True, include=["layers.1.self_attn"])
+    small = fz.factorize(deepcopy(encoder), plan)
+    composed = fz.compose(small)
+    assert (small.use_nested_tensor, composed.use_nested_tensor) == (False, True)
+    assert composed.__dict__.keys() == encoder.__dict__.keys()
+    actual, expected = (one(x, src_key_padding_mask=padding) for one in (small, composed))
+    assert error(actual[~padding], expected[~padding]) < 1e-10
+    assert expected[padding].abs().max() == 0 < actual[padding].abs().max()  # as torch's fast path leaves them
+
+
 def test_torchs_decoder_runs_with_it() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerDecoderLayer(E, HEADS, 16, dropout=0.0, batch_first=True, dtype=torch.float64)

@@ -152,6 +152,8 @@ def test_an_output_layer_without_bias_gets_one_for_the_value_biases() -> None:
     model = fz.factorize_attention(OWN.make())
     assert model[0].proj.bias is not None
     assert model[0].proj.bias.abs().max() > 0.01
+    assert fz.factorize_attention(OWN.make(), rank_scale=1)[0].proj.bias is None  # whole values keep their own
+    assert fz.factorize_attention(OWN.make(), forms=("qk",))[0].proj.bias is None
 
 
 def test_half_the_scale_is_half_the_parameters_of_the_projections() -> None:
@@ -198,6 +200,15 @@ def test_what_is_frozen_stays_frozen_and_the_mode_is_kept() -> None:
     assert attention.self.query.weight.requires_grad
     assert attention.training
     assert attention.output.LayerNorm is norm
+
+
+@torch.no_grad()
+def test_attention_that_was_compiled_in_place_runs_its_new_heads() -> None:
+    model, expected = BERT.make(), fz.factorize_attention(BERT.make())
+    model.encoder.layer[0].attention.self.compile(backend="eager")
+    BERT.run(model)
+    fz.factorize_attention(model)
+    assert error(BERT.run(model), BERT.run(expected)) < 1e-12
 
 
 def test_the_same_module_at_two_places_stays_one_module() -> None:

@@ -17,6 +17,12 @@ def hooked() -> nn.Module:
     return model
 
 
+def hooked_backwards() -> nn.Module:
+    model = nn.Sequential(nn.MultiheadAttention(8, 2))
+    model[0].register_full_backward_pre_hook(lambda *_: None)
+    return model
+
+
 def tied() -> nn.Module:
     model = MARIAN.make()
     model.model.encoder.layers[0].self_attn.k_proj.weight = model.model.encoder.layers[0].self_attn.q_proj.weight
@@ -48,6 +54,7 @@ def not_finite() -> nn.Module:
     ("make", "arguments", "message"),
     [
         (BERT.make, {"rank_scale": 0.05}, "leaves a head of 'encoder.layer.0.attention' without dimensions: it has 8"),
+        (BERT.make, {"rank_scale": 0.0625}, "so ask for 0.125 or more"),
         (BERT.make, {"rank_scale": 0}, r"rank_scale must be in \(0, 1\]"),
         (BERT.make, {"rank_scale": 1.5}, r"rank_scale must be in \(0, 1\]"),
         (BERT.make, {"rank_scale": float("nan")}, r"rank_scale must be in \(0, 1\]"),
@@ -60,6 +67,7 @@ def not_finite() -> nn.Module:
         (LLAMA.make, {}, r'rotary embeddings turn queries and keys.*use forms=\("ov",\)'),
         (LLAMA.make, {"forms": ["qk"]}, "rotary embeddings"),
         (hooked, {}, "its projections have hooks"),
+        (hooked_backwards, {}, "its projections have hooks"),
         (tied, {}, "its weights are tied"),
         (patched, {}, "its forward was replaced"),
         (subclassed, {}, "Mine is not MultiheadAttention itself"),

@@ -138,8 +138,17 @@ class Logits(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kind", [BERT, GPT2, LLAMA], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "unequal"),
+    [
+        pytest.param(BERT, False, id="bert"),
+        pytest.param(GPT2, True, id="gpt2, padded"),
+        pytest.param(BERT, True, id="bert, padded", marks=pytest.mark.nightly),
+        pytest.param(GPT2, False, id="gpt2", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, False, id="llama", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, True, id="llama, padded", marks=pytest.mark.nightly),
+    ],
+)
 def test_shrunken_models_compile_whole_and_export(kind: Kind, unequal: bool) -> None:
     torch._dynamo.reset()
     model = small(kind, unequal, torch.float32)
