@@ -1,6 +1,6 @@
 """Run by torchrun in two processes: trains sharded or replicated models and compares them with one process.
 
-torchrun --nproc-per-node 2 tests/distributed/worker.py SCENARIO OUT.json
+torchrun --nproc-per-node 2 tests/distributed/worker.py SCENARIO,SCENARIO OUT.json
 """
 
 from __future__ import annotations
@@ -201,10 +201,10 @@ def wrapped(scenario: str, folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    scenario, out = sys.argv[1], Path(sys.argv[2])
+    scenarios, out = sys.argv[1].split(","), Path(sys.argv[2])
     dist.init_process_group("gloo")
-    run = {"count": count, "checkpoint": checkpoint, "late": late, "wrapped": wrapped}.get(scenario, compare)
-    result = run(scenario, out.parent)
+    others = {"count": count, "checkpoint": checkpoint, "late": late, "wrapped": wrapped}
+    result = {scenario: others.get(scenario, compare)(scenario, out.parent) for scenario in scenarios}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     dist.destroy_process_group()
