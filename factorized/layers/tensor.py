@@ -17,7 +17,6 @@ from factorized.maths.contraction import can_contract
 from factorized.maths.folding import Rank, fold
 from factorized.maths.kernel import KernelShape
 from factorized.maths.spectral import truncated_svd
-from factorized.maths.tensor_format import balanced
 from factorized.maths.tensor_train import TrainFormat
 from factorized.maths.tucker import CoreKind
 
@@ -145,12 +144,11 @@ class TensorizedLayer(ComposedLayer):
         if self.depthwise is not None:
             draw_dense(self.depthwise)
             target = target / self.depthwise.float().square().mean()
-        share = 1 / (2 * len(self.cores))
         drawn = [torch.randn(core.shape, device=core.device) for core in self.cores]
-        drawn = [core * self.format.summands**-share for core in drawn]
-        squared = self.format.norm_squared(drawn) / self.format.numel
-        for core, value in zip(self.cores, balanced(drawn, 0), strict=True):
-            core.copy_(value * (target / squared) ** share)
+        drawn = [core / core.norm() for core in drawn]  # a long train of plain ones has a norm beyond float32
+        scale = target * self.format.numel / self.format.norm_squared(drawn)  # of the squared norm of the tensor
+        for core, value in zip(self.cores, drawn, strict=True):
+            core.copy_(value * scale ** (1 / (2 * len(self.cores))))
 
     def share_factors(self, other: Self) -> None:
         """Hold the very factors of ``other``."""
@@ -160,10 +158,21 @@ class TensorizedLayer(ComposedLayer):
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
         if self.drops or self.decay_in_backward:  # both act on the composed weight
             return self.composed_execution
-        check_choice("execution", self.execution, (*self.executions, "auto"))
+        self.check_execution()
         if self.execution != "auto":
             return self.execution
         return self._cheapest["cpu" if self.cores[0].device.type == "cpu" else "cuda"]
+
+    def check_execution(self) -> None:
+        """Raise unless ``execution`` is one of this layer's."""
+        contracted = self.contracted_executions[self.method]
+        if self.execution == contracted not in self.executions:
+            raise ValueError(
+                f"execution={contracted!r} contracts cores with the input, which dims {self.dims} do not allow for a "
+                f'{self.shape} weight with groups={self.shape.groups}; use "{self.composed_execution}", or leave dims '
+                "out of an ungrouped layer"
+            )
+        check_choice("execution", self.execution, (*self.executions, "auto"))
 
     @property
     def is_train(self) -> bool:

@@ -28,11 +28,6 @@ class TensorFormat(ABC):
 
     @property
     @abstractmethod
-    def summands(self) -> int:
-        """How many products of one entry per core add up to one entry of the tensor."""
-
-    @property
-    @abstractmethod
     def expand_macs(self) -> int:
         """Multiply-accumulates of ``expand``."""
 

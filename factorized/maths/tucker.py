@@ -21,6 +21,28 @@ CoreKind = Literal["whole", "train"]
 Factors = Sequence[Tensor | None]  # each (..., d_k, R_k); None for a mode that is kept whole
 
 
+def reachable_tucker_ranks(ranks: Sequence[int], kept: int) -> tuple[int, ...]:
+    """Return the highest ranks up to the given ones of which none is above the product of all others.
+
+    ``kept`` is the product of the extents that are kept whole. Above that, a factor has columns that add nothing.
+    """
+    reachable = list(ranks)
+    for mode in range(len(reachable)):
+        others = prod(reachable[:mode]) * prod(reachable[mode + 1 :]) * kept
+        reachable[mode] = min(reachable[mode], others)
+    return tuple(reachable)
+
+
+def raised_tucker_ranks(ranks: Sequence[int], full: Sequence[int], kept: int, place: int) -> tuple[int, ...]:
+    """Return low reachable ranks from the given ones up of which the one at ``place``, not yet full, is one higher."""
+    raised = list(ranks)
+    raised[place] += 1
+    while reachable_tucker_ranks(raised, kept)[place] < raised[place]:
+        others = [k for k in range(len(raised)) if k != place and raised[k] < full[k]]
+        raised[min(others, key=raised.__getitem__)] += 1
+    return tuple(raised)
+
+
 def hosvd(
     tensor: Tensor,  # (..., d₁, …, d_n)
     ranks: Sequence[int | None],  # n of them; None keeps a mode whole
@@ -153,11 +175,6 @@ class TuckerFormat(TensorFormat):
         """The core, or the cores of its train, then a (d_k, R_k) per mode that is not kept."""
         core = (self.core_extents,) if self.train is None else self.train.core_shapes
         return (*core, *zip(self.dims, self.ranks, strict=False))
-
-    @property
-    def summands(self) -> int:
-        """Every entry of the core that a fixed entry of the kept modes sees."""
-        return prod(self.ranks) * (1 if self.train is None else self.train.summands)
 
     @property
     def expand_macs(self) -> int:

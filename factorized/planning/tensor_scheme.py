@@ -98,14 +98,9 @@ class _TensorScheme:
         return sum(self.fold(shape).reference_ranks)
 
     def higher_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
-        """Return the next ranks up: each of them one higher, where it may be."""
+        """Return the next ranks up."""
         assert isinstance(rank, tuple)
-        full = self.fold(shape).full_ranks
-        return [
-            (*rank[:place], rank[place] + 1, *rank[place + 1 :])
-            for place in range(len(rank))
-            if rank[place] < full[place]
-        ]
+        return list(self.fold(shape).raised(rank))
 
 
 @dataclass(frozen=True)
