@@ -16,6 +16,7 @@ from factorized.layers.execution import TRAFFIC, contracting_is_cheaper
 from factorized.maths.contraction import can_contract
 from factorized.maths.folding import Rank, fold
 from factorized.maths.kernel import KernelShape
+from factorized.maths.light_expansion import expand_for_training
 from factorized.maths.spectral import truncated_svd
 from factorized.maths.tensor_train import TrainFormat
 from factorized.maths.tucker import CoreKind
@@ -96,7 +97,11 @@ class TensorizedLayer(ComposedLayer):
     @property
     def product(self) -> Tensor:
         """The weight that the cores stand for: of a separable convolution the pointwise one; differentiable."""
-        return self.format.expand(list(self.cores)).reshape(self.folding.shape.weight_shape)
+        cores = list(self.cores)
+        # The pointwise part of a separable kernel is small beside the dense one, whatever is kept on the way to it.
+        separable = self.depthwise is not None
+        tensor = self.format.expand(cores) if separable else expand_for_training(self.format, cores)
+        return tensor.reshape(self.folding.shape.weight_shape)
 
     @property
     def weight(self) -> Tensor:

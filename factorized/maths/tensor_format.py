@@ -9,6 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+# Entries kept on the way through an expansion, over those of the tensor, with which training holds twice what the dense
+# tensor does: measured.
+MOST_KEPT = 2.5
 Cores = tuple[Tensor, ...]  # each (..., *one of core_shapes)
 
 
@@ -69,6 +72,12 @@ class TensorFormat(ABC):
     def numel(self) -> int:
         """Entries of the tensor."""
         return prod(self.dims)
+
+    @property
+    def keeps_little(self) -> bool:
+        """Whether training with ``expand`` holds at most twice what training with the tensor itself would."""
+        held = self.expand_held
+        return self.core_numel + sum(held) + max(held, default=0) <= MOST_KEPT * self.numel
 
     def norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)
         """Return the squared norm of the tensor, which is formed only where that is cheaper. Differentiable."""

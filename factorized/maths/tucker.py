@@ -115,7 +115,7 @@ def tucker_gradients(
             gradients.append(None)
             continue
         seen = tucker_expand(core, [None if k == mode else gram for k, gram in enumerate(grams)])
-        gradients.append(factor @ (_unfold(seen, mode, len(factors)) @ _unfold(core, mode, len(factors)).mT))
+        gradients.append(factor @ (unfold(seen, mode, len(factors)) @ unfold(core, mode, len(factors)).mT))
     return tucker_expand(core, grams), gradients
 
 
@@ -130,13 +130,18 @@ def _project(tensor: Tensor, factors: Factors) -> Tensor:
 def _leading_vectors(tensor: Tensor, mode: int, ranks: Sequence[int | None], method: Method) -> Tensor:
     rank = ranks[mode]
     assert rank is not None
-    unfolded = _unfold(tensor, mode, len(ranks))
+    unfolded = unfold(tensor, mode, len(ranks))
     if rank > unfolded.shape[-1]:  # fewer columns than vectors asked for: any orthonormal completion will do
         unfolded = unfolded @ unfolded.mT
     return truncated_svd(unfolded, rank, method)[0]
 
 
-def _unfold(tensor: Tensor, mode: int, modes: int) -> Tensor:  # (..., e_mode, all others)
+def unfold(
+    tensor: Tensor,  # (..., e₁, …, e_modes)
+    mode: int,
+    modes: int,
+) -> Tensor:  # (..., e_mode, all others)
+    """Return the tensor as a matrix whose rows are one of its modes."""
     batch = tensor.dim() - modes
     return tensor.movedim(batch + mode, batch).flatten(batch + 1)
 

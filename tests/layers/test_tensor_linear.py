@@ -42,6 +42,9 @@ class TestTensorizedLinear(TensorContract):
         linear("tucker-composed", 12, 8, (2, 3, 2, 2), **TUCKER, execution="one_product"),
         linear("tucker-contracted", 12, 8, (2, 3, 2, 3), **TUCKER, execution="three_products", thorough=True),
         linear("tucker-three-to-one", 5, 24, (2, 2, 2, 3), **TUCKER, dims=(2, 4, 3, 5), execution="three_products"),
+        linear(
+            "tucker-near-full", 12, 8, (2, 3, 3, 4), **TUCKER, execution="one_product", thorough=True, inductor=True
+        ),
         linear("tucker-refined", 12, 8, 2, **TUCKER, refinements=3),
         linear("tucker-train-core", 12, 8, (2, 3, 2, 2), **TUCKER, core="train"),
         linear("tucker-that-mixes-sides", 8, 6, 2, **TUCKER, dims=(4, 4, 3), core="train"),

@@ -97,6 +97,17 @@ def test_the_ranks_at_a_scale_are_rounded_and_at_least_one(scheme: Any, ranks: t
     assert scheme.rank(shape, 1e9) == scheme.fold(shape).full_ranks
 
 
+def test_a_scheme_shows_what_differs_from_the_defaults() -> None:
+    assert repr(TensorTrain()) == "TensorTrain()"
+    assert repr(TensorTrain(order=3, separable=True)) == "TensorTrain(order=3, separable=True)"
+    assert repr(Tucker(dims=(4, 4), core="train")) == "Tucker(dims=(4, 4), core='train')"
+
+
+def test_a_ratio_out_of_reach_does_not_send_to_what_tensors_refuse() -> None:
+    with pytest.raises(ValueError, match=r"factorize more layers: see include=, exclude= and keep_first_and_last="):
+        plan(WIDE, TensorTrain(), ratio=1e-5)
+
+
 def test_no_budget_is_spent_on_ranks_that_add_nothing() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(64, 256, 1), nn.Conv2d(8, 8, 1))
     for budget in ({"ratio": 0.5}, {"rank_scale": 0.25}):
