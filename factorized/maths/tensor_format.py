@@ -44,6 +44,11 @@ class TensorFormat(ABC):
     def contract_macs(self) -> int:
         """Multiply-accumulates of the squared norm by contraction."""
 
+    @property
+    @abstractmethod
+    def gradient_macs(self) -> int:
+        """Multiply-accumulates of the gradients by contraction."""
+
     @abstractmethod
     def decompose(
         self,
@@ -90,7 +95,7 @@ class TensorFormat(ABC):
 
         Of the tensor ``W`` half the squared norm has the gradient ``W``, which goes back through the expansion.
         """
-        if 2 * self.contract_macs <= 3 * self.expand_macs:
+        if self.gradient_macs <= 3 * self.expand_macs:
             return self.contracted_gradients(cores)
         return pull_back(self.expand, cores)
 

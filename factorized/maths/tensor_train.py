@@ -171,6 +171,11 @@ class TrainFormat(TensorFormat):
         """Two products per core: with the Gram matrix of what follows, and with itself."""
         return sum([before * d * after * (before + after) for before, d, after in self.core_shapes])
 
+    @property
+    def gradient_macs(self) -> int:
+        """As for the norm, from both ends."""
+        return 2 * self.contract_macs
+
     def decompose(
         self,
         tensor: Tensor,  # (..., *dims)

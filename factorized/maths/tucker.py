@@ -208,6 +208,13 @@ class TuckerFormat(TensorFormat):
         core = prod(self.core_extents) * (sum(self.ranks) + 1) + (0 if self.train is None else self.train.expand_macs)
         return grams + core
 
+    @property
+    def gradient_macs(self) -> int:
+        """Of the Gram matrices, made and applied, and of the core with all but each of them, and with all."""
+        grams = sum([d * rank * rank for d, rank in zip(self.dims, self.ranks, strict=False)])
+        train = 0 if self.train is None else 4 * self.train.expand_macs  # forward, and again with a backward pass
+        return 2 * grams + (len(self.ranks) + 1) * prod(self.core_extents) * sum(self.ranks) + train
+
     def decompose(
         self,
         tensor: Tensor,  # (..., *dims)
