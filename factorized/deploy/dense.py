@@ -17,9 +17,8 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunken attention the
-    best approximation of their forms, and the rest is copied. Names with the
-    prefix of ``torch.compile`` are understood; of tied weights one name is enough. Names, shapes and values are checked
-    before anything is changed.
+    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
+    understood; of tied weights one name is enough. Names, shapes and values are checked before anything is changed.
     """
     inside = unwrapped(model)
     state = {plain_name(key): value for key, value in state_dict.items()}

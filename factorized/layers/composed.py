@@ -154,6 +154,15 @@ class ComposedLayer(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"  # one line: the lists of factors are in the sizes
 
 
+def check_dense(dense: nn.Module, expected: type[nn.Module]) -> None:
+    """Raise unless ``dense`` is a layer of the expected type."""
+    if not isinstance(dense, expected):
+        raise ValueError(
+            f"dense must be an nn.{expected.__name__}, got {type(dense).__name__}; fz.factorize finds the right class "
+            "for every layer of a model"
+        )
+
+
 class _AddToGradient(torch.autograd.Function):
     """The identity, which adds ``strength`` times its input to the gradient that passes."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from factorized.layers.base import FactorizedLayer, check_choice
+from factorized.layers.composed import check_dense
 from factorized.layers.draw import Init
 from factorized.layers.execution import cheapest_conv
 from factorized.maths.convolution import Geometry, convolve, explicit_padding, two_convs
@@ -97,6 +98,7 @@ class FactorizedConv(FactorizedLayer):
         execution: str = "auto",
     ) -> Self:
         """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
+        check_dense(dense, cls.dense_type)
         layer = cls(
             dense.in_channels,
             dense.out_channels,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.layers.base import FactorizedLayer
+from factorized.layers.composed import check_dense
 from factorized.layers.draw import Init
 from factorized.maths.kernel import KernelShape
 
@@ -47,6 +48,7 @@ class FactorizedEmbedding(FactorizedLayer):
         cls, dense: nn.Embedding, rank: int, init: Init | None = "spectral", *, depth: int = 0
     ) -> FactorizedEmbedding:
         """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
+        check_dense(dense, nn.Embedding)
         if dense.max_norm is not None:
             raise ValueError(f"max_norm renormalizes rows of the table, which a product has not; got {dense.max_norm}")
         layer = cls(

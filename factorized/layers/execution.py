@@ -84,12 +84,10 @@ def contracting_is_cheaper(
     where those on the way to the output are.
     """
     channels = folding.shape.in_channels + folding.shape.out_channels
-    on_the_way = tensor.expand_held
-    composing_fits = tensor.core_numel + sum(on_the_way) + max(on_the_way, default=0) <= 2 * tensor.numel
     contracting_fits = held_channels(folding, tensor) <= MOST_HELD * channels
     composed = tensor.numel + tensor.expand_macs / POSITIONS
     contracted = contracted_macs(folding, tensor) + preparing_macs(folding, tensor) / POSITIONS + moving * channels
-    return contracting_fits and (contracted < composed or not composing_fits)
+    return contracting_fits and (contracted < composed or not tensor.keeps_little)
 
 
 def _composing(shape: KernelShape, rank: int, depth: int) -> float:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.layers.base import FactorizedLayer, check_choice
+from factorized.layers.composed import check_dense
 from factorized.layers.draw import Init
 from factorized.layers.execution import cheapest_linear
 from factorized.maths.kernel import KernelShape
@@ -46,6 +47,7 @@ class FactorizedLinear(FactorizedLayer):
         cls, dense: nn.Linear, rank: int, init: Init | None = "spectral", *, depth: int = 0, execution: str = "auto"
     ) -> FactorizedLinear:
         """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
+        check_dense(dense, nn.Linear)
         layer = cls(
             dense.in_features,
             dense.out_features,

@@ -16,8 +16,8 @@ from factorized.layers.execution import TRAFFIC, contracting_is_cheaper
 from factorized.maths.contraction import can_contract
 from factorized.maths.folding import Rank, fold
 from factorized.maths.kernel import KernelShape
+from factorized.maths.light_expansion import expand_for_training
 from factorized.maths.spectral import truncated_svd
-from factorized.maths.tensor_format import balanced
 from factorized.maths.tensor_train import TrainFormat
 from factorized.maths.tucker import CoreKind
 
@@ -97,7 +97,11 @@ class TensorizedLayer(ComposedLayer):
     @property
     def product(self) -> Tensor:
         """The weight that the cores stand for: of a separable convolution the pointwise one; differentiable."""
-        return self.format.expand(list(self.cores)).reshape(self.folding.shape.weight_shape)
+        cores = list(self.cores)
+        # The pointwise part of a separable kernel is small beside the dense one, whatever is kept on the way to it.
+        separable = self.depthwise is not None
+        tensor = self.format.expand(cores) if separable else expand_for_training(self.format, cores)
+        return tensor.reshape(self.folding.shape.weight_shape)
 
     @property
     def weight(self) -> Tensor:
@@ -145,12 +149,11 @@ class TensorizedLayer(ComposedLayer):
         if self.depthwise is not None:
             draw_dense(self.depthwise)
             target = target / self.depthwise.float().square().mean()
-        share = 1 / (2 * len(self.cores))
         drawn = [torch.randn(core.shape, device=core.device) for core in self.cores]
-        drawn = [core * self.format.summands**-share for core in drawn]
-        squared = self.format.norm_squared(drawn) / self.format.numel
-        for core, value in zip(self.cores, balanced(drawn, 0), strict=True):
-            core.copy_(value * (target / squared) ** share)
+        drawn = [core / core.norm() for core in drawn]  # a long train of plain ones has a norm beyond float32
+        scale = target * self.format.numel / self.format.norm_squared(drawn)  # of the squared norm of the tensor
+        for core, value in zip(self.cores, drawn, strict=True):
+            core.copy_(value * scale ** (1 / (2 * len(self.cores))))
 
     def share_factors(self, other: Self) -> None:
         """Hold the very factors of ``other``."""
@@ -160,10 +163,21 @@ class TensorizedLayer(ComposedLayer):
         """Return the execution that ``forward`` takes: the one set, or for ``"auto"`` the cheapest by cost."""
         if self.drops or self.decay_in_backward:  # both act on the composed weight
             return self.composed_execution
-        check_choice("execution", self.execution, (*self.executions, "auto"))
+        self.check_execution()
         if self.execution != "auto":
             return self.execution
         return self._cheapest["cpu" if self.cores[0].device.type == "cpu" else "cuda"]
+
+    def check_execution(self) -> None:
+        """Raise unless ``execution`` is one of this layer's."""
+        contracted = self.contracted_executions[self.method]
+        if self.execution == contracted not in self.executions:
+            raise ValueError(
+                f"execution={contracted!r} contracts cores with the input, which dims {self.dims} do not allow for a "
+                f'{self.shape} weight with groups={self.shape.groups}; use "{self.composed_execution}", or leave dims '
+                "out of an ungrouped layer"
+            )
+        check_choice("execution", self.execution, (*self.executions, "auto"))
 
     @property
     def is_train(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from factorized.layers.base import check_choice
+from factorized.layers.composed import check_dense
 from factorized.layers.conv import Extent, conv_repr
 from factorized.layers.draw import Init
 from factorized.layers.execution import TRAFFIC
@@ -71,7 +71,6 @@ class TensorizedConv2d(TensorizedLayer):
         )
         shape = KernelShape.of(dense.weight.shape, groups)
         super().__init__(shape, rank, method, dims, core, refinements, separable, device, dtype)
-        check_choice("execution", execution, (*self.executions, "auto"))
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.kernel_size = dense.kernel_size
@@ -82,6 +81,7 @@ class TensorizedConv2d(TensorizedLayer):
         self.padding_mode = padding_mode
         self.separable = separable
         self.execution = execution
+        self.check_execution()
         self.geometry = Geometry(
             dense.stride, explicit_padding(dense.padding, shape.size, dense.dilation), dense.dilation, padding_mode
         )
@@ -104,6 +104,7 @@ class TensorizedConv2d(TensorizedLayer):
         execution: str = "auto",
     ) -> TensorizedConv2d:
         """Return a tensorized copy of ``dense``; ``init=None`` leaves the cores unfilled."""
+        check_dense(dense, cls.dense_type)
         layer = cls(
             dense.in_channels,
             dense.out_channels,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.layers.base import check_choice
+from factorized.layers.composed import check_dense
 from factorized.layers.draw import Init
 from factorized.layers.tensor import TensorizedLayer
 from factorized.maths.contraction import contract_linear
@@ -48,10 +48,10 @@ class TensorizedLinear(TensorizedLayer):
     ) -> None:
         shape = KernelShape.of((out_features, in_features))
         super().__init__(shape, rank, method, dims, core, refinements, False, device, dtype)
-        check_choice("execution", execution, (*self.executions, "auto"))
         self.in_features = in_features
         self.out_features = out_features
         self.execution = execution
+        self.check_execution()
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         if init is not None:
             self.reset_parameters(init)
@@ -70,6 +70,7 @@ class TensorizedLinear(TensorizedLayer):
         execution: str = "auto",
     ) -> TensorizedLinear:
         """Return a tensorized copy of ``dense``; ``init=None`` leaves the cores unfilled."""
+        check_dense(dense, nn.Linear)
         layer = cls(
             dense.in_features,
             dense.out_features,

@@ -8,8 +8,8 @@ from math import isqrt, prod
 
 from factorized.maths.kernel import KernelShape
 from factorized.maths.tensor_format import TensorFormat
-from factorized.maths.tensor_train import TrainFormat, full_train_ranks
-from factorized.maths.tucker import CoreKind, TuckerFormat
+from factorized.maths.tensor_train import TrainFormat, full_train_ranks, raised_train_ranks, reachable_train_ranks
+from factorized.maths.tucker import CoreKind, TuckerFormat, raised_tucker_ranks, reachable_tucker_ranks
 
 METHODS = ("tensor_train", "tucker")
 Rank = int | tuple[int, ...]
@@ -41,11 +41,11 @@ class Folding:
         """The ranks at which the format holds any weight."""
         if self.method == "tensor_train":
             return full_train_ranks(self.dims)
-        return self.dims[: len(self.dims) - self.kept]
+        return self._reachable(self.dims[: len(self.dims) - self.kept])
 
     @property
     def reference_ranks(self) -> tuple[int, ...]:
-        """What a rank scale multiplies: of a train the smaller of two neighbouring dimensions, of Tucker each one."""
+        """What a rank scale multiplies: of a train the smaller of two neighbouring dimensions, of Tucker full rank."""
         if self.method == "tensor_train":
             return tuple([min(pair) for pair in zip(self.dims, self.dims[1:], strict=False)])
         return self.full_ranks
@@ -63,10 +63,29 @@ class Folding:
                 f"rank must be one whole number or {len(full)} of them for dims {self.dims} ({self.method}), "
                 f"got {rank!r}"
             )
-        for number in ranks:
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
-        return tuple([min(pair) for pair in zip(ranks, full, strict=True)])
+        if not all(_is_count(number) for number in ranks):
+            raise ValueError(
+                f"rank must be a whole number of at least 1, up to {full} for dims {self.dims} ({self.method}), "
+                f"got {rank!r}"
+            )
+        return self._reachable([min(pair) for pair in zip(ranks, full, strict=True)])
+
+    def raised(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the next ranks up: each that is not full one higher, and with it the others that this takes."""
+        full = self.full_ranks
+        places = [place for place in range(len(ranks)) if ranks[place] < full[place]]
+        if self.method == "tensor_train":
+            return [raised_train_ranks(self.dims, ranks, place) for place in places]
+        return [raised_tucker_ranks(ranks, full, self._kept_numel, place) for place in places]
+
+    def _reachable(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        if self.method == "tensor_train":
+            return reachable_train_ranks(self.dims, ranks)
+        return reachable_tucker_ranks(ranks, self._kept_numel)
+
+    @property
+    def _kept_numel(self) -> int:
+        return prod(self.dims[len(self.dims) - self.kept :])
 
     def format(self, rank: Rank) -> TensorFormat:
         """Return the format of these dimensions at a rank, clipped to what is allowed."""
@@ -129,16 +148,23 @@ def check_folding(
         raise ValueError(f'method must be "tensor_train" or "tucker", got {method!r}')
     if core not in (None, "whole", "train"):
         raise ValueError(f'core must be "whole" or "train", got {core!r}')
-    if not isinstance(refinements, int) or isinstance(refinements, bool) or refinements < 0:
+    if not _is_count(refinements, least=0):
         raise ValueError(f"refinements must be a whole number of at least 0, got {refinements!r}")
+    if method == "tensor_train" and (core == "train" or refinements):
+        raise ValueError(
+            f'core="train" and refinements are for method="tucker", got core={core!r} and refinements={refinements!r} '
+            "for a tensor train; leave them out"
+        )
     if dims is not None and order is not None:
         raise ValueError(f"give dims or order, not both, got dims={dims!r} and order={order!r}")
-    if order is not None and (not isinstance(order, int) or isinstance(order, bool) or order < 2):
+    if order is not None and not _is_count(order, least=2):
         raise ValueError(f"order must be a whole number of at least 2 (dimensions to fold into), got {order!r}")
-    if dims is not None:
-        whole = not isinstance(dims, (str, int)) and all(isinstance(d, int) and d >= 1 for d in dims)
-        if not whole or len(dims) < 2:
-            raise ValueError(f"dims must be at least two whole numbers of at least 1, got {dims!r}")
+    if dims is not None and not (isinstance(dims, (tuple, list)) and len(dims) >= 2 and all(map(_is_count, dims))):
+        raise ValueError(f"dims must be a tuple of at least two whole numbers of at least 1, got {dims!r}")
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def nearly_equal(numel: int, order: int) -> tuple[int, ...]:

@@ -9,6 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+# Entries kept on the way through an expansion, over those of the tensor, with which training holds twice what the dense
+# tensor does: measured.
+MOST_KEPT = 2.5
 Cores = tuple[Tensor, ...]  # each (..., *one of core_shapes)
 
 
@@ -28,11 +31,6 @@ class TensorFormat(ABC):
 
     @property
     @abstractmethod
-    def summands(self) -> int:
-        """How many products of one entry per core add up to one entry of the tensor."""
-
-    @property
-    @abstractmethod
     def expand_macs(self) -> int:
         """Multiply-accumulates of ``expand``."""
 
@@ -45,6 +43,11 @@ class TensorFormat(ABC):
     @abstractmethod
     def contract_macs(self) -> int:
         """Multiply-accumulates of the squared norm by contraction."""
+
+    @property
+    @abstractmethod
+    def gradient_macs(self) -> int:
+        """Multiply-accumulates of the gradients by contraction."""
 
     @abstractmethod
     def decompose(
@@ -75,6 +78,12 @@ class TensorFormat(ABC):
         """Entries of the tensor."""
         return prod(self.dims)
 
+    @property
+    def keeps_little(self) -> bool:
+        """Whether training with ``expand`` holds at most twice what training with the tensor itself would."""
+        held = self.expand_held
+        return self.core_numel + sum(held) + max(held, default=0) <= MOST_KEPT * self.numel
+
     def norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)
         """Return the squared norm of the tensor, which is formed only where that is cheaper. Differentiable."""
         if self.contract_macs <= self.expand_macs + self.numel:
@@ -86,7 +95,7 @@ class TensorFormat(ABC):
 
         Of the tensor ``W`` half the squared norm has the gradient ``W``, which goes back through the expansion.
         """
-        if 2 * self.contract_macs <= 3 * self.expand_macs:
+        if self.gradient_macs <= 3 * self.expand_macs:
             return self.contracted_gradients(cores)
         return pull_back(self.expand, cores)
 

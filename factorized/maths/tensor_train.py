@@ -21,6 +21,30 @@ def full_train_ranks(dims: Sequence[int]) -> tuple[int, ...]:
     return tuple([min(prod(dims[:k]), prod(dims[k:])) for k in range(1, len(dims))])
 
 
+def reachable_train_ranks(dims: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the highest ranks up to the given ones that a train can have: r_k ≤ r_{k-1} d_k and r_k ≤ d_{k+1} r_{k+1}.
+
+    Above them a core has dependent rows or columns, whatever its entries.
+    """
+    around = [1, *ranks, 1]
+    for k, d in enumerate(dims[:-1], start=1):
+        around[k] = min(around[k], around[k - 1] * d)
+    for k in range(len(ranks), 0, -1):
+        around[k] = min(around[k], dims[k] * around[k + 1])
+    return tuple(around[1:-1])
+
+
+def raised_train_ranks(dims: Sequence[int], ranks: Sequence[int], place: int) -> tuple[int, ...]:
+    """Return the lowest reachable ranks from the given ones up of which the one at ``place`` is one higher."""
+    raised = list(ranks)
+    raised[place] += 1
+    for k in range(place, 0, -1):
+        raised[k - 1] = max(raised[k - 1], -(-raised[k] // dims[k]))
+    for k in range(place, len(ranks) - 1):
+        raised[k + 1] = max(raised[k + 1], -(-raised[k] // dims[k + 1]))
+    return tuple(raised)
+
+
 def tt_svd(
     tensor: Tensor,  # (..., d₁, …, d_n)
     ranks: Sequence[int],  # n - 1 of them
@@ -28,8 +52,8 @@ def tt_svd(
 ) -> Cores:  # each (..., r_{k-1}, d_k, r_k)
     """Return the cores of a tensor train close to ``tensor``, all but the last with orthonormal columns.
 
-    The error is at most √(n-1) times that of the best train of these ranks, and none at full rank. Half types are
-    computed, and returned, in float32.
+    The ranks must be reachable. The error is at most √(n-1) times that of the best train of these ranks, and none at
+    full rank. Half types are computed, and returned, in float32.
     """
     dims = tensor.shape[tensor.dim() - len(ranks) - 1 :]
     batch = tensor.shape[: tensor.dim() - len(dims)]
@@ -130,11 +154,6 @@ class TrainFormat(TensorFormat):
         return tuple([(around[k], d, around[k + 1]) for k, d in enumerate(self.dims)])
 
     @property
-    def summands(self) -> int:
-        """Every path through the ranks."""
-        return prod(self.ranks)
-
-    @property
     def expand_macs(self) -> int:
         """Of both halves and their product."""
         return self._expand_macs(self.split)
@@ -151,6 +170,11 @@ class TrainFormat(TensorFormat):
     def contract_macs(self) -> int:
         """Two products per core: with the Gram matrix of what follows, and with itself."""
         return sum([before * d * after * (before + after) for before, d, after in self.core_shapes])
+
+    @property
+    def gradient_macs(self) -> int:
+        """As for the norm, from both ends."""
+        return 2 * self.contract_macs
 
     def decompose(
         self,

@@ -21,6 +21,28 @@ CoreKind = Literal["whole", "train"]
 Factors = Sequence[Tensor | None]  # each (..., d_k, R_k); None for a mode that is kept whole
 
 
+def reachable_tucker_ranks(ranks: Sequence[int], kept: int) -> tuple[int, ...]:
+    """Return the highest ranks up to the given ones of which none is above the product of all others.
+
+    ``kept`` is the product of the extents that are kept whole. Above that, a factor has columns that add nothing.
+    """
+    reachable = list(ranks)
+    for mode in range(len(reachable)):
+        others = prod(reachable[:mode]) * prod(reachable[mode + 1 :]) * kept
+        reachable[mode] = min(reachable[mode], others)
+    return tuple(reachable)
+
+
+def raised_tucker_ranks(ranks: Sequence[int], full: Sequence[int], kept: int, place: int) -> tuple[int, ...]:
+    """Return low reachable ranks from the given ones up of which the one at ``place``, not yet full, is one higher."""
+    raised = list(ranks)
+    raised[place] += 1
+    while reachable_tucker_ranks(raised, kept)[place] < raised[place]:
+        others = [k for k in range(len(raised)) if k != place and raised[k] < full[k]]
+        raised[min(others, key=raised.__getitem__)] += 1
+    return tuple(raised)
+
+
 def hosvd(
     tensor: Tensor,  # (..., d₁, …, d_n)
     ranks: Sequence[int | None],  # n of them; None keeps a mode whole
@@ -93,7 +115,7 @@ def tucker_gradients(
             gradients.append(None)
             continue
         seen = tucker_expand(core, [None if k == mode else gram for k, gram in enumerate(grams)])
-        gradients.append(factor @ (_unfold(seen, mode, len(factors)) @ _unfold(core, mode, len(factors)).mT))
+        gradients.append(factor @ (unfold(seen, mode, len(factors)) @ unfold(core, mode, len(factors)).mT))
     return tucker_expand(core, grams), gradients
 
 
@@ -108,13 +130,18 @@ def _project(tensor: Tensor, factors: Factors) -> Tensor:
 def _leading_vectors(tensor: Tensor, mode: int, ranks: Sequence[int | None], method: Method) -> Tensor:
     rank = ranks[mode]
     assert rank is not None
-    unfolded = _unfold(tensor, mode, len(ranks))
+    unfolded = unfold(tensor, mode, len(ranks))
     if rank > unfolded.shape[-1]:  # fewer columns than vectors asked for: any orthonormal completion will do
         unfolded = unfolded @ unfolded.mT
     return truncated_svd(unfolded, rank, method)[0]
 
 
-def _unfold(tensor: Tensor, mode: int, modes: int) -> Tensor:  # (..., e_mode, all others)
+def unfold(
+    tensor: Tensor,  # (..., e₁, …, e_modes)
+    mode: int,
+    modes: int,
+) -> Tensor:  # (..., e_mode, all others)
+    """Return the tensor as a matrix whose rows are one of its modes."""
     batch = tensor.dim() - modes
     return tensor.movedim(batch + mode, batch).flatten(batch + 1)
 
@@ -155,11 +182,6 @@ class TuckerFormat(TensorFormat):
         return (*core, *zip(self.dims, self.ranks, strict=False))
 
     @property
-    def summands(self) -> int:
-        """Every entry of the core that a fixed entry of the kept modes sees."""
-        return prod(self.ranks) * (1 if self.train is None else self.train.summands)
-
-    @property
     def expand_macs(self) -> int:
         """Of the core's train, if any, and one mode product after the other."""
         extents = list(self.core_extents)
@@ -185,6 +207,13 @@ class TuckerFormat(TensorFormat):
         grams = sum([d * rank * rank for d, rank in zip(self.dims, self.ranks, strict=False)])
         core = prod(self.core_extents) * (sum(self.ranks) + 1) + (0 if self.train is None else self.train.expand_macs)
         return grams + core
+
+    @property
+    def gradient_macs(self) -> int:
+        """Of the Gram matrices, made and applied, and of the core with all but each of them, and with all."""
+        grams = sum([d * rank * rank for d, rank in zip(self.dims, self.ranks, strict=False)])
+        train = 0 if self.train is None else 4 * self.train.expand_macs  # forward, and again with a backward pass
+        return 2 * grams + (len(self.ranks) + 1) * prod(self.core_extents) * sum(self.ranks) + train
 
     def decompose(
         self,

@@ -44,6 +44,11 @@ def read_budget(scheme: Scheme, allocate: str, has_example: bool, given: dict[st
 
 def _check_value(scheme: Scheme, budget: Budget) -> None:
     value = budget.value
+    if isinstance(value, (tuple, list)):
+        raise ValueError(
+            f"{budget.name} must be one number for all layers, got {value!r}; the ranks of one tensor are for "
+            "TensorizedLinear or TensorizedConv2d"
+        )
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
         raise ValueError(f"{budget.name} must be a number, got {value!r}")
     if budget.name == "rank":

@@ -152,10 +152,11 @@ def _solve(
     if target < lowest_cost(items):
         lowest = ceil((rest + lowest_cost(items)) / whole * 1e4) / 1e4  # rounded up, so that asking for it works
         allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
+        more = "attention=, " if isinstance(scheme, LowRank) else ""
         raise ValueError(
             f"{budget} is out of reach for {type(model).__name__}: with rank 1 everywhere it still keeps {lowest:.4f} "
             f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "
-            "factorize more layers: see attention=, include=, exclude= and keep_first_and_last="
+            f"factorize more layers: see {more}include=, exclude= and keep_first_and_last="
         )
     if allocate == "spectrum":
         return spend_by_spectrum(items, [squared_spectrum(tied[0]).tolist() for tied in weights], target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from factorized.planning.cost import Call
 from factorized.planning.tensor_cost import TensorCost
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _TensorScheme:
     """What both tensor schemes share. Abstract."""
 
@@ -32,6 +32,10 @@ class _TensorScheme:
         check_folding(self.method, self.dims, self.order, self.core_kind, self.hooi_rounds)
         if not isinstance(self.separable, bool):
             raise ValueError(f"separable must be True or False, got {self.separable!r}")
+
+    def __repr__(self) -> str:
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     @property
     def core_kind(self) -> CoreKind | None:
@@ -98,17 +102,12 @@ class _TensorScheme:
         return sum(self.fold(shape).reference_ranks)
 
     def higher_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
-        """Return the next ranks up: each of them one higher, where it may be."""
+        """Return the next ranks up."""
         assert isinstance(rank, tuple)
-        full = self.fold(shape).full_ranks
-        return [
-            (*rank[:place], rank[place] + 1, *rank[place + 1 :])
-            for place in range(len(rank))
-            if rank[place] < full[place]
-        ]
+        return list(self.fold(shape).raised(rank))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TensorTrain(_TensorScheme):
     """A weight, folded into several dimensions, as a tensor train (section 4 of the paper, Oseledets 2011).
 
@@ -121,14 +120,14 @@ class TensorTrain(_TensorScheme):
     method: ClassVar[str] = "tensor_train"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tucker(_TensorScheme):
     """A weight, folded into several dimensions, as a Tucker tensor: a core with a matrix per dimension.
 
-    As for ``TensorTrain``, but the rank of a dimension is ``round(scale · dimension)``, and a convolution is by default
-    decomposed on its channels alone: 1×1, a k×k core, 1×1. ``refinements`` rounds of HOOI follow the HOSVD. ``core`` is
-    ``"whole"``, or ``"train"`` as in the paper's experiments, and so the default of ``separable=True``: see
-    docs/tensor.md.
+    As for ``TensorTrain``, but the rank of a dimension is ``round(scale · dimension)``, at most what the others allow,
+    and a convolution is by default decomposed on its channels alone: 1×1, a k×k core, 1×1. ``refinements`` rounds of
+    HOOI follow the HOSVD. ``core`` is ``"whole"``, or ``"train"`` as in the paper's experiments, and so the default of
+    ``separable=True``: see docs/tensor.md.
     """
 
     core: CoreKind | None = None
@@ -165,11 +164,11 @@ def warn_if_clipped(scheme: TensorTrain | Tucker, asked: float, is_scale: bool, 
 
 def tensor_scheme_to_dict(scheme: TensorTrain | Tucker) -> dict[str, Any]:
     """Return a JSON-ready description of ``scheme``."""
-    fields = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(scheme).items()}
-    return {"name": scheme.method, **fields}
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(scheme).items()}
+    return {"name": scheme.method, **settings}
 
 
 def tensor_scheme_from_dict(data: dict[str, Any]) -> TensorTrain | Tucker:
     """Undo ``tensor_scheme_to_dict``."""
-    fields = {key: value for key, value in data.items() if key != "name"}
-    return TensorTrain(**fields) if data["name"] == "tensor_train" else Tucker(**fields)
+    settings = {key: value for key, value in data.items() if key != "name"}
+    return TensorTrain(**settings) if data["name"] == "tensor_train" else Tucker(**settings)

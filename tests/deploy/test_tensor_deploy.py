@@ -63,7 +63,7 @@ def test_lowered_layers_are_a_few_plain_ones(kind: str, convolution: list[str], 
 
 
 def test_a_chain_larger_than_its_dense_layer_is_composed() -> None:
-    model = nn.Sequential(fz.TensorizedLinear(12, 12, (3, 12, 3)))
+    model = nn.Sequential(fz.TensorizedLinear(12, 12, (3, 12, 4)))
     assert isinstance(fz.lower(model)[0], nn.Linear)  # type: ignore[index]
     groups = nn.Sequential(fz.TensorizedConv2d(8, 8, 3, 2, groups=2))
     assert isinstance(fz.lower(groups)[0], nn.Conv2d)  # type: ignore[index]

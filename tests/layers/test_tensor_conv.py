@@ -170,9 +170,9 @@ def test_a_separable_kernel_is_recovered_and_any_other_approximated_at_its_best(
             "dims (8, 4, 9) multiply to 288, but the weight 8x4x1x1 has 32 entries",
         ),
         ({"dims": (8, 4, 4)}, "dims (8, 4, 4) multiply to 128, but the weight 8x4x3x3 has 288 entries"),
-        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ({"rank": 0}, "rank must be a whole number of at least 1, up to (2, 8, 16, 9) for dims"),
         ({"execution": "three_convs"}, 'execution must be one of "two_convs", "one_conv", "auto"'),
-        ({"execution": "two_convs", "groups": 2}, 'execution must be one of "one_conv", "auto"'),
+        ({"execution": "two_convs", "groups": 2}, 'do not allow for a 8x2x3x3 weight with groups=2; use "one_conv"'),
         ({"groups": 3}, "in_channels must be divisible by groups"),
     ],
 )

@@ -81,7 +81,7 @@ def layers_that_save(dense: nn.Linear | nn.Conv2d, method: str, **options: Any) 
     folding = fold(shape, method, options.get("dims"), separable=options.get("separable", False))
     made: type[Any] = TensorizedLinear if isinstance(dense, nn.Linear) else TensorizedConv2d
     for share in SHARES:
-        rank = tuple(max(1, round(share * full)) for full in folding.full_ranks)
+        rank = folding.clipped(tuple(max(1, round(share * full)) for full in folding.full_ranks))
         if folding.format(rank).core_numel < 0.9 * folding.shape.numel:
             yield made.from_dense(dense, rank, nn.init.normal_, method=method, **options)
 
@@ -121,6 +121,25 @@ def test_a_convolution_holds_at_most_twice_what_the_dense_one_does(
 @pytest.mark.parametrize("method", METHODS)
 def test_a_separable_convolution_does_so(method: str) -> None:
     check(nn.Conv2d(64, 96, 3, padding=1), torch.randn(4, 64, 8, 8), method, separable=True)
+
+
+@pytest.mark.parametrize(
+    ("dense", "x", "dims", "rank"),
+    [
+        (nn.Linear(100, 96), torch.randn(4, 100), None, (8, 11, 10, 9)),
+        (nn.Linear(128, 128), torch.randn(1, 128), (16, 32, 32), (15, 29, 29)),
+        (nn.Conv2d(128, 96, 3, padding=1), torch.randn(1, 128, 8, 12), (18, 24, 32, 8), (17, 23, 31, 8)),
+        (nn.Conv2d(16, 96, 5, stride=2), torch.randn(1, 16, 8, 12), (15, 16, 16, 10), (15, 11, 12, 7)),
+    ],
+)
+def test_a_tucker_tensor_near_full_rank_does_so_for_the_smallest_of_batches(
+    dense: nn.Module, x: Tensor, dims: Any, rank: tuple[int, ...]
+) -> None:
+    made: type[Any] = TensorizedLinear if isinstance(dense, nn.Linear) else TensorizedConv2d
+    layer = made.from_dense(dense, rank, nn.init.normal_, method="tucker", dims=dims)
+    assert layer.format.core_numel < 0.9 * layer.shape.numel
+    assert not layer.format.keeps_little
+    assert training_memory(layer, x)[0] <= 2 * training_memory(dense, x)[0]
 
 
 @pytest.mark.parametrize("method", METHODS)

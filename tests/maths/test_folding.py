@@ -3,7 +3,8 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from factorized.maths.folding import Folding, fold, nearly_equal
@@ -54,18 +55,54 @@ def test_nearly_equal_dimensions_multiply_to_the_whole(numel: int, order: int) -
     assert prod(dims) == numel
 
 
-@given(
-    dims=st.lists(st.integers(1, 6), min_size=2, max_size=5),
-    rank=st.integers(1, 40),
-    method=st.sampled_from(["tensor_train", "tucker"]),
-)
+def folding_of(dims: list[int], method: str) -> Folding:
+    return Folding(KernelShape.of((dims[0], prod(dims[1:]))), tuple(dims), method)
+
+
+METHODS = st.sampled_from(["tensor_train", "tucker"])
+DIMS = st.lists(st.integers(1, 5), min_size=2, max_size=5)
+
+
+@given(dims=DIMS, rank=st.integers(1, 40), method=METHODS)
 def test_clipped_ranks_are_those_that_a_tensor_can_have(dims: list[int], rank: int, method: str) -> None:
-    folding = Folding(KernelShape.of((dims[0], prod(dims[1:]))), tuple(dims), method)
+    folding = folding_of(dims, method)
     ranks = folding.clipped(rank)
     assert all(1 <= r <= full for r, full in zip(ranks, folding.full_ranks, strict=True))
     assert folding.format(ranks).ranks == ranks
-    if rank >= max(folding.full_ranks):
+    if rank >= max(dims) and rank >= max(folding.full_ranks):
         assert ranks == folding.full_ranks
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), dims=DIMS, method=METHODS)
+def test_clipped_ranks_are_the_ranks_of_the_unfoldings_of_a_random_tensor(
+    data: st.DataObject, dims: list[int], method: str
+) -> None:
+    folding = folding_of(dims, method)
+    asked = tuple(data.draw(st.integers(1, 8)) for _ in folding.full_ranks)
+    tensor = folding.format(asked)
+    torch.manual_seed(0)
+    full = tensor.expand([torch.randn(shape, dtype=torch.float64) for shape in tensor.core_shapes])
+    places = range(1, len(dims)) if method == "tensor_train" else range(len(dims))
+    unfolded = [
+        full.reshape(prod(dims[:k]), -1) if method == "tensor_train" else full.movedim(k, 0).flatten(1) for k in places
+    ]
+    assert tensor.ranks == tuple(int(torch.linalg.matrix_rank(matrix)) for matrix in unfolded)
+
+
+@given(dims=DIMS, method=METHODS)
+def test_raising_ranks_step_by_step_ends_at_full_rank_through_ranks_that_a_tensor_can_have(
+    dims: list[int], method: str
+) -> None:
+    folding = folding_of(dims, method)
+    ranks = folding.clipped(1)
+    while steps := folding.raised(ranks):
+        for step in steps:
+            assert step != ranks
+            assert all(new >= old for new, old in zip(step, ranks, strict=True))
+            assert folding.clipped(step) == step
+        ranks = steps[0]
+    assert ranks == folding.full_ranks
 
 
 def test_mixed_dimensions_have_no_boundary() -> None:

@@ -6,6 +6,7 @@ import torch
 from tensorly.decomposition import tucker
 from tensorly.decomposition._tucker import initialize_tucker
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from factorized.maths.tensor_format import pull_back
 from factorized.maths.tucker import CoreKind, TuckerFormat, hosvd, tucker_expand, tucker_gradients, tucker_norm_squared
@@ -133,3 +134,20 @@ def test_the_order_of_the_products_is_the_cheapest() -> None:
             macs += extents[0] * extents[1] * extents[2] * growth[mode][1]
         costs[order] = macs
     assert made.expand_macs == costs[made.order] == min(costs.values())
+
+
+@pytest.mark.parametrize(("dims", "ranks", "kept"), [((4, 5, 6), (2, 3, 4), 0), ((8, 6, 3, 3), (4, 3), 2)])
+def test_gradients_by_contraction_cost_what_is_counted(
+    dims: tuple[int, ...], ranks: tuple[int, ...], kept: int
+) -> None:
+    tensor = TuckerFormat(dims, ranks, kept)
+    cores = [randn(*shape) for shape in tensor.core_shapes]
+    with FlopCounterMode(display=False) as counter:
+        tensor.contracted_gradients(cores)
+    assert counter.get_total_flops() == 2 * tensor.gradient_macs
+
+
+def test_gradients_near_full_rank_go_through_the_tensor() -> None:
+    for rank, contracts in ((24, True), (31, False)):
+        tensor = TuckerFormat((32,) * 4, (rank,) * 4)
+        assert (tensor.gradient_macs <= 3 * tensor.expand_macs) == contracts

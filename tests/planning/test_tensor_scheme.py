@@ -83,6 +83,24 @@ def test_the_ranks_at_a_scale_are_rounded_and_at_least_one(scheme: Any, ranks: t
     assert scheme.rank(shape, 1e9) == scheme.fold(shape).full_ranks
 
 
+def test_a_scheme_shows_what_differs_from_the_defaults() -> None:
+    assert repr(TensorTrain()) == "TensorTrain()"
+    assert repr(TensorTrain(order=3, separable=True)) == "TensorTrain(order=3, separable=True)"
+    assert repr(Tucker(dims=(4, 4), core="train")) == "Tucker(dims=(4, 4), core='train')"
+
+
+def test_a_ratio_out_of_reach_does_not_send_to_what_tensors_refuse() -> None:
+    with pytest.raises(ValueError, match=r"factorize more layers: see include=, exclude= and keep_first_and_last="):
+        plan(WIDE, TensorTrain(), ratio=1e-5)
+
+
+def test_no_budget_is_spent_on_ranks_that_add_nothing() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(64, 256, 1), nn.Conv2d(8, 8, 1))
+    for budget in ({"ratio": 0.5}, {"rank_scale": 0.25}):
+        ((outputs, inputs),) = [entry.rank for entry in plan(model, Tucker(), **budget).selected]  # type: ignore[arg-type, misc]
+        assert outputs == inputs  # a matrix has one rank
+
+
 def test_what_cannot_be_decomposed_stays_dense_and_says_why() -> None:
     model = nn.Sequential(
         nn.Conv2d(4, 8, 3), nn.Conv1d(8, 8, 3), nn.Embedding(20, 8), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=2)
@@ -124,7 +142,7 @@ def test_ranks_above_what_is_allowed_are_clipped_with_one_warning_and_the_plan_s
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TensorTrain(dims=(8,)), "dims must be at least two whole numbers of at least 1, got (8,)"),
+        (lambda: TensorTrain(dims=(8,)), "dims must be a tuple of at least two whole numbers of at least 1, got (8,)"),
         (lambda: TensorTrain(order=1), "order must be a whole number of at least 2"),
         (lambda: TensorTrain(order=3, dims=(4, 4)), "give dims or order, not both"),
         (lambda: Tucker(core="thin"), 'core must be "whole" or "train", got \'thin\''),  # type: ignore[arg-type]
@@ -135,6 +153,10 @@ def test_ranks_above_what_is_allowed_are_clipped_with_one_warning_and_the_plan_s
             "stages.0.0.conv1: dims (4, 4) multiply to 16, but the weight 160x16x3x3 has 23,040 entries",
         ),
         (lambda: plan(WIDE, TensorTrain(), rank=0), "rank must be a whole number of at least 1, got 0"),
+        (
+            lambda: plan(WIDE, TensorTrain(), rank=(2, 2, 2)),  # type: ignore[arg-type]
+            "rank must be one number for all layers, got (2, 2, 2); the ranks of one tensor are for TensorizedLinear",
+        ),
         (
             lambda: plan(WIDE, TensorTrain(), energy=0.5),
             "energy=0.5 is for LowRank; TensorTrain takes ratio=, rank_sca",
