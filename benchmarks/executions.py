@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.machine import describe_machine
 from factorized.layers.conv import FactorizedConv2d
 from factorized.layers.timing import median_milliseconds, training_step
+from factorized.vision.record import describe_machine
 
 # in, out, kernel, stride, input height and width
 Case = tuple[int, int, int, int, int]
@@ -78,7 +78,7 @@ def main() -> None:
         torch._dynamo.reset()
         rows += compare(case, scales, arguments.batch, arguments.device, arguments.compile, arguments.rounds)
         show([row for row in rows if all(row[name] == rows[-1][name] for name in ("in", "out", "kernel", "size"))])
-        report = {"machine": describe_machine(arguments.device), "rounds": arguments.rounds, "rows": rows}
+        report = {"machine": describe_machine(torch.device(arguments.device)), "rounds": arguments.rounds, "rows": rows}
         arguments.out.write_text(json.dumps(report, indent=1))
 
 

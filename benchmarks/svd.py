@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import describe_machine
 from factorized.maths.spectral import Method, truncated_svd
+from factorized.vision.record import describe_machine
 
 
 def seconds(W: torch.Tensor, rank: int, method: Method) -> float:
@@ -67,7 +67,9 @@ def main() -> None:
         rows.append(compare(size, rank, batch, arguments.device, arguments.rounds))
         print(rows[-1], flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"machine": describe_machine(arguments.device), "rows": rows}, indent=1))
+    arguments.out.write_text(
+        json.dumps({"machine": describe_machine(torch.device(arguments.device)), "rows": rows}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import factorized as fz
-from benchmarks.machine import describe_machine
 from factorized.layers.timing import capture, median_milliseconds
 from factorized.vision.models.resnet import resnet32x2
+from factorized.vision.record import describe_machine
 
 # ratio of parameters, how the layers run, what decays them
 VARIANTS = [
@@ -99,7 +99,11 @@ def main() -> None:
     ]
     for row in rows:
         print(row)
-    report = {"machine": describe_machine("cuda"), "compiled": not arguments.eager, "batch": arguments.batch}
+    report = {
+        "machine": describe_machine(torch.device("cuda")),
+        "compiled": not arguments.eager,
+        "batch": arguments.batch,
+    }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({**report, "rounds": arguments.rounds, "rows": rows}, indent=1))
 

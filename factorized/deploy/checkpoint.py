@@ -8,9 +8,8 @@ moment the folder holds the old checkpoint, afterwards the new one, and never ha
 from __future__ import annotations
 
 import json
-import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -34,6 +33,7 @@ from factorized.deploy.state import (
     plain_state,
     unwrapped,
 )
+from factorized.deploy.whole_file import write_whole
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import build_layers, install, refuse_wrapped, replace_module
 from factorized.planning.plan import Plan
@@ -73,8 +73,8 @@ def _write(folder: Path, plan: Plan, tensors: dict[str, Tensor], aliases: dict[s
         "plan": plan.to_dict(),
     }
     try:
-        _write_and_rename(new, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        _write_and_rename(folder / MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
+        write_whole(new, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        write_whole(folder / MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
     finally:  # whichever way it ended, plan.json names one file and the other is of no use
         for weights in (old, new):
             if weights is not None and weights != _current_weights(folder):
@@ -113,17 +113,6 @@ def load(
         return model
     wrapped = next(name for name, module in model.named_modules() if module is inside)
     return replace_module(model, wrapped, filled)
-
-
-def _write_and_rename(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _current_weights(folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from factorized.decay.forms import forms
+from factorized.deploy.whole_file import write_whole
 from factorized.diagnostics.diagnose import diagnose
 from factorized.version import __version__
 from factorized.vision.data.images import Images
@@ -128,12 +129,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def write_json(path: Path, data: Row) -> None:
     """Write ``data`` whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps(_plain(data), indent=1, allow_nan=False) + "\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    text = json.dumps(_plain(data), indent=1, allow_nan=False) + "\n"
+    write_whole(path, lambda temporary: temporary.write_text(text))
 
 
 def _line(row: Row) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from factorized.deploy.whole_file import write_whole
 from factorized.vision.step import TrainingStep
 
 FILE = "checkpoint.pt"
@@ -75,16 +75,7 @@ def save_state(state: RunState, folder: Path) -> None:
     """Write ``state`` to ``folder``: the file there is the old one or the new one, never half of it."""
     buffer = io.BytesIO()  # torch's own writer ends the program when the disk is full
     torch.save(vars(state), buffer)
-    path = folder / FILE
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(folder / FILE, lambda path: path.write_bytes(buffer.getbuffer()))
 
 
 def load_state(folder: Path) -> RunState:
