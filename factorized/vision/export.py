@@ -101,7 +101,8 @@ def read_network(kind: Kind, path: Path, like: nn.Module, device: torch.device) 
         network.load_state_dict(load_file(path))
         return network.to(device)
     if kind == "export":
-        return torch.export.load(path).module().to(device)
+        with _quiet_exporter():
+            return torch.export.load(path).module().to(device)
     try:
         session = need("onnxruntime", "onnxruntime", "reading an ONNX file").InferenceSession(str(path))
     except ModuleNotFoundError:

@@ -14,11 +14,12 @@ from tests.vision.data.small_sets import small_images
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_device() -> None:
     images = small_images().to("cuda")
     index = torch.tensor([1, 5, 5, 9], device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         normalize(random_crop_flip(images.x_train, 4, index), images.mean, images.std, torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch's compiler makes an instance of an autograd function, and warns about it
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    # and advises what these tests must not do: they compare in whole float32
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 DEVICE = "cuda"
 EAGER = ("run.compile=no", "run.graph=no")
