@@ -40,9 +40,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_a_captured_step_with_decay_ends_where_eager_steps_do(kind: str, make: object) -> None:
     start = tensorized(kind).cuda()
-    start.get_parameter("0.bias").requires_grad_(
-        False
-    )  # a norm follows: its gradient is rounding
+    start.get_parameter("0.bias").requires_grad_(False)  # a norm follows: its gradient is rounding
     eager, replayed = (trained(start, make, captured=captured) for captured in (False, True))  # type: ignore[arg-type]
     for (name, expected), actual in zip(eager.named_parameters(), replayed.parameters(), strict=True):
         torch.testing.assert_close(
