@@ -35,7 +35,7 @@ _registered: dict[type[nn.Module], Adapter] = {}  # filled by calls of ``registe
 CALLED = ("attention", "attn", "mha")  # words in the names of classes that are attention
 FIVE_LINES = """fz.register_attention(
     {name},
-    query="...", key="...", value="...", output="...",  # its four linears
+    query="...", key="...", value="...", output="...",  # of its linears: {linears}
     heads="...",  # its attribute with the number of heads
 )"""
 
@@ -96,12 +96,29 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 def looks_like_attention(module: nn.Module) -> bool:
     """Say whether a class is called attention and holds projections, and nothing inside it is attention instead."""
-    if not any(word in type(module).__name__.lower() for word in CALLED):
+    linears = len(_linears(module))
+    if linears < 2 or not any(word in type(module).__name__.lower() for word in CALLED):
         return False
     inside = [child for child in module.modules() if child is not module]
-    if any(adapter_of(child) is not None or looks_like_attention(child) for child in inside):
+    if any(adapter_of(child) is not None for child in inside):
         return False
-    return sum(isinstance(child, nn.Linear) or is_transposed(child) for child in inside) >= 2
+    return all(_lacks_output(child, linears) for child in inside if looks_like_attention(child))
+
+
+def _lacks_output(inner: nn.Module, linears: int) -> bool:
+    """Say whether ``inner``, called attention too, leaves the output to the module around it, as in BERT's offspring.
+
+    The module around it then has one linear more. Two and four linears are whole by themselves: packed inputs and an
+    output, or three and an output.
+    """
+    count = len(_linears(inner))
+    return count not in (2, 4) and linears == count + 1
+
+
+def _linears(module: nn.Module) -> list[str]:
+    """Return the dotted names of the linear layers inside ``module``."""
+    children = module.named_modules()
+    return [name for name, child in children if name and (isinstance(child, nn.Linear) or is_transposed(child))]
 
 
 def read_attention(name: str, module: nn.Module) -> Found | None:
@@ -123,8 +140,11 @@ def find_attention(model: nn.Module) -> Iterator[Found]:
             continue
         found = read_attention(name, module)
         if found is None and looks_like_attention(module):
-            call = FIVE_LINES.format(name=type(module).__name__)
-            found = Found(name, module, None, f"nobody registered {type(module).__qualname__}; do so with\n{call}")
+            cls = type(module)
+            call = FIVE_LINES.format(name=cls.__name__, linears=", ".join(_linears(module)))
+            found = Found(
+                name, module, None, f"nobody registered {cls.__qualname__} of {cls.__module__}; do so with\n{call}"
+            )
         if found is not None:
             inside.append(name)
             yield found

@@ -14,6 +14,7 @@ from factorized.layers.attention import check_finite, spectral_matrices, write_m
 from factorized.layers.draw import Init, check_init
 from factorized.layers.swap import build_layers, install, refuse_wrapped
 from factorized.planning.assemble import attention_plan
+from factorized.planning.attention import why_tied
 from factorized.planning.plan import Plan
 from factorized.planning.select import find_candidates
 
@@ -60,6 +61,10 @@ def spectral_init_attention(model: nn.Module, forms: Sequence[FormKind] = KINDS)
     """
     kinds = _checked_forms(forms)
     units = _units(model, kinds)
+    tied = why_tied(model, units.values())
+    for name, unit in units.items():
+        if unit.module in tied:
+            raise ValueError(f"{name or 'the model'}: {tied[unit.module]}. Nothing was changed")
     new = {
         name: spectral_matrices(unit, unit.query.head_size, unit.value.head_size, kinds, may_add_bias=False)
         for name, unit in units.items()

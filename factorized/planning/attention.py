@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -125,8 +125,8 @@ def attention_spectrum(name: str, unit: AttentionUnit, kinds: Sequence[FormKind]
     return total
 
 
-def why_not_shrunken(unit: AttentionUnit, owners: Mapping[nn.Parameter, Sequence[str]]) -> str | None:
-    """Return why the heads of ``unit`` cannot be shrunken, or None. ``owners`` are the names of shared parameters."""
+def why_not_shrunken(unit: AttentionUnit) -> str | None:
+    """Return why the heads of ``unit`` cannot be shrunken, by the module alone, or None."""
     module = unit.module
     if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention:
         return f"{type(module).__name__} is not MultiheadAttention itself, and a replacement would lose its forward"
@@ -135,11 +135,36 @@ def why_not_shrunken(unit: AttentionUnit, owners: Mapping[nn.Parameter, Sequence
     changed = [module.get_submodule(p.path) for p in unit.projections]
     if any(getattr(layer, hooks) for layer in changed for hooks in HOOKS):
         return "its projections have hooks that replacements would lose"
-    for projection in unit.projections:
-        shared = owners.get(projection.weight)
-        if shared:
-            return f"its weights are tied: {' and '.join(shared)} are one"
     return None
+
+
+def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module, str]:
+    """Return, by module, why new matrices cannot go into it: a projection is also something else in ``model``.
+
+    That may be its layer, its weight or its bias. A unit that is itself at several places is changed at all of them.
+    """
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    names = _all_names(model)
+    reasons = {}
+    for unit in units:
+        inside = _all_names(unit.module)
+        for parameter in (
+            p for projection in unit.projections for p in (projection.weight, projection.bias) if p is not None
+        ):
+            own = {f"{place}.{inside[parameter][0]}".removeprefix(".") for place in places[unit.module]}
+            if set(names[parameter]) != own:
+                reasons[unit.module] = f"its weights are tied: {' and '.join(names[parameter])} are one"
+                break
+    return reasons
+
+
+def _all_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def _record_multihead(
