@@ -174,6 +174,16 @@ def test_linears_inside_attention_that_nobody_registered_wait_to_be_named() -> N
     assert [entry.name for entry in named.selected] == ["1.to_qkv"]
 
 
+def test_a_layer_that_is_a_projection_as_well_is_left_alone() -> None:
+    model = MARIAN.make()
+    model.model.decoder.layers[0].fc3 = model.model.encoder.layers[0].self_attn.v_proj
+    plan = fz.plan(model, rank=2)
+    reasons = {entry.name: entry.reason or "" for entry in plan.entries}
+    assert "is model.encoder.layers.0.self_attn.v_proj as well" in reasons["model.decoder.layers.0.fc3"]
+    fz.factorize(model, plan)
+    assert model.model.decoder.layers[0].fc3 is model.model.encoder.layers[0].self_attn.v_proj
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
