@@ -69,7 +69,8 @@ def register_attention(
 
     Args:
         cls: the attention class.
-        query: its ``nn.Linear``; the same name for ``query``, ``key`` and ``value`` means one that packs them.
+        query: its ``nn.Linear``; the same name for ``query``, ``key`` and ``value`` means one that packs them: all
+            queries first, then all keys, then all values, and not head by head.
         key: likewise.
         value: likewise.
         output: the linear after the heads.
@@ -78,10 +79,16 @@ def register_attention(
         head_size: the attribute that ``forward`` splits heads by. Given with ``scale``, shrunken heads are narrower
             everywhere; otherwise they are padded between the projections, which shrinks the weights alone.
         scale: the attribute with the softmax scale; leave it out where ``forward`` computes the scale itself.
-        rotary: whether queries and keys are turned by their positions.
+        rotary: whether queries and keys are turned by their positions, or changed in another way between the two
+            matrices (a norm), so that QK is no single form.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"cls must be a class of nn.Module, got {cls!r}")
+    needed = {"query": query, "key": key, "value": value, "output": output, "heads": heads}
+    optional = {"kv_heads": kv_heads, "head_size": head_size, "scale": scale}
+    for argument, name in (needed | {key: name for key, name in optional.items() if name is not None}).items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{argument} must be the dotted name of an attribute of {cls.__name__}, got {name!r}")
     _registered[cls] = Family(query, key, value, output, heads, kv_heads, head_size, scale, rotary=rotary)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -97,12 +97,10 @@ def watch(
             record = partial(_record_multihead, calls[module])
             handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
             continue
-        queries: list[Shape] = []
-        # The queries are projected first; with the keys' shape the call is complete.
-        query, key = module.get_submodule(unit.query.path), module.get_submodule(unit.key.path)
-        if query is not key:
-            handles.append(query.register_forward_hook(_recorder(queries.append)))
-        handles.append(key.register_forward_hook(_recorder(partial(_complete, calls[module], queries))))
+        seen: dict[str, Shape] = {}
+        for role, path in {"queries": unit.query.path, "keys": unit.key.path}.items():
+            record = partial(_record_projection, calls[module], seen, role)
+            handles.append(module.get_submodule(path).register_forward_hook(record))
     return calls, handles
 
 
@@ -175,16 +173,15 @@ def _record_multihead(
     calls.append(AttentionCall(batch, queries, _batch_and_length(given["key"].shape, bool(module.batch_first))[1]))
 
 
-def _recorder(note: Callable[[Shape], object]) -> Callable[[nn.Module, Any, Tensor], None]:
-    def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        note(tuple(output.shape))
-
-    return record
-
-
-def _complete(calls: list[AttentionCall], queries: list[Shape], keys: Shape) -> None:
-    batch, length = _batch_and_length(queries.pop() if queries else keys, True)
-    calls.append(AttentionCall(batch, length, keys[-2]))
+def _record_projection(
+    calls: list[AttentionCall], seen: dict[str, Shape], role: str, module: nn.Module, inputs: Any, output: Tensor
+) -> None:
+    """Note the shape of the projected queries or keys; with both, whichever comes first, a call is complete."""
+    seen[role] = tuple(output.shape)
+    if len(seen) == 2:
+        batch, length = _batch_and_length(seen["queries"], batch_first=True)
+        calls.append(AttentionCall(batch, length, seen["keys"][-2]))
+        seen.clear()
 
 
 def _batch_and_length(shape: Sequence[int], batch_first: bool) -> tuple[int, int]:

@@ -144,6 +144,16 @@ def test_the_five_lines_filled_in_are_all_it_takes(
     assert (padded(fz.compose(small)) - padded(small)).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize(("argument", "name"), [("query", 3), ("heads", ""), ("heads", None), ("head_size", 8)])
+def test_names_that_are_none_are_refused_when_they_are_registered(argument: str, name: Any) -> None:
+    names = {"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out", "heads": "heads", argument: name}
+    with pytest.raises(
+        ValueError, match=f"{argument} must be the dotted name of an attribute of UnknownAttention, got"
+    ):
+        fz.register_attention(UnknownAttention, **names)
+    assert UnknownAttention not in _registered
+
+
 class ThreeLinears(nn.Module):
     def __init__(self) -> None:
         super().__init__()

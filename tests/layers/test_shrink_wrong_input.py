@@ -96,6 +96,8 @@ def not_finite() -> nn.Module:
         (BERT.make, {"rank_scale": {"qk": 0.5}}, "rank_scale must name each of forms"),
         (BERT.make, {"forms": ("vo",)}, 'forms must be a list of "qk" and "ov"'),
         (BERT.make, {"forms": "qk"}, 'forms must be a list of "qk" and "ov"'),
+        (BERT.make, {"forms": 3}, 'forms must be a list of "qk" and "ov"'),
+        (BERT.make, {"forms": [["qk"]]}, 'forms must be a list of "qk" and "ov"'),
         (BERT.make, {"forms": ()}, 'forms must be a list of "qk" and "ov"'),
         (BERT.make, {"init": "best"}, "init must be one of"),
         (LLAMA.make, {}, r'rotary embeddings turn queries and keys.*use forms=\("ov",\)'),
