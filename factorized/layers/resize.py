@@ -16,8 +16,6 @@ from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
 from factorized.planning.plan import PlanEntry
 
-_KEPT_OFF = "nested_before_shrinking"  # the mark of an encoder that took nested tensors before its attention could not
-
 
 def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
     """Return a module like the unit's with heads of these sizes, holding ``matrices``; None leaves them unfilled.
@@ -56,27 +54,6 @@ def attention_difference(entry: PlanEntry, modules: Mapping[str, nn.Module]) -> 
     unit = found.unit
     has = (unit.query.heads, unit.head_size)
     return None if has == entry.shape else f"{entry.name} has {has[0]} heads of {has[1]}, not {entry.shape}"
-
-
-def keep_off_nested_tensors(model: nn.Module) -> None:
-    """Keep torch's encoders that hold shrunken attention off the path for nested tensors, which it cannot take."""
-    for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and _holds_shrunken(encoder):
-            encoder.use_nested_tensor = False
-            encoder.__dict__[_KEPT_OFF] = True
-
-
-def allow_nested_tensors(model: nn.Module) -> None:
-    """Give that path back to encoders that were kept off it and hold no shrunken attention any more."""
-    for encoder in model.modules():
-        if not isinstance(encoder, nn.TransformerEncoder) or _holds_shrunken(encoder):
-            continue
-        if encoder.__dict__.pop(_KEPT_OFF, False):
-            encoder.use_nested_tensor = True
-
-
-def _holds_shrunken(encoder: nn.Module) -> bool:
-    return any(isinstance(module, ShrunkenMultiheadAttention) for module in encoder.modules())
 
 
 def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> nn.Module:

@@ -14,9 +14,9 @@ from factorized.layers.attention import check_finite, spectral_matrices, write_m
 from factorized.layers.draw import Init, check_init
 from factorized.layers.swap import build_layers, install, refuse_wrapped
 from factorized.planning.assemble import attention_plan
-from factorized.planning.attention import why_tied
 from factorized.planning.plan import Plan
 from factorized.planning.select import find_candidates
+from factorized.planning.shrinkable import why_tied
 
 
 def factorize_attention(

@@ -16,7 +16,7 @@ from factorized.adapters.family import is_transposed
 from factorized.adapters.table import Found, adapter_of, find_attention
 from factorized.adapters.unit import AttentionUnit, FormKind
 from factorized.maths.kernel import KernelShape, Kind
-from factorized.planning.attention import HOOKS, why_not_shrunken, why_tied
+from factorized.planning.shrinkable import HOOKS, why_not_shrunken, why_tied
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 Pattern = str | type[nn.Module]
