@@ -84,10 +84,10 @@ def register_attention(
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"cls must be a class of nn.Module, got {cls!r}")
-    needed = {"query": query, "key": key, "value": value, "output": output, "heads": heads}
+    names = {"query": query, "key": key, "value": value, "output": output, "heads": heads}
     optional = {"kv_heads": kv_heads, "head_size": head_size, "scale": scale}
-    for argument, name in (needed | {key: name for key, name in optional.items() if name is not None}).items():
-        if not isinstance(name, str) or not name:
+    for argument, name in {**names, **optional}.items():
+        if not (isinstance(name, str) and name) and not (argument in optional and name is None):
             raise ValueError(f"{argument} must be the dotted name of an attribute of {cls.__name__}, got {name!r}")
     _registered[cls] = Family(query, key, value, output, heads, kv_heads, head_size, scale, rotary=rotary)
 
@@ -103,11 +103,10 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 def looks_like_attention(module: nn.Module) -> bool:
     """Say whether a class is called attention and holds projections, and nothing inside it is attention instead."""
-    linears = len(_linears(module))
-    if linears < 2 or not any(word in type(module).__name__.lower() for word in CALLED):
+    if not any(word in type(module).__name__.lower() for word in CALLED):
         return False
-    inside = [child for child in module.modules() if child is not module]
-    if any(adapter_of(child) is not None for child in inside):
+    linears, inside = len(_linears(module)), [child for child in module.modules() if child is not module]
+    if linears < 2 or any(adapter_of(child) is not None for child in inside):
         return False
     return all(_lacks_output(child, linears) for child in inside if looks_like_attention(child))
 

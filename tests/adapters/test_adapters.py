@@ -216,6 +216,7 @@ def test_what_cannot_be_read_is_left_out_of_the_forms_and_explained_in_the_plan(
     [
         ({"heads": "number"}, "it has no number"),
         ({"query": "q"}, "it has no q"),
+        ({"scale": "scaling"}, "it has no scaling"),
         ({"heads": "qkv"}, "not a number of heads"),
     ],
 )
