@@ -74,10 +74,14 @@ def plain_size(unit: AttentionUnit) -> int:
 
 def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn.Module:
     new.train(old.module.training)
+    trains: dict[nn.Parameter, bool] = {}  # a packed parameter does if one of those that go into it did
     for part, was in zip(_read(new).projections, old.projections, strict=True):
-        part.weight.requires_grad_(was.weight.requires_grad)
+        trains[part.weight] = trains.get(part.weight, False) or was.weight.requires_grad
         if part.bias is not None:
-            part.bias.requires_grad_(was.bias.requires_grad if was.bias is not None else was.weight.requires_grad)
+            like = was.weight if was.bias is None else was.bias
+            trains[part.bias] = trains.get(part.bias, False) or like.requires_grad
+    for parameter, does in trains.items():
+        parameter.requires_grad_(does)
     if matrices is not None and not old.query.weight.is_meta:
         write_matrices(_read(new), matrices)
     return new

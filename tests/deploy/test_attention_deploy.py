@@ -159,3 +159,13 @@ def test_a_shared_attention_module_is_saved_and_comes_back_shared(tmp_path: Path
     assert loaded[0] is loaded[1]
     for plain in (fz.compose(loaded), fz.lower(loaded)):
         assert plain[0] is plain[1]
+
+
+@pytest.mark.parametrize("frozen", [("q_proj",), ("v_proj",), ("q_proj", "k_proj", "v_proj")])
+def test_a_packed_weight_stays_frozen_only_if_all_that_goes_into_it_is(frozen: tuple[str, ...]) -> None:
+    model = fz.factorize_attention(nn.MultiheadAttention(8, 2))
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    dense = fz.compose(model)
+    assert dense.in_proj_weight.requires_grad == dense.in_proj_bias.requires_grad == (len(frozen) < 3)
+    assert dense.out_proj.weight.requires_grad
