@@ -46,6 +46,8 @@ class Family:
         before_key = queries if self.key == self.query else 0
         before_value = (queries if self.value == self.query else 0) + (keys if self.value == self.key else 0)
         self._check_whole(module, heads, size)
+        for path in filter(None, (self.scale, self.all_heads)):
+            attribute(module, path)  # a scale that ``forward`` finds elsewhere would follow the head size
         unit = AttentionUnit(
             module=module,
             query=_projection(module, self.query, heads, qk, 0),

@@ -35,7 +35,7 @@ _registered: dict[type[nn.Module], Adapter] = {}  # filled by calls of ``registe
 CALLED = ("attention", "attn", "mha")  # words in the names of classes that are attention
 FIVE_LINES = """fz.register_attention(
     {name},
-    query="...", key="...", value="...", output="...",  # its four linears
+    query="...", key="...", value="...", output="...",  # of its linears: {linears}
     heads="...",  # its attribute with the number of heads
 )"""
 
@@ -69,7 +69,8 @@ def register_attention(
 
     Args:
         cls: the attention class.
-        query: its ``nn.Linear``; the same name for ``query``, ``key`` and ``value`` means one that packs them.
+        query: its ``nn.Linear``; the same name for ``query``, ``key`` and ``value`` means one that packs them: all
+            queries first, then all keys, then all values, and not head by head.
         key: likewise.
         value: likewise.
         output: the linear after the heads.
@@ -78,10 +79,16 @@ def register_attention(
         head_size: the attribute that ``forward`` splits heads by. Given with ``scale``, shrunken heads are narrower
             everywhere; otherwise they are padded between the projections, which shrinks the weights alone.
         scale: the attribute with the softmax scale; leave it out where ``forward`` computes the scale itself.
-        rotary: whether queries and keys are turned by their positions.
+        rotary: whether queries and keys are turned by their positions, or changed in another way between the two
+            matrices (a norm), so that QK is no single form.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"cls must be a class of nn.Module, got {cls!r}")
+    names = {"query": query, "key": key, "value": value, "output": output, "heads": heads}
+    optional = {"kv_heads": kv_heads, "head_size": head_size, "scale": scale}
+    for argument, name in {**names, **optional}.items():
+        if not (isinstance(name, str) and name) and not (argument in optional and name is None):
+            raise ValueError(f"{argument} must be the dotted name of an attribute of {cls.__name__}, got {name!r}")
     _registered[cls] = Family(query, key, value, output, heads, kv_heads, head_size, scale, rotary=rotary)
 
 
@@ -98,10 +105,26 @@ def looks_like_attention(module: nn.Module) -> bool:
     """Say whether a class is called attention and holds projections, and nothing inside it is attention instead."""
     if not any(word in type(module).__name__.lower() for word in CALLED):
         return False
-    inside = [child for child in module.modules() if child is not module]
-    if any(adapter_of(child) is not None or looks_like_attention(child) for child in inside):
+    linears, inside = len(_linears(module)), [child for child in module.modules() if child is not module]
+    if linears < 2 or any(adapter_of(child) is not None for child in inside):
         return False
-    return sum(isinstance(child, nn.Linear) or is_transposed(child) for child in inside) >= 2
+    return all(_lacks_output(child, linears) for child in inside if looks_like_attention(child))
+
+
+def _lacks_output(inner: nn.Module, linears: int) -> bool:
+    """Say whether ``inner``, called attention too, leaves the output to the module around it, as in BERT's offspring.
+
+    The module around it then has one linear more. Two and four linears are whole by themselves: packed inputs and an
+    output, or three and an output.
+    """
+    count = len(_linears(inner))
+    return count not in (2, 4) and linears == count + 1
+
+
+def _linears(module: nn.Module) -> list[str]:
+    """Return the dotted names of the linear layers inside ``module``."""
+    children = module.named_modules()
+    return [name for name, child in children if name and (isinstance(child, nn.Linear) or is_transposed(child))]
 
 
 def read_attention(name: str, module: nn.Module) -> Found | None:
@@ -123,8 +146,11 @@ def find_attention(model: nn.Module) -> Iterator[Found]:
             continue
         found = read_attention(name, module)
         if found is None and looks_like_attention(module):
-            call = FIVE_LINES.format(name=type(module).__name__)
-            found = Found(name, module, None, f"nobody registered {type(module).__qualname__}; do so with\n{call}")
+            cls = type(module)
+            call = FIVE_LINES.format(name=cls.__name__, linears=", ".join(_linears(module)))
+            found = Found(
+                name, module, None, f"nobody registered {cls.__qualname__} of {cls.__module__}; do so with\n{call}"
+            )
         if found is not None:
             inside.append(name)
             yield found

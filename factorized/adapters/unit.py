@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,6 +108,11 @@ class AttentionUnit:
         """
         view = projection.view(tensor)
         return view if self.groups == 1 else view.unflatten(0, (self.key.heads, -1))
+
+
+def are_kinds(given: object) -> bool:
+    """Say whether an argument that should name forms is a collection of their kinds; it may be empty."""
+    return isinstance(given, Collection) and not isinstance(given, str) and all(kind in KINDS for kind in given)
 
 
 def shrunken_note(module: nn.Module) -> Shrunken | None:

@@ -16,6 +16,7 @@ from factorized.decay.forms import Factor, forms, unread_attention
 from factorized.decay.guard import check_attachable, composed_layers
 from factorized.decay.rest import decay_rest
 from factorized.decay.strength import Number, Strength, check_readable, check_strength, decayed_forms, strengths
+from factorized.maths.frobenius import computable
 
 
 class FrobeniusDecay:
@@ -56,7 +57,7 @@ class FrobeniusDecay:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; for a loss of your own, or to log."""
         found = self._decayed or self.forms[:1]
         numbers = strengths(self.strength, found, self.steps)
-        norms = [form.norm_squared(form.values).sum() for form in found]
+        norms = [form.norm_squared([computable(value) for value in form.values]).sum() for form in found]
         return torch.stack([number * norm / 2 for number, norm in zip(numbers, norms, strict=True)]).sum()
 
     def apply_(self, lr: Number | None = None) -> None:

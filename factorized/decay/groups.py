@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from factorized.adapters.unit import KINDS
+from factorized.adapters.unit import are_kinds
 from factorized.decay.forms import AnyForm, factor_parameters, forms, is_attention
 from factorized.decay.rest import REST_DECAY, packed_parameters
 
@@ -43,7 +43,7 @@ def parameter_groups(
     """
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay!r}")
-    if isinstance(attention, str) or not set(attention) <= set(KINDS):
+    if not are_kinds(attention):
         raise ValueError(f'attention must be a list of "ov" and "qk", got {attention!r}')
     chosen = [f for f in forms(model) if not is_attention(f) or (f.kind in attention and not crs)]
     owners = factor_parameters(chosen)

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.act import Arguments, act_before_update, gradient_of, learning_rates
-from factorized.decay.batch import computable
 from factorized.decay.forms import AnyForm, TensorForm, forms, unread_attention
 from factorized.decay.guard import check_attachable
 from factorized.decay.strength import Number, check_number, unless_named
+from factorized.maths.frobenius import computable
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
 
 

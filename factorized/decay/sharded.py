@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from factorized.decay.forms import Factor, Form
 from factorized.decay.local import first_row
+from factorized.maths.frobenius import computable
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -36,7 +37,7 @@ class Sharded:
         result = []
         for index, form in enumerate(self.members):
             left, right = grams[2 * index], grams[2 * index + 1]  # (groups, r, r)
-            inner = [whole(factor).unflatten(0, (left.shape[0], -1)) for factor in form.middle]
+            inner = [computable(whole(factor)).unflatten(0, (left.shape[0], -1)) for factor in form.middle]
             rights = [right]  # of M_{j+1}…M_d Vᵀ
             for M in reversed(inner):
                 rights.append(M @ rights[-1] @ M.mT)
@@ -62,7 +63,7 @@ def _summed_grams(factors: Sequence[Factor]) -> list[Tensor]:
 
 def _group_rows(factor: Factor) -> list[Tensor]:
     """Return this rank's rows of a factor, by group; groups that this rank has nothing of are empty."""
-    local, start = factor.value, first_row(factor.parameter)
+    local, start = computable(factor.value), first_row(factor.parameter)
     size = factor.parameter.shape[0] // factor.batch
     rows = []
     for group in range(factor.batch):

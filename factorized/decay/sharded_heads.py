@@ -13,6 +13,7 @@ from factorized.adapters.unit import Projection
 from factorized.decay.forms import Factor, Form
 from factorized.decay.local import first_row
 from factorized.decay.sharded import shard_group
+from factorized.maths.frobenius import computable
 
 
 class ShardedHeads:
@@ -63,7 +64,7 @@ def _by_head(factor: Factor, whole: Tensor | None) -> Tensor:  # (heads, long or
         local = factor.parameter.detach()
         assert isinstance(local, DTensor)
         whole = local.to_local()
-    return _projection(factor).view(whole)
+    return computable(_projection(factor).view(whole))
 
 
 def _for_heads(

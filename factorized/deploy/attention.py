@@ -12,7 +12,8 @@ from factorized.adapters.unit import KINDS, AttentionUnit
 from factorized.deploy.state import Shapes, named_slots
 from factorized.layers.attention import padded_matrices, spectral_matrices, write_matrices
 from factorized.layers.multihead import ShrunkenMultiheadAttention
-from factorized.layers.resize import allow_nested_tensors, plain_module
+from factorized.layers.nested import allow_nested_tensors
+from factorized.layers.resize import plain_module
 from factorized.layers.swap import replace_module
 from factorized.planning.attention import AttentionCost
 from factorized.planning.plan import PlanEntry

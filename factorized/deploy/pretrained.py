@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     if config is None or not callable(getattr(config, "save_pretrained", None)):
         raise ValueError(f"{type(inside).__name__} has no config of transformers; use fz.save(model, folder)")
     save(model, folder)
+    config = deepcopy(config)  # as transformers writes it, which also says what the weights are and whose
+    config.dtype, config.architectures = _widest_type(inside), [type(inside).__name__]
     config.save_pretrained(folder)
     if getattr(inside, "generation_config", None) is not None:
         inside.generation_config.save_pretrained(folder)
@@ -35,7 +41,8 @@ def from_pretrained(
 ) -> nn.Module:
     """Return the model that ``fz.save_pretrained`` wrote: ``cls`` built from its config, factorized anew, and filled.
 
-    ``cls`` is a model class of transformers, such as ``BertForMaskedLM``, or an auto class.
+    ``cls`` is a model class of transformers, such as ``BertForMaskedLM``, or an auto class. The model is of the type it
+    was saved in unless ``dtype`` says otherwise, and in evaluation mode.
     """
     path = Path(folder)
     if not (path / "config.json").is_file() or not (path / MANIFEST).is_file():
@@ -44,13 +51,31 @@ def from_pretrained(
         )
     from transformers import AutoConfig, GenerationConfig
 
-    if getattr(cls, "config_class", None) is not None:
-        model = cls(cls.config_class.from_pretrained(path))
-    elif callable(getattr(cls, "from_config", None)):
-        model = cls.from_config(AutoConfig.from_pretrained(path))
-    else:
+    is_model = getattr(cls, "config_class", None) is not None
+    if not (is_model or callable(getattr(cls, "from_config", None))):
         raise ValueError(f"cls must be a model class of transformers, got {cls!r}")
-    filled = load(path, model, device=device, dtype=dtype).eval()
+    config = (cls.config_class if is_model else AutoConfig).from_pretrained(path)
+    dtype = dtype or config.dtype or torch.get_default_dtype()
+    # Built in that type and not cast to it: rotary frequencies and the like stay in float32, as transformers has them.
+    with _default_type(dtype):
+        model = cls(config) if is_model else cls.from_config(config, dtype=dtype)
+    filled = load(path, model, device=device).eval()
     if (path / GENERATION).is_file():
         filled.generation_config = GenerationConfig.from_pretrained(path)  # type: ignore[assignment]
     return filled
+
+
+def _widest_type(model: nn.Module) -> torch.dtype:
+    """Return the type that holds every parameter of ``model`` as it is."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return reduce(torch.promote_types, found)
+
+
+@contextmanager
+def _default_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from factorized.decay.batch import computable
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
+from factorized.maths.frobenius import computable
 from factorized.maths.kernel import KernelShape, grouped, to_matrix
 from factorized.maths.spectral import factor_spectrum
 

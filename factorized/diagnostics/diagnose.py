@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from factorized.decay.batch import computable
 from factorized.decay.forms import AnyForm, TensorForm, forms
+from factorized.maths.frobenius import computable
 from factorized.maths.spectral import factor_spectrum
 
 

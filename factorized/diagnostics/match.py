@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.batch import computable
 from factorized.decay.forms import AnyForm, forms
+from factorized.maths.frobenius import computable
 
 Norms = dict[str, float]  # by form name
 

@@ -1,4 +1,4 @@
-"""The matrices of an attention module at other head sizes, and the module that holds them."""
+"""The matrices of an attention module, read, written, and at other head sizes."""
 
 from __future__ import annotations
 

@@ -70,15 +70,22 @@ class ShrunkenMultiheadAttention(nn.Module):
         """Attend, as ``nn.MultiheadAttention`` does."""
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is a hint about attn_mask: give that mask as well, as to nn.MultiheadAttention")
-        is_batched = query.dim() == 3
+        is_batched = _is_batched(query, key, value)
         if not is_batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        if not key.shape[:-1] == value.shape[:-1] == (query.shape[0], key.shape[1]):
+            raise ValueError(
+                "query, key and value must be of one batch, and key and value of one length, got "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)} with the batch first"
+            )
         q, k, v = self._by_head(self.q_proj(query)), self._by_head(self.k_proj(key)), self._by_head(self.v_proj(value))
-        only_causal = is_causal and key_padding_mask is None and not (need_weights or self.add_zero_attn)
-        mask = None if only_causal else self._merged(attn_mask, key_padding_mask, q)
+        mask = self._merged(attn_mask, key_padding_mask, q, k)
+        # As in nn.MultiheadAttention: the hint then counts, and not the mask, for a zero to attend to as well.
+        only_causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if only_causal else mask
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
             mask = None if mask is None else F.pad(mask, (0, 1))
@@ -105,13 +112,22 @@ class ShrunkenMultiheadAttention(nn.Module):
     ) -> Tensor:  # (N, heads, length, size)
         return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _merged(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Return both masks as one that is added to the scores (N or 1, heads or 1, L or 1, S)."""
+    def _merged(
+        self,
+        attn_mask: Tensor | None,
+        padding: Tensor | None,
+        q: Tensor,  # (N, heads, L, qk_size)
+        k: Tensor,  # (N, heads, S, qk_size)
+    ) -> Tensor | None:  # (N or 1, heads or 1, L or 1, S)
+        """Return both masks as one that is added to the scores."""
+        (batch, heads, queries, _), keys = q.shape, k.shape[2]
         masks = []
         if attn_mask is not None:
+            _check_mask("attn_mask", attn_mask, (queries, keys), (batch * heads, queries, keys))
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
             masks.append(_added(attn_mask, q.dtype))
         if padding is not None:
+            _check_mask("key_padding_mask", padding, (batch, keys))
             masks.append(_added(padding[:, None, None, :], q.dtype))
         return masks[0] if len(masks) == 1 else masks[0] + masks[1] if masks else None
 
@@ -119,6 +135,27 @@ class ShrunkenMultiheadAttention(nn.Module):
         """Show the sizes."""
         note = self.shrunken
         return f"{self.embed_dim}, heads={self.num_heads}, qk={note.qk}, ov={note.ov} of {note.head_size}"
+
+
+def _is_batched(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    dims = query.dim()
+    if dims not in (2, 3) or not dims == key.dim() == value.dim():
+        raise ValueError(
+            "query, key and value must have three dimensions each, or two without a batch, got "
+            f"{dims}, {key.dim()} and {value.dim()}"
+        )
+    return dims == 3
+
+
+def _check_mask(name: str, mask: Tensor, *allowed: tuple[int, ...]) -> None:
+    """Raise where adding ``mask`` to the scores would broadcast, or mean something else, in silence."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"{name} must be bool (True: not attended to) or floating point (added to the scores), got "
+            f"{str(mask.dtype).removeprefix('torch.')}; of ones where attention is allowed, give mask == 0"
+        )
+    if tuple(mask.shape) not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {tuple(mask.shape)}")
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

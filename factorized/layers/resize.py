@@ -16,8 +16,6 @@ from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
 from factorized.planning.plan import PlanEntry
 
-_KEPT_OFF = "nested_before_shrinking"  # the mark of an encoder that took nested tensors before its attention could not
-
 
 def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
     """Return a module like the unit's with heads of these sizes, holding ``matrices``; None leaves them unfilled.
@@ -58,27 +56,6 @@ def attention_difference(entry: PlanEntry, modules: Mapping[str, nn.Module]) -> 
     return None if has == entry.shape else f"{entry.name} has {has[0]} heads of {has[1]}, not {entry.shape}"
 
 
-def keep_off_nested_tensors(model: nn.Module) -> None:
-    """Keep torch's encoders that hold shrunken attention off the path for nested tensors, which it cannot take."""
-    for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and _holds_shrunken(encoder):
-            encoder.use_nested_tensor = False
-            encoder.__dict__[_KEPT_OFF] = True
-
-
-def allow_nested_tensors(model: nn.Module) -> None:
-    """Give that path back to encoders that were kept off it and hold no shrunken attention any more."""
-    for encoder in model.modules():
-        if not isinstance(encoder, nn.TransformerEncoder) or _holds_shrunken(encoder):
-            continue
-        if encoder.__dict__.pop(_KEPT_OFF, False):
-            encoder.use_nested_tensor = True
-
-
-def _holds_shrunken(encoder: nn.Module) -> bool:
-    return any(isinstance(module, ShrunkenMultiheadAttention) for module in encoder.modules())
-
-
 def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> nn.Module:
     """Return the plain module of a shrunken unit: one head ``size`` for all, which must be the dense one for some."""
     if isinstance(unit.module, ShrunkenMultiheadAttention):
@@ -97,10 +74,14 @@ def plain_size(unit: AttentionUnit) -> int:
 
 def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn.Module:
     new.train(old.module.training)
+    trains: dict[nn.Parameter, bool] = {}  # a packed parameter does if one of those that go into it did
     for part, was in zip(_read(new).projections, old.projections, strict=True):
-        part.weight.requires_grad_(was.weight.requires_grad)
+        trains[part.weight] = trains.get(part.weight, False) or was.weight.requires_grad
         if part.bias is not None:
-            part.bias.requires_grad_(was.bias.requires_grad if was.bias is not None else was.weight.requires_grad)
+            like = was.weight if was.bias is None else was.bias
+            trains[part.bias] = trains.get(part.bias, False) or like.requires_grad
+    for parameter, does in trains.items():
+        parameter.requires_grad_(does)
     if matrices is not None and not old.query.weight.is_meta:
         write_matrices(_read(new), matrices)
     return new

@@ -9,13 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from factorized.adapters.table import Found, find_attention
-from factorized.adapters.unit import KINDS, AttentionUnit, FormKind
+from factorized.adapters.unit import KINDS, AttentionUnit, FormKind, are_kinds
 from factorized.layers.attention import check_finite, spectral_matrices, write_matrices
 from factorized.layers.draw import Init, check_init
 from factorized.layers.swap import build_layers, install, refuse_wrapped
 from factorized.planning.assemble import attention_plan
 from factorized.planning.plan import Plan
 from factorized.planning.select import find_candidates
+from factorized.planning.shrinkable import why_tied
 
 
 def factorize_attention(
@@ -60,6 +61,10 @@ def spectral_init_attention(model: nn.Module, forms: Sequence[FormKind] = KINDS)
     """
     kinds = _checked_forms(forms)
     units = _units(model, kinds)
+    tied = why_tied(model, units.values())
+    for name, unit in units.items():
+        if unit.module in tied:
+            raise ValueError(f"{name or 'the model'}: {tied[unit.module]}. Nothing was changed")
     new = {
         name: spectral_matrices(unit, unit.query.head_size, unit.value.head_size, kinds, may_add_bias=False)
         for name, unit in units.items()
@@ -70,7 +75,7 @@ def spectral_init_attention(model: nn.Module, forms: Sequence[FormKind] = KINDS)
 
 
 def _checked_forms(forms: Sequence[FormKind]) -> tuple[FormKind, ...]:
-    if isinstance(forms, str) or not forms or not set(forms) <= set(KINDS):
+    if not are_kinds(forms) or not forms:
         raise ValueError(f'forms must be a list of "qk" and "ov", or one of them, got {forms!r}')
     return tuple(kind for kind in KINDS if kind in forms)
 

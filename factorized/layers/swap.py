@@ -17,7 +17,8 @@ from factorized.layers.conv import FactorizedConv, FactorizedConv1d, FactorizedC
 from factorized.layers.draw import Init, check_init
 from factorized.layers.embedding import FactorizedEmbedding
 from factorized.layers.linear import FactorizedLinear
-from factorized.layers.resize import attention_difference, build_attention, keep_off_nested_tensors
+from factorized.layers.nested import keep_off_nested_tensors
+from factorized.layers.resize import attention_difference, build_attention
 from factorized.layers.tensor_conv import TensorizedConv2d
 from factorized.layers.tensor_linear import TensorizedLinear
 from factorized.layers.transposed import FactorizedTransposedLinear

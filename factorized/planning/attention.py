@@ -1,8 +1,8 @@
-"""Attention as one unit of a plan: what it costs at a head size, and why it cannot be shrunken where it cannot."""
+"""Attention as one unit of a plan: what it costs at a head size, by count or by calls, and its spectrum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -18,7 +18,6 @@ from factorized.maths.folding import Rank
 from factorized.maths.spectral import factor_spectrum
 
 Shape = tuple[int, ...]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # lost with a module
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,10 @@ def watch(
             record = partial(_record_multihead, calls[module])
             handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
             continue
-        queries: list[Shape] = []
-        # The queries are projected first; with the keys' shape the call is complete.
-        query, key = module.get_submodule(unit.query.path), module.get_submodule(unit.key.path)
-        if query is not key:
-            handles.append(query.register_forward_hook(_recorder(queries.append)))
-        handles.append(key.register_forward_hook(_recorder(partial(_complete, calls[module], queries))))
+        seen: dict[str, Shape] = {}
+        for role, path in {"queries": unit.query.path, "keys": unit.key.path}.items():
+            record = partial(_record_projection, calls[module], seen, role)
+            handles.append(module.get_submodule(path).register_forward_hook(record))
     return calls, handles
 
 
@@ -125,23 +122,6 @@ def attention_spectrum(name: str, unit: AttentionUnit, kinds: Sequence[FormKind]
     return total
 
 
-def why_not_shrunken(unit: AttentionUnit, owners: Mapping[nn.Parameter, Sequence[str]]) -> str | None:
-    """Return why the heads of ``unit`` cannot be shrunken, or None. ``owners`` are the names of shared parameters."""
-    module = unit.module
-    if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention:
-        return f"{type(module).__name__} is not MultiheadAttention itself, and a replacement would lose its forward"
-    if "forward" in module.__dict__:
-        return "its forward was replaced, and a copy would call the old one"
-    changed = [module.get_submodule(p.path) for p in unit.projections]
-    if any(getattr(layer, hooks) for layer in changed for hooks in HOOKS):
-        return "its projections have hooks that replacements would lose"
-    for projection in unit.projections:
-        shared = owners.get(projection.weight)
-        if shared:
-            return f"its weights are tied: {' and '.join(shared)} are one"
-    return None
-
-
 def _record_multihead(
     calls: list[AttentionCall], module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Any]
 ) -> None:
@@ -150,16 +130,15 @@ def _record_multihead(
     calls.append(AttentionCall(batch, queries, _batch_and_length(given["key"].shape, bool(module.batch_first))[1]))
 
 
-def _recorder(note: Callable[[Shape], object]) -> Callable[[nn.Module, Any, Tensor], None]:
-    def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        note(tuple(output.shape))
-
-    return record
-
-
-def _complete(calls: list[AttentionCall], queries: list[Shape], keys: Shape) -> None:
-    batch, length = _batch_and_length(queries.pop() if queries else keys, True)
-    calls.append(AttentionCall(batch, length, keys[-2]))
+def _record_projection(
+    calls: list[AttentionCall], seen: dict[str, Shape], role: str, module: nn.Module, inputs: Any, output: Tensor
+) -> None:
+    """Note the shape of the projected queries or keys; with both, whichever comes first, a call is complete."""
+    seen[role] = tuple(output.shape)
+    if len(seen) == 2:
+        batch, length = _batch_and_length(seen["queries"], batch_first=True)
+        calls.append(AttentionCall(batch, length, seen["keys"][-2]))
+        seen.clear()
 
 
 def _batch_and_length(shape: Sequence[int], batch_first: bool) -> tuple[int, int]:

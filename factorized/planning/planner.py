@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from factorized.adapters.unit import KINDS, FormKind
+from factorized.adapters.unit import KINDS, FormKind, are_kinds
 from factorized.maths.folding import Rank
 from factorized.planning.assemble import Cost, Tied, assemble, cost_of
 from factorized.planning.attention import AttentionCost
@@ -96,7 +96,7 @@ def plan(
 def _read_attention(scheme: Scheme, attention: bool | Sequence[FormKind]) -> tuple[FormKind, ...]:
     if isinstance(attention, bool):
         kinds = KINDS if attention else ()
-    elif isinstance(attention, str) or not set(attention) <= set(KINDS):
+    elif not are_kinds(attention):
         raise ValueError(f'attention must be True, False or a list of "qk" and "ov", got {attention!r}')
     else:
         kinds = tuple(kind for kind in KINDS if kind in attention)

@@ -16,7 +16,7 @@ from factorized.adapters.family import is_transposed
 from factorized.adapters.table import Found, adapter_of, find_attention
 from factorized.adapters.unit import AttentionUnit, FormKind
 from factorized.maths.kernel import KernelShape, Kind
-from factorized.planning.attention import HOOKS, why_not_shrunken
+from factorized.planning.shrinkable import HOOKS, why_not_shrunken, why_tied
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 Pattern = str | type[nn.Module]
@@ -75,10 +75,12 @@ def find_candidates(
 def _walk(model: nn.Module, kind: Kind, include: Sequence[Pattern] | None) -> list[Candidate]:
     names: dict[nn.Module, list[str]] = {}
     units: list[str] = []  # modules that are one thing, whose parts are not layers of their own
+    parts: dict[nn.Module, str] = {}
     known = {found.module: found for found in find_attention(model)}
     strange = {found.name: found.module for found in known.values() if adapter_of(found.module) is None}
     for name, module in model.named_modules(remove_duplicate=False):
         if any(name.startswith(f"{unit}.") or unit == "" for unit in units):
+            parts.setdefault(module, name)
             continue
         is_unit = _is_factorized(module) or (module in known and module not in strange.values())
         if is_unit:
@@ -86,6 +88,9 @@ def _walk(model: nn.Module, kind: Kind, include: Sequence[Pattern] | None) -> li
         if is_unit or _has_weight_matrix(module):
             names.setdefault(module, []).append(name)
     candidates = [_inspect(module, found, kind, known.get(module)) for module, found in names.items()]
+    for candidate in candidates:
+        if candidate.module in parts:
+            candidate.reason = f"is {parts[candidate.module]} as well, which is no layer of its own"
     for outer, module in strange.items():
         _spare_inside(candidates, outer, type(module).__name__, include)
     return candidates
@@ -104,11 +109,7 @@ def _spare_inside(candidates: list[Candidate], outer: str, attention: str, inclu
 
 def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequence[FormKind]) -> None:
     """Say which forms of every attention module are shrunken, or why none is."""
-    owners = {
-        module._parameters[key]: [f"{name}.{key}" for name, key in places]
-        for places in _shared_parameters(model)
-        for module, key in [(model.get_submodule(places[0][0]), places[0][1])]
-    }
+    tied = why_tied(model, [candidate.unit for candidate in candidates if candidate.unit is not None])
     for candidate in candidates:
         unit = candidate.unit
         if unit is None or candidate.reason is not None:
@@ -121,7 +122,7 @@ def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequ
         elif not candidate.kinds:
             candidate.reason = "rotary embeddings turn its queries and keys, so that QK is no single form"
         else:
-            candidate.reason = why_not_shrunken(unit, owners)  # type: ignore[arg-type]
+            candidate.reason = why_not_shrunken(unit) or tied.get(unit.module)
 
 
 def _is_factorized(module: nn.Module) -> bool:

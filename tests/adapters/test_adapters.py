@@ -108,27 +108,6 @@ def test_a_module_at_two_places_gives_its_forms_once() -> None:
     assert len(fz.forms(nn.ModuleList([module, module]))) == 2
 
 
-class UnknownAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(8, 8) for _ in range(4))
-
-
-@pytest.mark.parametrize("call", [fz.factorize_attention, fz.spectral_init_attention])
-def test_a_class_nobody_registered_is_named_with_the_five_lines(call: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), UnknownAttention())
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match="nobody registered") as raised:
-        call(model)
-    text = str(raised.value)
-    assert text.startswith("1: ")
-    call_text = text[text.index("fz.register_attention(") : text.index(")\n") + 1]
-    assert "UnknownAttention," in call_text
-    assert len(call_text.splitlines()) == 5
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert fz.forms(model) == []
-
-
 def test_a_model_without_attention_says_so() -> None:
     with pytest.raises(ValueError, match="Linear holds no attention"):
         fz.factorize_attention(nn.Linear(4, 4))
@@ -237,6 +216,7 @@ def test_what_cannot_be_read_is_left_out_of_the_forms_and_explained_in_the_plan(
     [
         ({"heads": "number"}, "it has no number"),
         ({"query": "q"}, "it has no q"),
+        ({"scale": "scaling"}, "it has no scaling"),
         ({"heads": "qkv"}, "not a number of heads"),
     ],
 )

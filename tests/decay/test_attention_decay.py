@@ -149,7 +149,7 @@ def test_the_forms_that_leave_ordinary_decay_can_be_chosen() -> None:
     assert rate(inner.query.weight, attention=("qk", "ov")) == rate(inner.value.weight, attention=("qk", "ov")) == 0
     assert rate(inner.value.weight, attention=()) == rate(inner.value.weight, crs=True) == 0.1
     assert (rate(inner.query.weight, attention=("qk",)), rate(inner.value.weight, attention=("qk",))) == (0, 0.1)
-    for wrong in ("ov", ("vo",)):
+    for wrong in ("ov", ("vo",), 3):
         with pytest.raises(ValueError, match='attention must be a list of "ov" and "qk"'):
             fz.parameter_groups(model, 0.1, attention=wrong)
     assert not any(REST_DECAY in g for g in fz.parameter_groups(TORCH[0].make(), 0.1, attention=("qk", "ov")))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -272,3 +273,12 @@ def test_the_decay_follows_a_model_that_changes_its_type() -> None:
     for parameter, wanted in zip(layers.parameters(), expected, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("model", [nn.MultiheadAttention(64, 1), fz.FactorizedLinear(64, 64, 8)])
+def test_the_penalty_of_half_parameters_is_computed_in_single_precision(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 4.0)
+    whole, half = (fz.FrobeniusDecay(twin, 2.0).penalty() for twin in (model, deepcopy(model).half()))
+    assert whole > torch.finfo(torch.float16).max
+    assert torch.equal(half, whole)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,10 @@ from tests.adapters.attention_zoo import (
     GPT2,
     HUGGING_FACE,
     LLAMA,
-    MARIAN,
     OWN,
     TORCH,
     Kind,
-    OwnAttention,
     register_own,
-    tokens,
 )
 from tests.contract import error
 
@@ -165,52 +161,11 @@ def test_a_shared_attention_module_is_saved_and_comes_back_shared(tmp_path: Path
         assert plain[0] is plain[1]
 
 
-@pytest.mark.parametrize("kind", [BERT, MARIAN, GPT2, LLAMA], ids=lambda kind: kind.name)
-@torch.no_grad()
-def test_save_pretrained_and_from_pretrained_apply_the_plan_again(kind: Kind, tmp_path: Path) -> None:
-    model = fz.factorize(kind.make(), ratio=0.7, attention=True, keep_first_and_last=False)
-    if kind is not BERT:
-        model.generation_config.max_new_tokens = 7
-    fz.save_pretrained(model, tmp_path)
-    loaded = fz.from_pretrained(type(model), tmp_path, dtype=torch.float64)
-    assert not loaded.training
-    assert type(loaded) is type(model)
-    assert torch.equal(kind.run(loaded), kind.run(model))
-    if kind is not BERT:
-        assert loaded.generation_config.max_new_tokens == 7
-
-
-def test_from_pretrained_takes_auto_classes_too(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = fz.factorize_attention(LLAMA.make(torch.float32), forms=("ov",))
-    fz.save_pretrained(model, tmp_path)
-    loaded = fz.from_pretrained(AutoModelForCausalLM, tmp_path)
-    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
-
-
-def test_composed_models_are_what_transformers_saves_and_loads_by_itself(tmp_path: Path) -> None:
-    from transformers import GPT2LMHeadModel
-
-    model = fz.factorize(GPT2.make(torch.float32), ratio=0.6, attention=True, keep_first_and_last=False)
-    fz.compose(model).save_pretrained(tmp_path)
-    loaded = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
-    assert error(loaded(tokens()).logits, model(tokens()).logits) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda path: fz.save_pretrained(shrunken(TORCH[0]), path), "Torch has no config of transformers"),
-        (lambda path: fz.from_pretrained(nn.Linear, path / "none"), "must hold config.json and plan.json"),
-    ],
-)
-def test_wrong_input_to_the_wrappers_is_refused(call: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(tmp_path)
-
-
-def test_a_class_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
-    fz.save_pretrained(shrunken(BERT), tmp_path)
-    with pytest.raises(ValueError, match="cls must be a model class of transformers"):
-        fz.from_pretrained(OwnAttention, tmp_path)
+@pytest.mark.parametrize("frozen", [("q_proj",), ("v_proj",), ("q_proj", "k_proj", "v_proj")])
+def test_a_packed_weight_stays_frozen_only_if_all_that_goes_into_it_is(frozen: tuple[str, ...]) -> None:
+    model = fz.factorize_attention(nn.MultiheadAttention(8, 2))
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    dense = fz.compose(model)
+    assert dense.in_proj_weight.requires_grad == dense.in_proj_bias.requires_grad == (len(frozen) < 3)
+    assert dense.out_proj.weight.requires_grad

@@ -128,10 +128,33 @@ def count() -> dict[str, float]:
     }
 
 
+def halves() -> dict[str, float]:
+    """Decay sharded float16 weights whose Gram matrices are beyond that type; report the error of the gradients."""
+    result = {}
+    for name in ("torch", "llama"):
+        one, two = (build(name) for _ in range(2))
+        with torch.no_grad():
+            for parameter in (*one.parameters(), *two.parameters()):
+                parameter *= 250 / parameter.abs().max()
+        one, two = one.half(), shard(two.half())
+        for model in (one, two):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            fz.FrobeniusDecay(model, {"ov": 1e-7}).apply_()
+        expected = {key: parameter.grad.float() for key, parameter in one.named_parameters()}
+        largest = max(gradient.abs().max().item() for gradient in expected.values())
+        differences = [
+            (parameter.grad.full_tensor().float() - expected[key]).abs().max().item()
+            for key, parameter in two.named_parameters()
+        ]
+        result[name] = max(differences) / largest
+    return result
+
+
 def main() -> None:
     out = Path(sys.argv[2])
     dist.init_process_group("gloo")
-    result = {**compare(), "sharded gpt2": count()}
+    result = {**compare(), "sharded gpt2": count(), "halves": halves()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     dist.destroy_process_group()

@@ -31,3 +31,8 @@ def test_the_decay_of_shards_gathers_only_weights_whose_rows_are_heads(result: d
     assert 0 < sent["bytes"] <= sent["allowed"]
     assert sent["penalty"] < 1e-9
     assert sent["refused"] == 1  # shrinking what is sharded already
+
+
+def test_shards_of_half_types_are_multiplied_in_float32(result: dict[str, dict[str, float]]) -> None:
+    assert {name: value for name, value in result["halves"].items() if not value < 1e-2} == {}
+    assert set(result["halves"]) == {"torch", "llama"}

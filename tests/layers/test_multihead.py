@@ -106,6 +106,45 @@ def test_the_causal_hint_is_taken_and_needs_its_mask() -> None:
         small(x, x, x, is_causal=True)
 
 
+@torch.no_grad()
+def test_with_a_zero_to_attend_to_the_causal_hint_means_what_it_means_to_torch() -> None:
+    dense, small = pair(batch_first=True, add_zero_attn=True)
+    x = sequences(dense)[0]
+    mask = torch.ones(L, L, dtype=torch.bool).triu(1)
+    for need_weights in (True, False):
+        settings: dict[str, Any] = {"attn_mask": mask, "is_causal": True, "need_weights": need_weights}
+        assert error(small(x, x, x, **settings)[0], dense(x, x, x, **settings)[0]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attn_mask": torch.ones(L, S, dtype=torch.uint8)}, "attn_mask must be bool .* got uint8"),
+        ({"key_padding_mask": torch.ones(N, S, dtype=torch.long)}, "key_padding_mask must be bool .* give mask == 0"),
+        ({"attn_mask": torch.zeros(1, S)}, r"attn_mask must be \(5, 4\) or \(6, 5, 4\), got \(1, 4\)"),
+        ({"attn_mask": torch.zeros(HEADS, L, S)}, r"attn_mask must be .* got \(3, 5, 4\)"),
+        ({"attn_mask": torch.zeros(N, HEADS, L, S)}, r"attn_mask must be .* got \(2, 3, 5, 4\)"),
+        ({"key_padding_mask": torch.zeros(1, S)}, r"key_padding_mask must be \(2, 4\), got \(1, 4\)"),
+        ({"query": torch.zeros(L, E)}, "three dimensions each, or two without a batch, got 2, 3 and 3"),
+        (
+            {"query": torch.zeros(1, N, L, E), "key": torch.zeros(1, N, S, E), "value": torch.zeros(1, N, S, E)},
+            "got 4, 4",
+        ),
+        ({"key": torch.zeros(1, S, E), "value": torch.zeros(1, S, E)}, "must be of one batch"),
+        ({"value": torch.zeros(N, 1, E)}, "key and value of one length"),
+    ],
+)
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_what_torch_refuses_is_not_broadcast(arguments: dict[str, Any], message: str, need_weights: bool) -> None:
+    dense = nn.MultiheadAttention(E, HEADS, batch_first=True)
+    small = fz.factorize_attention(deepcopy(dense), rank_scale=1)
+    given = {"query": torch.zeros(N, L, E), "key": torch.zeros(N, S, E), "value": torch.zeros(N, S, E), **arguments}
+    with pytest.raises((RuntimeError, AssertionError)):
+        dense(**given, need_weights=need_weights)
+    with pytest.raises(ValueError, match=message):
+        small(**given, need_weights=need_weights)
+
+
 def test_dropout_falls_on_the_attention_weights_in_training_only() -> None:
     module = ShrunkenMultiheadAttention(E, HEADS, 2, 2, dropout=0.5, batch_first=True)
     x = torch.randn(N, L, E)

@@ -29,6 +29,40 @@ def tied() -> nn.Module:
     return model
 
 
+def one_layer_twice() -> nn.Module:
+    model = MARIAN.make()
+    attention = model.model.encoder.layers[0].self_attn
+    attention.k_proj = attention.q_proj
+    return model
+
+
+def one_layer_in_two_modules() -> nn.Module:
+    model = MARIAN.make()
+    model.model.decoder.layers[0].self_attn.v_proj = model.model.encoder.layers[0].self_attn.v_proj
+    return model
+
+
+def one_bias_in_two_modules() -> nn.Module:
+    model = MARIAN.make()
+    model.model.decoder.layers[0].self_attn.out_proj.bias = model.model.encoder.layers[0].self_attn.out_proj.bias
+    return model
+
+
+def layer_of_another_module() -> nn.Module:
+    model = MARIAN.make()
+    model.model.encoder.layers[0].fc3 = model.model.encoder.layers[0].self_attn.v_proj
+    return model
+
+
+TIED = [
+    tied,
+    one_layer_twice,
+    one_layer_in_two_modules,
+    one_bias_in_two_modules,
+    layer_of_another_module,
+]
+
+
 def patched() -> nn.Module:
     model = BERT.make()
     attention = model.encoder.layer[0].attention
@@ -62,6 +96,8 @@ def not_finite() -> nn.Module:
         (BERT.make, {"rank_scale": {"qk": 0.5}}, "rank_scale must name each of forms"),
         (BERT.make, {"forms": ("vo",)}, 'forms must be a list of "qk" and "ov"'),
         (BERT.make, {"forms": "qk"}, 'forms must be a list of "qk" and "ov"'),
+        (BERT.make, {"forms": 3}, 'forms must be a list of "qk" and "ov"'),
+        (BERT.make, {"forms": [["qk"]]}, 'forms must be a list of "qk" and "ov"'),
         (BERT.make, {"forms": ()}, 'forms must be a list of "qk" and "ov"'),
         (BERT.make, {"init": "best"}, "init must be one of"),
         (LLAMA.make, {}, r'rotary embeddings turn queries and keys.*use forms=\("ov",\)'),
@@ -83,6 +119,25 @@ def test_wrong_input_is_refused_and_the_model_stays_as_it_was(make: Any, argumen
     assert list(model.modules()) == modules
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("make", TIED)
+@pytest.mark.parametrize("call", [fz.factorize_attention, fz.spectral_init_attention])
+def test_projections_that_are_something_else_as_well_are_refused(make: Any, call: Any) -> None:
+    model = make()
+    modules, before = list(model.modules()), deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"self_attn: its weights are tied: .* are one\. Nothing was changed"):
+        call(model)
+    assert list(model.modules()) == modules
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_attention_module_at_two_places_shares_nothing_with_another() -> None:
+    module = nn.MultiheadAttention(8, 2)
+    model = nn.ModuleDict({"a": module, "b": nn.ModuleList([module])})
+    fz.spectral_init_attention(model)
+    fz.factorize_attention(model)
+    assert model["a"] is model["b"][0]
 
 
 def test_asking_to_rebalance_queries_and_keys_under_rotary_embeddings_is_refused() -> None:

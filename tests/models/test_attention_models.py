@@ -86,6 +86,36 @@ def test_beams_padding_and_static_caches_work(kind: Kind) -> None:
     assert error(both[0], model(tokens()).logits[:, 3:]) > 1e-3
 
 
+@pytest.mark.parametrize("way", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_at_scale_one_padding_changes_nothing_at_the_positions_that_are_read(way: str, side: str) -> None:
+    model = GPT2.make()
+    model.set_attn_implementation(way)
+    mask = torch.ones_like(tokens())
+    mask[0, :2] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    expected = model(tokens(), attention_mask=mask).logits[mask.bool()]
+    for change in (fz.spectral_init_attention, lambda dense: fz.factorize_attention(dense, 1)):
+        assert error(change(deepcopy(model))(tokens(), attention_mask=mask).logits[mask.bool()], expected) < 1e-10
+
+
+@FOUR
+def test_gradient_checkpointing_gives_the_same_gradients(kind: Kind) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = small(kind, unequal=True).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        kind.run(model).square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert max(error(gradients[1][name], gradient) for name, gradient in gradients[0].items()) < 1e-10
+
+
 @pytest.mark.parametrize("kind", HUGGING_FACE, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("unequal", [False, True])
 @torch.no_grad()

@@ -174,6 +174,38 @@ def test_linears_inside_attention_that_nobody_registered_wait_to_be_named() -> N
     assert [entry.name for entry in named.selected] == ["1.to_qkv"]
 
 
+class KeysFirst(nn.Module):
+    """Attention of one sequence to another, whose keys are projected before the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 2
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        k, v, q = (
+            layer(t).unflatten(-1, (2, 4)).transpose(1, 2) for layer, t in ((self.k, y), (self.v, y), (self.q, x))
+        )
+        return self.o(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+def test_macs_are_counted_whichever_projection_comes_first() -> None:
+    fz.register_attention(KeysFirst, query="q", key="k", value="v", output="o", heads="heads")
+    given = (torch.zeros(3, 5, 8), torch.zeros(3, 7, 8))
+    entry = fz.plan(KeysFirst(), rank=2, attention=True, example_input=given).entries[0]
+    assert entry.macs == 3 * ((5 + 7) * 2 * 8 * 8 + 5 * 7 * 2 * 8)
+
+
+def test_a_layer_that_is_a_projection_as_well_is_left_alone() -> None:
+    model = MARIAN.make()
+    model.model.decoder.layers[0].fc3 = model.model.encoder.layers[0].self_attn.v_proj
+    plan = fz.plan(model, rank=2)
+    reasons = {entry.name: entry.reason or "" for entry in plan.entries}
+    assert "is model.encoder.layers.0.self_attn.v_proj as well" in reasons["model.decoder.layers.0.fc3"]
+    fz.factorize(model, plan)
+    assert model.model.decoder.layers[0].fc3 is model.model.encoder.layers[0].self_attn.v_proj
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -183,6 +215,7 @@ def test_linears_inside_attention_that_nobody_registered_wait_to_be_named() -> N
         ),
         ({"rank": 2, "attention": ("kq",)}, 'attention must be True, False or a list of "qk" and "ov"'),
         ({"rank": 2, "attention": "qk"}, 'attention must be True, False or a list of "qk" and "ov"'),
+        ({"rank": 2, "attention": 3}, 'attention must be True, False or a list of "qk" and "ov", got 3'),
         ({"rank": 2, "attention": True, "scheme": fz.Overcomplete()}, "which is for LowRank"),
         ({"ratio": 0.01}, "see attention="),
     ],

@@ -1,0 +1,53 @@
+"""Whether new matrices can go into an attention module, and if not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from factorized.adapters.unit import AttentionUnit
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # lost with a module
+
+
+def why_not_shrunken(unit: AttentionUnit) -> str | None:
+    """Return why the heads of ``unit`` cannot be shrunken, by the module alone, or None."""
+    module = unit.module
+    if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention:
+        return f"{type(module).__name__} is not MultiheadAttention itself, and a replacement would lose its forward"
+    if "forward" in module.__dict__:
+        return "its forward was replaced, and a copy would call the old one"
+    changed = [module.get_submodule(p.path) for p in unit.projections]
+    if any(getattr(layer, hooks) for layer in changed for hooks in HOOKS):
+        return "its projections have hooks that replacements would lose"
+    return None
+
+
+def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module, str]:
+    """Return, by module, why new matrices cannot go into it: a projection is also something else in ``model``.
+
+    That may be its layer, its weight or its bias. A unit that is itself at several places is changed at all of them.
+    """
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    names = _all_names(model)
+    reasons = {}
+    for unit in units:
+        inside = _all_names(unit.module)
+        for parameter in (
+            p for projection in unit.projections for p in (projection.weight, projection.bias) if p is not None
+        ):
+            own = {f"{place}.{inside[parameter][0]}".removeprefix(".") for place in places[unit.module]}
+            if set(names[parameter]) != own:
+                reasons[unit.module] = f"its weights are tied: {' and '.join(names[parameter])} are one"
+                break
+    return reasons
+
+
+def _all_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names

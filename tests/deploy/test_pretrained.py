@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from tests.adapters.attention_zoo import BERT, GPT2, LLAMA, MARIAN, Kind, Torch, tokens
+from tests.contract import error
+
+
+@pytest.mark.parametrize("kind", [BERT, MARIAN, GPT2, LLAMA], ids=lambda kind: kind.name)
+@torch.no_grad()
+def test_save_pretrained_and_from_pretrained_apply_the_plan_again(kind: Kind, tmp_path: Path) -> None:
+    model = fz.factorize(kind.make(), ratio=0.7, attention=True, keep_first_and_last=False)
+    if kind is not BERT:
+        model.generation_config.max_new_tokens = 7
+    fz.save_pretrained(model, tmp_path)
+    loaded = fz.from_pretrained(type(model), tmp_path, dtype=torch.float64)
+    assert not loaded.training
+    assert type(loaded) is type(model)
+    assert torch.equal(kind.run(loaded), kind.run(model))
+    if kind is not BERT:
+        assert loaded.generation_config.max_new_tokens == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_from_pretrained_gives_the_type_that_was_saved(dtype: torch.dtype, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    built = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = fz.factorize_attention(built, forms=("ov",))
+    fz.save_pretrained(model, tmp_path)
+    for cls in (type(model), AutoModelForCausalLM):
+        loaded = fz.from_pretrained(cls, tmp_path)
+        assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+        buffers = dict(model.named_buffers())  # rotary frequencies: float32, whatever the weights are
+        assert all(buffer.dtype == buffers[name].dtype for name, buffer in loaded.named_buffers())
+    other = fz.from_pretrained(type(model), tmp_path, dtype=torch.float32)
+    assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_parameters_of_mixed_types_come_back_in_the_widest(tmp_path: Path) -> None:
+    model = fz.factorize_attention(BERT.make(torch.bfloat16))
+    model.embeddings.LayerNorm.float()
+    fz.save_pretrained(model, tmp_path)
+    loaded = fz.from_pretrained(type(model), tmp_path)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    assert model.config.architectures is None  # the model's own config is left as it is
+
+
+def test_the_config_says_what_transformers_would_have_written(tmp_path: Path) -> None:
+    fz.save_pretrained(fz.factorize_attention(BERT.make(torch.float16)), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("float16", ["BertModel"])
+
+
+def test_from_pretrained_takes_auto_classes_too(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = fz.factorize_attention(LLAMA.make(torch.float32), forms=("ov",))
+    fz.save_pretrained(model, tmp_path)
+    loaded = fz.from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+def test_composed_models_are_what_transformers_saves_and_loads_by_itself(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    model = fz.factorize(GPT2.make(torch.float32), ratio=0.6, attention=True, keep_first_and_last=False)
+    fz.compose(model).save_pretrained(tmp_path)
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    assert error(loaded(tokens()).logits, model(tokens()).logits) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda path: fz.save_pretrained(fz.factorize_attention(Torch()), path), "Torch has no config of transformers"),
+        (lambda path: fz.from_pretrained(nn.Linear, path / "none"), "must hold config.json and plan.json"),
+    ],
+)
+def test_wrong_input_to_the_wrappers_is_refused(call: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(tmp_path)
+
+
+def test_a_class_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    fz.save_pretrained(fz.factorize_attention(BERT.make()), tmp_path)
+    with pytest.raises(ValueError, match="cls must be a model class of transformers"):
+        fz.from_pretrained(Torch, tmp_path)
