@@ -11,7 +11,7 @@ from factorized.decay.arena import Arena
 from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, is_attention
 from factorized.decay.sharded import Sharded, is_sharded, own_rows, whole
 from factorized.decay.sharded_heads import ShardedHeads
-from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
+from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
 
 # Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
 # a GPU because a launch of their own is no loss, on the CPU because copying is.
@@ -118,8 +118,8 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
     """Group forms that can be computed together; what is sharded, on a GPU, and of one shape on the CPU."""
     tensors = [form for form in found if isinstance(form, TensorForm)]
     products = [form for form in found if isinstance(form, Form)]
-    sharded = [form for form in products if is_sharded(form.left.parameter)]
-    local = [form for form in products if not is_sharded(form.left.parameter)]
+    sharded = [form for form in products if any(is_sharded(factor.parameter) for factor in form.factors)]
+    local = [form for form in products if form not in sharded]
     heads = [form for form in sharded if is_attention(form)]
     layers = [form for form in sharded if not is_attention(form)]
     units: list[Unit] = [Sharded(layers)] if layers else []
@@ -153,11 +153,6 @@ def tensor_units(found: Sequence[TensorForm]) -> list[Unit]:
 def like_parameter(factor: Factor, gradient: Tensor) -> Tensor:
     """Return a gradient (batch, long, rank) without the batch where the factor is its whole parameter."""
     return gradient[0] if factor.is_whole else gradient
-
-
-def computable(value: Tensor) -> Tensor:
-    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _shares(form: Form) -> bool:

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+
+def computable(value: Tensor) -> Tensor:
+    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def compose(

@@ -51,7 +51,7 @@ def test_a_wrong_nuclear_strength_says_what_is_allowed(strength: Any) -> None:
 
 @pytest.mark.parametrize("weight_decay", [-0.1, float("nan")])
 def test_a_wrong_weight_decay_of_groups_says_what_is_allowed(weight_decay: float) -> None:
-    with pytest.raises(ValueError, match="weight_decay must be a number of at least 0"):
+    with pytest.raises(ValueError, match="weight_decay must be a finite number of at least 0"):
         fz.parameter_groups(mixed(), weight_decay)
 
 
