@@ -1,0 +1,89 @@
+"""What copies of models, decays and optimizers carry, and what excludes each other on one optimizer."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from tests.decay.models_for_decay import STRENGTH, by_weights, difference, loss_of, mixed, train, twins
+
+DECAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "frobenius": lambda m: fz.FrobeniusDecay(m, STRENGTH),
+    "product": lambda m: fz.ProductPenalty(m, torch.sum),
+}
+
+
+@pytest.mark.parametrize("make", DECAYS.values(), ids=DECAYS)
+def test_a_copied_decay_is_attached_to_nothing_and_acts_on_the_copied_model(make: Callable[[nn.Module], Any]) -> None:
+    model = mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    decay = make(model).attach(optimizer)
+    other_model, other_optimizer, other = deepcopy((model, optimizer, decay))
+    other.attach(other_optimizer)
+    train(other_model, other_optimizer, range(2))
+    assert difference(model, mixed()) == 0
+    train(model, optimizer, range(2))
+    assert difference(model, other_model) == 0
+
+
+def test_a_pickled_decay_is_attached_to_nothing() -> None:
+    model = mixed()
+    decay = fz.FrobeniusDecay(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="not attached"):
+        pickle.loads(pickle.dumps(decay)).detach()
+
+
+def test_a_copied_matcher_is_attached_to_nothing() -> None:
+    model = mixed()
+    matcher = fz.NormMatcher(model)
+    matcher.attach(torch.optim.SGD(model.parameters(), lr=0.1), [matcher.record()])
+    with pytest.raises(ValueError, match="not attached"):
+        deepcopy(matcher).detach()
+
+
+@pytest.mark.parametrize(
+    "copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_a_model_that_decays_in_its_backward_pass_does_not(copy: Callable[[nn.Module], nn.Module]) -> None:
+    model = mixed()
+    model.wide.execution = "one_product"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fz.FrobeniusDecay(model, STRENGTH, in_backward=True).attach(optimizer)
+    copied, plain = copy(model), mixed()
+    for twin in (copied, plain):
+        loss_of(twin, 0).backward()
+    assert torch.allclose(copied.wide.U.grad, plain.wide.U.grad, rtol=1e-10, atol=1e-12)
+    assert model.wide.decay_in_backward == STRENGTH
+
+
+def test_flambe_that_decays_the_products_takes_no_second_decay_of_them() -> None:
+    model = mixed()
+    optimizer = fz.Flambe(fz.parameter_groups(model, 0.1), model, frobenius_decay={"conv": 0.1})
+    with pytest.raises(ValueError, match=r"Flambe decays the same products itself.*twice; use fz\.Lamb, or give"):
+        fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    fz.FrobeniusDecay(model, {"linear": STRENGTH}).attach(optimizer)  # the others may be decayed by the gradient
+    fz.NuclearDecay(model, 0.1).attach(optimizer)
+
+
+def test_penalties_of_different_kinds_share_an_optimizer() -> None:
+    model, reference = twins()
+    optimizer, plain = (torch.optim.SGD(twin.parameters(), lr=0.1) for twin in (model, reference))
+    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    fz.ProductPenalty(model, lambda W: 0.1 * W.sum()).attach(optimizer)
+    train(model, optimizer, range(2))
+    linear = fz.ProductPenalty(reference, lambda W: 0.1 * W.sum())
+    train(reference, plain, range(2), penalty=lambda: by_weights(reference) + linear.penalty())
+    assert difference(model, reference) < 1e-12
+
+
+@pytest.mark.parametrize("wrong", ["an optimizer", None, torch.optim.lr_scheduler.StepLR])
+def test_attaching_to_what_is_no_optimizer_says_so(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"attach takes a torch\.optim\.Optimizer, got (str|NoneType|type)"):
+        fz.FrobeniusDecay(mixed(), STRENGTH).attach(wrong)
