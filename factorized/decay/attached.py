@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.forms import AnyForm
-from factorized.decay.guard import DecaysProducts, check_attachable
+from factorized.decay.guard import DecaysProducts, check_attachable, check_decayed_once
 from factorized.decay.step import Arguments
 
 
@@ -23,6 +23,7 @@ class AttachedDecay(DecaysProducts):
     def __init__(self, decayed: Sequence[AnyForm]) -> None:
         self._decayed = list(decayed)
         self._handle: RemovableHandle | None = None
+        self._decays_seen: list[object] = []  # by the optimizer's groups
 
     def attach(self, optimizer: Optimizer) -> Self:
         """Act just before every ``optimizer.step()``, after clipping and unscaling; return this object.
@@ -32,7 +33,8 @@ class AttachedDecay(DecaysProducts):
         if self._handle is not None:
             raise ValueError(f"this {self.noun} is attached already; call detach() first")
         check_attachable(self, self._decayed, optimizer)
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        self._decays_seen = _own_decays(optimizer)
+        self._handle = optimizer.register_step_pre_hook(self._checked_before_step)
         return self
 
     def detach(self) -> None:
@@ -50,6 +52,19 @@ class AttachedDecay(DecaysProducts):
         """Return what copies and pickles carry: they are attached to no optimizer."""
         return {**self.__dict__, "_handle": None}
 
+    def _checked_before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        if self._decays_seen != _own_decays(optimizer):  # a group was added, or a schedule moves its decay
+            check_decayed_once(self._decayed, optimizer)
+            self._decays_seen = _own_decays(optimizer)
+        return self._before_step(optimizer, args, kwargs)
+
     @abstractmethod
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Act; return what to call the step with instead, if anything."""
+
+
+def _own_decays(optimizer: Optimizer) -> list[object]:
+    """Return the decay that an optimizer itself has, by group."""
+    return [group.get("weight_decay") for group in optimizer.param_groups]

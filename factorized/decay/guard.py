@@ -34,15 +34,7 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimize
             f"the optimizer holds none of the factors (such as those of {decayed[0].name!r}); make it after "
             "fz.factorize, from fz.parameter_groups(model, ...)"
         )
-    for group in optimizer.param_groups:
-        doubly = [parameter for parameter in group["params"] if parameter in owners]
-        if doubly and group.get("weight_decay", 0) != 0:
-            raise ValueError(
-                f"the optimizer decays the factors of {owners[doubly[0]].name!r} itself (weight_decay="
-                f"{group['weight_decay']}), so they would be decayed twice; make it from "
-                f"fz.parameter_groups(model, weight_decay={group['weight_decay']}{_also(owners[doubly[0]])}), which "
-                "leaves the factors out"
-            )
+    check_decayed_once(decayed, optimizer)
     if _same(optimizer, decay, held):
         raise ValueError(
             f"{type(optimizer).__name__} decays the same products itself, so they would be decayed twice; use fz.Lamb, "
@@ -52,6 +44,20 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimize
         if _same(getattr(hook, "__self__", None), decay, held):
             raise ValueError(
                 f"a {type(decay).__name__} of the same factors is attached to this optimizer already; detach() it"
+            )
+
+
+def check_decayed_once(decayed: Sequence[AnyForm], optimizer: Optimizer) -> None:
+    """Raise if a group of ``optimizer`` with a decay of its own holds factors of these forms."""
+    owners = factor_parameters(decayed)
+    for group in optimizer.param_groups:
+        doubly = [parameter for parameter in group["params"] if parameter in owners]
+        if doubly and group.get("weight_decay", 0) != 0:
+            raise ValueError(
+                f"the optimizer decays the factors of {owners[doubly[0]].name!r} itself (weight_decay="
+                f"{group['weight_decay']}), so they would be decayed twice; make it from "
+                f"fz.parameter_groups(model, weight_decay={group['weight_decay']}{_also(owners[doubly[0]])}), which "
+                "leaves the factors out"
             )
 
 

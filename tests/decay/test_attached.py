@@ -87,3 +87,39 @@ def test_penalties_of_different_kinds_share_an_optimizer() -> None:
 def test_attaching_to_what_is_no_optimizer_says_so(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"attach takes a torch\.optim\.Optimizer, got (str|NoneType|type)"):
         fz.FrobeniusDecay(mixed(), STRENGTH).attach(wrong)
+
+
+def unfreeze_later(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.add_param_group({"params": list(model.wide.factors)})  # with AdamW's own default of 0.01
+
+
+def raise_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.02
+
+
+@pytest.mark.parametrize("change", [unfreeze_later, raise_all])
+@pytest.mark.parametrize("make", DECAYS.values(), ids=DECAYS)
+def test_groups_that_come_to_decay_factors_later_are_refused_at_the_next_step(
+    change: Callable[[torch.optim.Optimizer, nn.Module], None], make: Callable[[nn.Module], Any]
+) -> None:
+    model = mixed()
+    rest = [p for p in model.parameters() if all(p is not factor for factor in model.wide.factors)]
+    optimizer = torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}], lr=0.1)
+    make(model).attach(optimizer)
+    train(model, optimizer, range(1))
+    change(optimizer, model)
+    before = deepcopy(model)
+    with pytest.raises(ValueError, match="they would be decayed twice"):
+        train(model, optimizer, range(1, 2))
+    assert difference(model, before) == 0
+
+
+def test_a_schedule_of_the_decay_of_other_parameters_is_none_of_its_business() -> None:
+    model = mixed()
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, 0.01), lr=0.1)
+    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    for step in range(3):
+        optimizer.param_groups[0]["weight_decay"] = 0.01 * step
+        train(model, optimizer, range(step, step + 1))
+    assert difference(model, mixed()) > 1e-2
