@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from factorized.adapters.table import find_attention
 from factorized.adapters.unit import KINDS, AttentionUnit, FormKind, Projection
-from factorized.decay.local import local_part
+from factorized.decay.local import projection_part
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
@@ -50,7 +50,7 @@ class Factor:
         """
         if not isinstance(tensor, DTensor):
             return self.view(tensor)
-        return tensor.to_local() if self.projection is None else local_part(self.projection, tensor)
+        return tensor.to_local() if self.projection is None else projection_part(self.projection, tensor)
 
     @property
     def differentiable(self) -> Tensor:

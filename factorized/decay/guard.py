@@ -32,7 +32,8 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimize
     if decayed and not held:
         raise ValueError(
             f"the optimizer holds none of the factors (such as those of {decayed[0].name!r}); make it after "
-            "fz.factorize, from fz.parameter_groups(model, ...)"
+            "fz.factorize, from fz.parameter_groups(model, ...), and the decay after what replaces parameters, as "
+            "fully_shard and to_empty do"
         )
     check_decayed_once(decayed, optimizer)
     if _same(optimizer, decay, held):

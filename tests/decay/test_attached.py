@@ -123,3 +123,12 @@ def test_a_schedule_of_the_decay_of_other_parameters_is_none_of_its_business() -
         optimizer.param_groups[0]["weight_decay"] = 0.01 * step
         train(model, optimizer, range(step, step + 1))
     assert difference(model, mixed()) > 1e-2
+
+
+def test_a_decay_made_before_the_parameters_were_replaced_is_told_to_be_made_after() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(fz.FactorizedLinear(6, 5, 2))
+    decay = fz.FrobeniusDecay(model, STRENGTH)
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"holds none.*the decay after what replaces parameters, as fully_shard and"):
+        decay.attach(torch.optim.SGD(model.parameters(), lr=0.1))
