@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class NuclearDecay(ProductPenalty):
 
     def __init__(self, model: nn.Module, strength: float) -> None:
         check_number("strength", strength)
-        super().__init__(model, lambda W: strength * torch.linalg.svdvals(W).sum())
+        super().__init__(model, partial(_scaled_nuclear_norm, strength=strength))
         self.strength = strength
 
     def _of(self, form: AnyForm, values: Sequence[Tensor]) -> Tensor:
@@ -115,3 +116,7 @@ class NuclearDecay(ProductPenalty):
     def _product_gradients(self, U: Tensor, inner: Sequence[Tensor], V: Tensor) -> list[Tensor]:
         dU, dV, d_inner = nuclear_gradients(U, V, inner)
         return [dU, *d_inner, dV]
+
+
+def _scaled_nuclear_norm(W: Tensor, strength: float) -> Tensor:
+    return strength * torch.linalg.svdvals(W).sum()

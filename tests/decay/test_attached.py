@@ -33,9 +33,10 @@ def test_a_copied_decay_is_attached_to_nothing_and_acts_on_the_copied_model(make
     assert difference(model, other_model) == 0
 
 
-def test_a_pickled_decay_is_attached_to_nothing() -> None:
+@pytest.mark.parametrize("make", [fz.FrobeniusDecay, fz.NuclearDecay])
+def test_a_pickled_decay_is_attached_to_nothing(make: Callable[[nn.Module, float], Any]) -> None:
     model = mixed()
-    decay = fz.FrobeniusDecay(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    decay = make(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="not attached"):
         pickle.loads(pickle.dumps(decay)).detach()
 
