@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from factorized.decay.batch import Single, batches
 from factorized.decay.forms import AnyForm, Factor
 from factorized.decay.strength import Number
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # What the gradient of a factor is added to, shaped like its parameter; None leaves the factor out.
 Target = Callable[[Factor], Tensor | None]
 
@@ -70,35 +68,3 @@ def gradient_of(factor: Factor) -> Tensor | None:
             "or sparse=False in the embedding"
         )
     return gradient
-
-
-def act_before_update(
-    act: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any], *, once: bool = False
-) -> Arguments | None:
-    """Act now, or, where ``optimizer.step`` is given a closure, each time it has made the gradients anew.
-
-    ``once`` acts after the first of these times only: what changes the parameters may not do so at every look that a
-    line search takes. ``args`` and ``kwargs`` are those of a step pre-hook; returns what to call the step with instead,
-    if anything.
-    """
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-    if closure is None:
-        act()
-        return None
-
-    calls = 0
-
-    def closure_then_act() -> Any:
-        nonlocal calls
-        loss = closure()
-        calls += 1
-        if calls == 1 or not once:
-            act()
-        return loss
-
-    return (args[0], closure_then_act, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
-
-
-def learning_rates(groups: Sequence[Mapping[str, object]]) -> dict[nn.Parameter, Number]:
-    """Return the learning rate of every parameter of an optimizer."""
-    return {parameter: group["lr"] for group in groups for parameter in group["params"]}  # type: ignore[misc, attr-defined]

@@ -118,8 +118,8 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
     """Group forms that can be computed together; what is sharded, on a GPU, and of one shape on the CPU."""
     tensors = [form for form in found if isinstance(form, TensorForm)]
     products = [form for form in found if isinstance(form, Form)]
-    sharded = [form for form in products if is_sharded(form.left.parameter)]
-    local = [form for form in products if not is_sharded(form.left.parameter)]
+    sharded = [form for form in products if any(is_sharded(factor.parameter) for factor in form.factors)]
+    local = [form for form in products if form not in sharded]
     heads = [form for form in sharded if is_attention(form)]
     layers = [form for form in sharded if not is_attention(form)]
     units: list[Unit] = [Sharded(layers)] if layers else []

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from factorized.adapters.table import find_attention
 from factorized.adapters.unit import KINDS, AttentionUnit, FormKind, Projection
-from factorized.decay.local import local_part
+from factorized.decay.local import projection_part
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
@@ -50,15 +50,19 @@ class Factor:
         """
         if not isinstance(tensor, DTensor):
             return self.view(tensor)
-        return tensor.to_local() if self.projection is None else local_part(self.projection, tensor)
+        return tensor.to_local() if self.projection is None else projection_part(self.projection, tensor)
 
     @property
     def differentiable(self) -> Tensor:
-        """The factor with its gradient history; a sharded attention weight is gathered, as heads cross its shards."""
+        """The factor with its gradient history; a sharded one is gathered where groups or heads cross its shards."""
+        crosses = self.projection is not None or self.batch > 1
+        return self.whole if crosses else self.view(self.parameter)
+
+    @property
+    def whole(self) -> Tensor:
+        """The factor with its gradient history; a sharded one is gathered, so all ranks must ask."""
         parameter: Tensor = self.parameter
-        if self.projection is not None and isinstance(parameter, DTensor):
-            parameter = parameter.full_tensor()
-        return self.view(parameter)
+        return self.view(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +104,15 @@ class Form:
     @property
     def numel(self) -> int:
         """Entries of the product."""
+        if self.layer is not None:
+            return self.layer.shape.numel
         batch = torch.broadcast_shapes(self.U.shape[:-2], self.V.shape[:-2])
         return batch.numel() * self.U.shape[-2] * self.V.shape[-2]
 
     @property
     def values(self) -> list[Tensor]:
-        """All factors, differentiable, in the product's order."""
-        return [self.U, *self.inner, self.V]
+        """All factors in the product's order, differentiable; sharded ones are gathered, so all ranks must ask."""
+        return [factor.whole for factor in self.factors]
 
     def compose(self, values: Sequence[Tensor]) -> Tensor:  # (batch, m, n)
         """Return the product of ``values``, which stand for the factors."""
@@ -140,8 +146,8 @@ class TensorForm:
 
     @property
     def values(self) -> list[Tensor]:
-        """The cores, differentiable."""
-        return list(self.cores)
+        """The cores, differentiable; sharded ones are gathered, so all ranks must ask."""
+        return [factor.whole for factor in self.factors]
 
     def compose(self, values: Sequence[Tensor]) -> Tensor:  # (groups, m, n)
         """Return the tensor as the matrices that low rank would read its weight as."""

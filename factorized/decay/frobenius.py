@@ -9,17 +9,27 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.act import Arguments, FrobeniusEngine, act_before_update, gradient_of, learning_rates
+from factorized.decay.act import FrobeniusEngine, gradient_of
+from factorized.decay.attached import AttachedDecay
 from factorized.decay.forms import Factor, forms, unread_attention
-from factorized.decay.guard import check_attachable, composed_layers
+from factorized.decay.guard import composed_layers
 from factorized.decay.rest import decay_rest
-from factorized.decay.strength import Number, Strength, check_readable, check_strength, decayed_forms, strengths
+from factorized.decay.step import Arguments, Step, act_before_update
+from factorized.decay.strength import (
+    Number,
+    Strength,
+    check_number,
+    check_readable,
+    check_strength,
+    decayed_forms,
+    strengths,
+)
+from factorized.layers.base import check_whole
 from factorized.maths.frobenius import computable
 
 
-class FrobeniusDecay:
+class FrobeniusDecay(AttachedDecay):
     """Penalize the product, not its factors: adds λ · ∂½‖U M₁…M_d Vᵀ‖² to the factors' gradients before every step.
 
     Of a tensorized layer it is the squared norm of the whole tensor, and the factors are its cores.
@@ -35,6 +45,9 @@ class FrobeniusDecay:
             whose gradients reach the optimizer as they are: no accumulation, gradient clipping or ``GradScaler``.
     """
 
+    noun = "decay"
+    penalizes = "the squared Frobenius norm"
+
     def __init__(
         self, model: nn.Module, strength: Strength, *, decoupled: bool = False, in_backward: bool = False
     ) -> None:
@@ -48,15 +61,20 @@ class FrobeniusDecay:
         self.strength = strength
         self.decoupled = decoupled
         self.steps = 0  # taken so far: what a schedule is asked with
-        self._decayed = decayed_forms(strength, self.forms)
+        super().__init__(decayed_forms(strength, self.forms))
         self._inside = composed_layers(self._decayed, strength, decoupled) if in_backward else {}
         self._engine = FrobeniusEngine([form for form in self._decayed if form not in self._inside])
-        self._handle: RemovableHandle | None = None
 
     def penalty(self) -> Tensor:
-        """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; for a loss of your own, or to log."""
+        """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; for a loss of your own, or to log.
+
+        Sharded factors are gathered for it: all ranks must call it.
+        """
+        return self._penalty(self.steps)
+
+    def _penalty(self, step: int) -> Tensor:
         found = self._decayed or self.forms[:1]
-        numbers = strengths(self.strength, found, self.steps)
+        numbers = strengths(self.strength, found, step)
         norms = [form.norm_squared([computable(value) for value in form.values]).sum() for form in found]
         return torch.stack([number * norm / 2 for number, norm in zip(numbers, norms, strict=True)]).sum()
 
@@ -64,31 +82,38 @@ class FrobeniusDecay:
         """Act once, by hand: on the gradients that are there; with ``decoupled=True`` on the parameters, at ``lr``."""
         if self.decoupled and lr is None:
             raise ValueError("decoupled decay is scaled by the learning rate: call apply_(lr=...)")
+        if not self.decoupled and lr is not None:
+            raise ValueError("what is added to gradients is not scaled by a learning rate: call apply_() without lr=")
         if self._inside:
             raise ValueError("with in_backward=True part of the decay acts in the backward pass: attach it instead")
-        if self.decoupled:
-            self._shrink(lambda parameter: lr, lambda parameter: True)  # type: ignore[arg-type, return-value]
+        if lr is None:
+            self._engine.add(gradient_of, self._numbers().__getitem__)
         else:
-            self._add_to_gradients(None, lambda parameter: True)
+            if not isinstance(lr, Tensor):
+                check_number("lr", lr)
+            self._shrink(lambda parameter: lr, lambda parameter: True)
         self.steps += 1
 
     def attach(self, optimizer: Optimizer) -> Self:
-        """Act just before every ``optimizer.step()``, after clipping and unscaling; return this decay."""
-        if self._handle is not None:
-            raise ValueError("this decay is attached already; call detach() first")
-        check_attachable(self._decayed, optimizer, FrobeniusDecay)
+        """Act just before every ``optimizer.step()``, after clipping and unscaling; return this decay.
+
+        Torch's optimizers leave such attachments out of their copies: attach a decay of the copied model to those.
+        An LBFGS, which compares losses, is given them with the penalty.
+        """
+        if self._inside and any(group.get("maximize", False) for group in optimizer.param_groups):
+            raise ValueError(
+                "in_backward=True adds λW to gradients that are descended, and the optimizer maximizes; "
+                "use in_backward=False"
+            )
+        super().attach(optimizer)
         for form, number in self._inside.items():
             assert form.layer is not None
             form.layer.decay_in_backward = number
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
         return self
 
     def detach(self) -> None:
         """Stop acting on the optimizer."""
-        if self._handle is None:
-            raise ValueError("this decay is not attached to an optimizer; call attach(optimizer) first")
-        self._handle.remove()
-        self._handle = None
+        super().detach()
         for form in self._inside:
             assert form.layer is not None
             form.layer.decay_in_backward = 0.0
@@ -99,36 +124,26 @@ class FrobeniusDecay:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where a saved decay left off."""
+        check_whole("steps", state.get("steps"), least=0)
         self.steps = state["steps"]
 
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Say whether ``parameter`` is a factor that this decay acts on."""
-        return any(factor.parameter is parameter for form in self._decayed for factor in form.factors)
-
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return act_before_update(partial(self._act, optimizer, self.steps), args, kwargs, once=self.decoupled)
+        act = partial(self._act, optimizer, self.steps)
+        if self.decoupled:
+            return act_before_update(act, args, kwargs, once=True)
+        return act_before_update(act, args, kwargs, penalty=partial(self._penalty, self.steps))
 
-    def _act(self, optimizer: Optimizer, step: int) -> None:
-        self.steps = step  # a closure may act several times within one step
-        rates = learning_rates(optimizer.param_groups)
-        # A fused optimizer unscales its gradients itself, after this, and is told by what here.
-        scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
-        if not self.decoupled:
-            self._add_to_gradients(scale, rates.__contains__)
+    def _act(self, optimizer: Optimizer, steps: int) -> None:
+        self.steps = steps  # a closure may act several times within one step
+        step = Step(optimizer)
+        if self.decoupled:
+            self._shrink(step.rate, step.holds)
         else:
-            kept = 1.0 if found_inf is None else 1 - found_inf
-            self._shrink(lambda parameter: rates[parameter] * kept, rates.__contains__)
+            numbers = step.for_gradients(self._numbers())
+            self._engine.add(lambda f: gradient_of(f) if f in numbers else None, numbers.__getitem__)
         factors = (factor for form in self._decayed for factor in form.factors)
-        decay_rest(optimizer, factors, decoupled=self.decoupled)
+        decay_rest(optimizer, step, factors, decoupled=self.decoupled)
         self.steps += 1
-
-    def _add_to_gradients(self, scale: Tensor | None, held: Callable[[nn.Parameter], bool]) -> None:
-        numbers = self._numbers()
-        if scale is not None:  # equal strengths keep sharing one tensor, and so one launch
-            scaled = {number: number * scale for number in numbers.values()}
-            numbers = {factor: scaled[number] for factor, number in numbers.items()}
-        self._engine.add(lambda f: gradient_of(f) if held(f.parameter) else None, numbers.__getitem__)
 
     def _shrink(self, rate: Callable[[nn.Parameter], Number], held: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()

@@ -10,6 +10,7 @@ from torch import nn
 from factorized.adapters.unit import are_kinds
 from factorized.decay.forms import AnyForm, factor_parameters, forms, is_attention
 from factorized.decay.rest import REST_DECAY, packed_parameters
+from factorized.decay.strength import check_number
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -41,8 +42,7 @@ def parameter_groups(
     are decayed by ``weight_decay`` times their share of the dense weight's parameters, and attention like any weight.
     Frozen parameters are left out.
     """
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay!r}")
+    check_number("weight_decay", weight_decay)
     if not are_kinds(attention):
         raise ValueError(f'attention must be a list of "ov" and "qk", got {attention!r}')
     chosen = [f for f in forms(model) if not is_attention(f) or (f.kind in attention and not crs)]
@@ -80,8 +80,8 @@ def parameter_groups(
 
 
 def compression_rate(form: AnyForm) -> float:
-    """Return the entries of a form's factors over those of its product."""
-    return sum(factor.value.numel() for factor in form.factors) / form.numel
+    """Return the entries of a layer's factors over those of its product."""
+    return sum(factor.parameter.numel() for factor in form.factors) / form.numel
 
 
 def _is_norm(module: nn.Module) -> bool:

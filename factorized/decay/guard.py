@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from factorized.decay.forms import AnyForm, factor_parameters
 from factorized.decay.strength import Strength, strengths
 
 
-def check_attachable(decayed: Sequence[AnyForm], optimizer: Optimizer, kind: type) -> None:
+class DecaysProducts(ABC):
+    """What decays products, before an optimizer's steps or as that optimizer. Abstract."""
+
+    penalizes: ClassVar[str]  # two that penalize the same of one factor exclude each other
+
+    @abstractmethod
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Say whether ``parameter`` is a factor that this acts on."""
+
+
+def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimizer: Optimizer) -> None:
     """Raise if ``optimizer`` holds none of the factors, decays them itself, or has such a decay attached already."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     owners = factor_parameters(decayed)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in owners]
     if decayed and not held:
         raise ValueError(
             f"the optimizer holds none of the factors (such as those of {decayed[0].name!r}); make it after "
-            "fz.factorize, from fz.parameter_groups(model, ...)"
+            "fz.factorize, from fz.parameter_groups(model, ...), and the decay after what replaces parameters, as "
+            "fully_shard and to_empty do"
         )
+    check_decayed_once(decayed, optimizer)
+    if _same(optimizer, decay, held):
+        raise ValueError(
+            f"{type(optimizer).__name__} decays the same products itself, so they would be decayed twice; use fz.Lamb, "
+            "or give their strength to the optimizer alone"
+        )
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if _same(getattr(hook, "__self__", None), decay, held):
+            raise ValueError(
+                f"a {type(decay).__name__} of the same factors is attached to this optimizer already; detach() it"
+            )
+
+
+def check_decayed_once(decayed: Sequence[AnyForm], optimizer: Optimizer) -> None:
+    """Raise if a group of ``optimizer`` with a decay of its own holds factors of these forms."""
+    owners = factor_parameters(decayed)
     for group in optimizer.param_groups:
         doubly = [parameter for parameter in group["params"] if parameter in owners]
         if doubly and group.get("weight_decay", 0) != 0:
@@ -29,12 +60,12 @@ def check_attachable(decayed: Sequence[AnyForm], optimizer: Optimizer, kind: typ
                 f"fz.parameter_groups(model, weight_decay={group['weight_decay']}{_also(owners[doubly[0]])}), which "
                 "leaves the factors out"
             )
-    for hook in optimizer._optimizer_step_pre_hooks.values():
-        other = getattr(hook, "__self__", None)
-        if type(other) is kind and any(other.holds(parameter) for parameter in held):  # type: ignore[attr-defined]
-            raise ValueError(
-                f"a {kind.__name__} of the same factors is attached to this optimizer already; detach() it"
-            )
+
+
+def _same(other: object, decay: DecaysProducts, held: Sequence[nn.Parameter]) -> bool:
+    if not isinstance(other, DecaysProducts) or other.penalizes != decay.penalizes:
+        return False
+    return any(other.holds(parameter) for parameter in held)
 
 
 def _also(form: AnyForm) -> str:

@@ -16,16 +16,16 @@ def first_row(parameter: Tensor) -> int:
     return int(offset[0])
 
 
-def local_part(projection: Projection, tensor: DTensor) -> Tensor:
+def projection_part(projection: Projection, tensor: DTensor) -> Tensor:
     """Return what this process has of a projection's part of a tensor shaped like its weight; a view."""
     local = tensor.to_local()
     if projection.dim == 1:
         return local.narrow(1, projection.start, projection.size)
-    start, stop = own_rows(projection, tensor)
+    start, stop = _row_range(projection, tensor)
     return local[start:stop]
 
 
-def own_rows(projection: Projection, tensor: DTensor) -> tuple[int, int]:
+def _row_range(projection: Projection, tensor: DTensor) -> tuple[int, int]:
     """Return where, among this process's rows, a projection whose heads lie along the rows begins and ends."""
     first, count = first_row(tensor), tensor.to_local().shape[0]
     begin = projection.start - first

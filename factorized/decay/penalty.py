@@ -2,117 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.act import Arguments, act_before_update, gradient_of, learning_rates
+from factorized.decay.act import gradient_of
+from factorized.decay.attached import AttachedDecay
 from factorized.decay.forms import AnyForm, TensorForm, forms, unread_attention
-from factorized.decay.guard import check_attachable
-from factorized.decay.strength import Number, check_number, unless_named
+from factorized.decay.sharded import add_whole
+from factorized.decay.step import Arguments, Step, act_before_update
+from factorized.decay.strength import check_number, unless_named
 from factorized.maths.frobenius import computable
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
 
 
-class ProductPenalty:
+class ProductPenalty(AttachedDecay):
     """Any penalty ``fn(W)`` on the composed products ``W = U M₁…M_d Vᵀ``; its gradient is added before every step.
 
     Of a tensorized layer ``W`` is the matrix that low rank would read its weight as.
 
     ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed, and its gradient taken
-    by autograd: right for any ``fn``, at the cost of the dense weight. Of attention it is the OV forms.
+    by autograd: right for any ``fn``, at the cost of the dense weight. Of attention it is the OV forms. Sharded factors
+    are gathered.
     """
 
+    noun = "penalty"
+    penalizes = "a function of the product"
+
     def __init__(self, model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+        if not callable(fn):
+            raise ValueError(f"fn must be a function of the composed matrices (batch, m, n), got {fn!r}")
         self.forms = unless_named(forms(model))
         if not self.forms:
             raise ValueError(
                 f"{type(model).__name__} holds no products to penalize; call fz.factorize first"
                 f"{unread_attention(model)}"
             )
+        super().__init__(self.forms)
         self.fn = fn
-        self._handle: RemovableHandle | None = None
 
     def penalty(self) -> Tensor:
         """Return Σ fn(W), differentiable."""
-        return torch.stack([self.fn(form.compose(form.values)).sum() for form in self.forms]).sum()
+        return torch.stack([self._of(form, form.values) for form in self.forms]).sum()
 
     def apply_(self) -> None:
         """Add the gradient to those that are there, once."""
-        self._add(lambda parameter: True)
-
-    def attach(self, optimizer: Optimizer) -> Self:
-        """Act just before every ``optimizer.step()``; return this penalty."""
-        if self._handle is not None:
-            raise ValueError("this penalty is attached already; call detach() first")
-        check_attachable(self.forms, optimizer, type(self))
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
-        return self
-
-    def detach(self) -> None:
-        """Stop acting on the optimizer."""
-        if self._handle is None:
-            raise ValueError("this penalty is not attached to an optimizer; call attach(optimizer) first")
-        self._handle.remove()
-        self._handle = None
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Say whether ``parameter`` is a factor that this penalty acts on."""
-        return any(factor.parameter is parameter for form in self.forms for factor in form.factors)
+        self._add(None)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return act_before_update(partial(self._act, optimizer), args, kwargs)
+        return act_before_update(lambda: self._add(Step(optimizer)), args, kwargs, penalty=self.penalty)
 
-    def _act(self, optimizer: Optimizer) -> None:
-        held = learning_rates(optimizer.param_groups)
-        # A fused optimizer unscales its gradients itself, after this, and is told by what here.
-        scale = getattr(optimizer, "grad_scale", None)
-        self._add(held.__contains__, 1.0 if scale is None else scale)
+    def _of(self, form: AnyForm, values: Sequence[Tensor]) -> Tensor:
+        number = self.fn(form.compose(values))
+        if not isinstance(number, Tensor):
+            raise ValueError(f"{form.name}: fn must return a tensor of one number, got {number!r}")
+        return number.sum()
 
     def _gradients(self, form: AnyForm) -> list[Tensor]:
-        values = [computable(factor.value).requires_grad_() for factor in form.factors]
+        values = [computable(value.detach()).requires_grad_() for value in form.values]
         with torch.enable_grad():
-            loss = self.fn(form.compose(values)).sum()
-        return list(torch.autograd.grad(loss, values))
+            number = self._of(form, values)
+        if not number.requires_grad:
+            raise ValueError(
+                f"{form.name}: what fn returns does not depend on the product by differentiable steps, so it penalizes "
+                "nothing; do not detach or round in fn"
+            )
+        return list(torch.autograd.grad(number, values))
 
     @torch.no_grad()
-    def _add(self, held: Callable[[nn.Parameter], bool], scale: Number = 1.0) -> None:
+    def _add(self, step: Step | None) -> None:
         for form in self.forms:
-            targets = [gradient_of(factor) if held(factor.parameter) else None for factor in form.factors]
+            held = [step is None or step.holds(factor.parameter) for factor in form.factors]
+            targets = [gradient_of(factor) if own else None for factor, own in zip(form.factors, held, strict=True)]
             if all(target is None for target in targets):
                 continue
             for factor, target, gradient in zip(form.factors, targets, self._gradients(form), strict=True):
                 if target is not None:
-                    factor.part(target).add_(gradient * scale)
+                    weight = 1.0 if step is None else step.for_gradient(factor.parameter, 1.0)
+                    add_whole(target, factor, gradient * weight)
 
 
 class NuclearDecay(ProductPenalty):
     """λ‖U M₁…M_d Vᵀ‖_*, what ordinary decay of the factors bounds (equation 2), from SVDs no larger than the rank."""
 
+    penalizes = "the nuclear norm"
+
     def __init__(self, model: nn.Module, strength: float) -> None:
         check_number("strength", strength)
-        super().__init__(model, lambda W: strength * torch.linalg.svdvals(W).sum())
+        super().__init__(model, partial(_scaled_nuclear_norm, strength=strength))
         self.strength = strength
 
-    def penalty(self) -> Tensor:
-        """Return Σ λ‖W‖_*, differentiable."""
-        return self.strength * torch.stack([self._nuclear_norm(form) for form in self.forms]).sum()
-
-    def _nuclear_norm(self, form: AnyForm) -> Tensor:
-        values = [computable(value) for value in form.values]
+    def _of(self, form: AnyForm, values: Sequence[Tensor]) -> Tensor:
+        values = [computable(value) for value in values]
         if isinstance(form, TensorForm):
-            return torch.linalg.svdvals(form.compose(values)).sum()
-        U, *inner, V = values
-        return factor_spectrum(U, V, inner).sum()
+            return super()._of(form, values)
+        U, *inner, V = (value.detach() for value in values)
+        norm = factor_spectrum(U, V, inner).sum()
+        # By hand: of factors without full rank, as at zero, autograd knows no derivative.
+        for value, gradient in zip(values, self._product_gradients(U, inner, V), strict=True):
+            norm = norm + ((value - value.detach()) * gradient).sum()
+        return self.strength * norm
 
     def _gradients(self, form: AnyForm) -> list[Tensor]:
         if isinstance(form, TensorForm):
             return super()._gradients(form)
-        U, *inner, V = (computable(factor.value) for factor in form.factors)
+        U, *inner, V = (computable(value.detach()) for value in form.values)
+        return [self.strength * gradient for gradient in self._product_gradients(U, inner, V)]
+
+    def _product_gradients(self, U: Tensor, inner: Sequence[Tensor], V: Tensor) -> list[Tensor]:
         dU, dV, d_inner = nuclear_gradients(U, V, inner)
-        return [gradient * self.strength for gradient in (dU, *d_inner, dV)]
+        return [dU, *d_inner, dV]
+
+
+def _scaled_nuclear_norm(W: Tensor, strength: float) -> Tensor:
+    return strength * torch.linalg.svdvals(W).sum()

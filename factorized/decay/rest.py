@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adamax, Optimizer, RMSprop
+from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, Optimizer, RMSprop
 
 from factorized.decay.forms import AnyForm, Factor
+from factorized.decay.step import Step
 
 # The key that fz.parameter_groups puts into the group of packed weights, whose own weight_decay is zero: an optimizer
 # decays whole parameters, and of these a part is decayed as a product.
 REST_DECAY = "rest_decay"
-_COUPLED = (SGD, Adadelta, Adagrad, Adamax, ASGD, RMSprop)  # torch's optimizers whose decay is a part of the gradient
+# Torch's optimizers whose decay is a part of the gradient, and those that take it off the parameters; the Adam family
+# says in its groups which it does.
+_COUPLED = (SGD, Adadelta, Adagrad, Adamax, ASGD, RMSprop)
+_DECOUPLED = (Adafactor, Muon)
 
 
 def packed_parameters(decayed: Sequence[AnyForm]) -> set[nn.Parameter]:
@@ -29,7 +33,7 @@ def packed_parameters(decayed: Sequence[AnyForm]) -> set[nn.Parameter]:
 
 
 @torch.no_grad()
-def decay_rest(optimizer: Optimizer, factors: Iterable[Factor], *, decoupled: bool) -> None:
+def decay_rest(optimizer: Optimizer, step: Step, factors: Iterable[Factor], *, decoupled: bool) -> None:
     """Decay what shares a parameter with ``factors`` as ``optimizer`` would have, by the number in its group.
 
     ``decoupled`` says how the decay of the factors acts: the rest follows it where the optimizer is none of torch's.
@@ -37,25 +41,23 @@ def decay_rest(optimizer: Optimizer, factors: Iterable[Factor], *, decoupled: bo
     held: dict[nn.Parameter, list[Factor]] = {}
     for factor in factors:
         held.setdefault(factor.parameter, []).append(factor)
-    # A fused optimizer unscales its gradients itself, after this, and is told by what here.
-    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     for group in optimizer.param_groups:
         number = group.get(REST_DECAY, 0.0)
         for parameter in group["params"] if number else ():
             if parameter not in held or not parameter.requires_grad or parameter.grad is None:
                 continue
-            decay = number * _rest_of(parameter, held[parameter])
+            rest = _rest_of(parameter, held[parameter])
             if _is_decoupled(optimizer, group, otherwise=decoupled):
-                parameter.detach().sub_(decay * (group["lr"] * (1.0 if found_inf is None else 1 - found_inf)))
+                parameter.detach().sub_(rest * (number * step.rate(parameter)))
             else:
-                parameter.grad.add_(decay if scale is None else decay * scale)
+                parameter.grad.add_(rest * step.for_gradient(parameter, number))
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any], otherwise: bool) -> bool:
     """Say whether ``optimizer`` takes its decay off the parameters, as AdamW does, or adds it to the gradients."""
-    if "decoupled_weight_decay" in group:  # the Adam family
+    if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
-    return otherwise and not isinstance(optimizer, _COUPLED)
+    return isinstance(optimizer, _DECOUPLED) or (otherwise and not isinstance(optimizer, _COUPLED))
 
 
 def _rest_of(parameter: nn.Parameter, factors: Iterable[Factor]) -> Tensor:

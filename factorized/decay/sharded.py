@@ -29,6 +29,7 @@ class Sharded:
     def __init__(self, members: Sequence[Form]) -> None:
         self.members = list(members)
         self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in form.factors)
+        check_sharded_alike(members)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's rows of every factor's gradient of ½‖U M₁…M_d Vᵀ‖², in the order of ``factors``."""
@@ -83,9 +84,39 @@ def own_rows(gradient: Tensor, factor: Factor) -> Tensor:
     return gradient[start : start + factor.value.shape[0]]
 
 
+def add_whole(
+    target: Tensor,
+    factor: Factor,
+    gradient: Tensor,  # like the whole factor
+) -> None:
+    """Add a whole factor's gradient to ``target``, shaped like its parameter; of a sharded one, this rank's rows."""
+    if not is_sharded(factor.parameter):
+        factor.part(target).add_(gradient)
+        return
+    shard_group(factor.parameter)  # raises where it is not sharded by rows
+    shaped = gradient.new_zeros(factor.parameter.shape)
+    factor.view(shaped).copy_(gradient)
+    start, local = first_row(factor.parameter), target.to_local()  # type: ignore[attr-defined]
+    local.add_(shaped[start : start + local.shape[0]])
+
+
 def whole(factor: Factor) -> Tensor:
     """Return a sharded factor's parameter, gathered from all ranks."""
     return factor.parameter.detach().full_tensor()  # type: ignore[attr-defined]
+
+
+def check_sharded_alike(members: Sequence[Form]) -> None:
+    """Raise unless all factors of these forms are sharded, over the same ranks: what travels is summed at once."""
+    expected: object = None
+    for form in members:
+        for parameter in (factor.parameter for factor in form.factors):
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            expected = mesh if expected is None else expected
+            if mesh is None or mesh != expected:
+                raise ValueError(
+                    f"{form.name}: a factor is not sharded, or over other ranks than the other factors; give all of "
+                    "them to fully_shard, with one mesh, or keep all of them whole"
+                )
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup:

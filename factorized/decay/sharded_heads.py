@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from factorized.adapters.unit import Projection
 from factorized.decay.forms import Factor, Form
 from factorized.decay.local import first_row
-from factorized.decay.sharded import shard_group
+from factorized.decay.sharded import check_sharded_alike, shard_group
 from factorized.maths.frobenius import computable
 
 
@@ -27,6 +27,7 @@ class ShardedHeads:
     def __init__(self, members: Sequence[Form]) -> None:
         self.members = list(members)
         self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in form.factors)
+        check_sharded_alike(members)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's part of every factor's gradient of ½Σ_h‖U_h V_hᵀ‖², in the order of ``factors``."""
@@ -64,7 +65,7 @@ def _by_head(factor: Factor, whole: Tensor | None) -> Tensor:  # (heads, long or
         local = factor.parameter.detach()
         assert isinstance(local, DTensor)
         whole = local.to_local()
-    return computable(_projection(factor).view(whole))
+    return _projection(factor).view(computable(whole))
 
 
 def _for_heads(

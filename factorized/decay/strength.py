@@ -19,7 +19,9 @@ Strength = Number | Mapping[str, Number] | Callable[[int], float]
 def strengths(strength: Strength, found: Sequence[AnyForm], step: int) -> list[Number]:
     """Return the strength of every form at ``step``."""
     if callable(strength):
-        strength = strength(step)
+        number = strength(step)
+        check_number(f"strength at step {step}", number)
+        return [0.0 if form.kind == "qk" else _scalar(number) for form in found]
     if isinstance(strength, Mapping):
         strength = {pattern: _scalar(number) for pattern, number in strength.items()}
         return [_by_pattern(strength, form) for form in found]
@@ -42,12 +44,14 @@ def unless_named(found: Sequence[AnyForm]) -> list[AnyForm]:
 def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
     """Raise unless every number is finite and not negative, and every pattern matches a form."""
     if callable(strength):
-        check_number("strength at step 0", strength(0))
+        strengths(strength, found, step=0)
         return
     if not isinstance(strength, Mapping):
         check_number("strength", strength)
         return
     for pattern, number in strength.items():
+        if not isinstance(pattern, str):
+            raise ValueError(f"strength must name forms by kind or name glob, got {pattern!r}")
         check_number(f"strength of {pattern!r}", number)
         if not any(_matches(pattern, form) for form in found):
             kinds = sorted({form.kind for form in found})
@@ -96,10 +100,12 @@ def _matches(pattern: str, form: AnyForm) -> bool:
 
 
 def check_number(what: str, number: object) -> None:
-    """Raise unless ``number`` is finite and not negative; a tensor's value is left alone, it may live on a device."""
+    """Raise unless ``number`` is finite and not negative; a tensor on a device is left alone, it may be captured."""
     if isinstance(number, Tensor):
         if number.numel() != 1:
             raise ValueError(f"{what} must be one number, got a tensor of shape {tuple(number.shape)}")
-        return
+        if number.device.type != "cpu":
+            return
+        number = number.item()
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not isfinite(number) or number < 0:
         raise ValueError(f"{what} must be a finite number of at least 0, got {number!r}")

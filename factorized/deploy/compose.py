@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from factorized.adapters.unit import AttentionUnit
 from factorized.deploy.attention import shrunken_attention, with_plain_attention
+from factorized.deploy.state import is_sharded
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import replace_module
 
@@ -55,6 +56,11 @@ def convert(
 
     Shrunken attention is replaced by its own class with heads of ``head_size``.
     """
+    if is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is sharded over processes and cannot be copied; fz.save it, which gathers, and "
+            "fz.load it in one process"
+        )
     copy = deepcopy(model)
     places: dict[ComposedLayer, list[str]] = {}
     for name, module in copy.named_modules(remove_duplicate=False):

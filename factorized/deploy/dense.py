@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized.deploy.attention import DenseAttention, shrunken_attention
-from factorized.deploy.state import Shapes, check_same, named_slots, plain_name, unwrapped
+from factorized.deploy.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 from factorized.layers.batch import decompose_all
 from factorized.layers.composed import ComposedLayer
 
@@ -68,6 +68,11 @@ def _check_real(model: nn.Module) -> None:
         raise ValueError(
             f"{empty[0]} is on the meta device and cannot be filled: give the model memory first, with "
             'model.to_empty(device="cpu"). Nothing was changed'
+        )
+    if is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is sharded over processes and its factors are needed whole; load before "
+            "fully_shard. Nothing was changed"
         )
 
 

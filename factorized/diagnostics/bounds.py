@@ -43,11 +43,12 @@ def margin_bounds(
 
     ``gamma`` is the margin at which the loss is read, by default the one that a tenth of the samples fall short of.
     Convolutions count as the matrices they are factorized as. The appendix bounds ‖W‖₂ by one σ for all layers; here
-    each layer's own norm is used, which is the same theorem and sharper.
+    each layer's own norm is used, which is the same theorem and sharper. (As printed, corollary A.1 has both σ²ᴸ and
+    the product of the norms; the theorem that it applies has the product alone.)
     """
-    if gamma is not None and not gamma > 0:
-        raise ValueError(f"the margin gamma must be above 0, got {gamma!r}")
-    if not 0 < delta < 1:
+    if gamma is not None and not (_is_number(gamma) and gamma > 0):
+        raise ValueError(f"the margin gamma must be a finite number above 0, got {gamma!r}")
+    if not (_is_number(delta) and 0 < delta < 1):
         raise ValueError(f"delta must be a probability between 0 and 1, got {delta!r}")
     spectra = [_spectrum(module) for module in model.modules() if _has_weight(module)]
     if not spectra:
@@ -97,6 +98,7 @@ def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple
         for inputs, classes in loader:
             inputs, classes = inputs.to(device), classes.to(device)
             scores = model(inputs).float()
+            _check_scores(scores, classes)
             right = scores.gather(1, classes[:, None]).squeeze(1)
             others = scores.scatter(1, classes[:, None], -torch.inf).amax(dim=1)
             found.append((right - others).cpu())
@@ -107,6 +109,22 @@ def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple
     if not found:
         raise ValueError("the loader is empty; margins need samples")
     return torch.cat(found), radius
+
+
+def _check_scores(scores: Tensor, classes: Tensor) -> None:
+    if scores.dim() != 2 or scores.shape[1] < 2:
+        raise ValueError(f"the model must return scores (samples, two classes or more), got {tuple(scores.shape)}")
+    if not torch.isfinite(scores).all():
+        raise ValueError("the model's scores hold NaN or infinity, and have no margins; check it and its inputs")
+    if classes.shape != scores.shape[:1] or classes.min() < 0 or classes.max() >= scores.shape[1]:
+        raise ValueError(
+            f"the loader must give one class in 0..{scores.shape[1] - 1} per sample, got {tuple(classes.shape)} of "
+            f"{classes.min().item()}..{classes.max().item()} for {scores.shape[0]} samples"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _has_weight(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized.decay.forms import AnyForm, TensorForm, forms
+from factorized.decay.strength import Number, check_number
 from factorized.maths.frobenius import computable
 from factorized.maths.spectral import factor_spectrum
 
@@ -30,18 +31,19 @@ class Diagnosis:
     stable_rank: float | None = None  # ‖W‖²_F / ‖W‖²_2
 
 
-def diagnose(model: nn.Module, lr: float, *, spectrum: bool = True) -> list[Diagnosis]:
+def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Diagnosis]:
     """Return a diagnosis of every product in ``model``, at learning rate ``lr``.
 
     ``spectrum=False`` leaves out what needs singular values (those of a tensor are those of its weight's matrix, which
     is formed): the rest comes from rank × rank Gram matrices and can be tracked at every step. Of a batched form
-    (groups, heads) the norms are those of the block-diagonal whole.
+    (groups, heads) the norms are those of the block-diagonal whole. Sharded factors are gathered: all ranks must call.
     """
+    check_number("lr", lr)
     found = forms(model)
     if not found:
         raise ValueError(f"{type(model).__name__} holds no products to diagnose; call fz.factorize first")
     with torch.no_grad():
-        return [_diagnose(form, lr, spectrum) for form in found]
+        return [_diagnose(form, float(lr), spectrum) for form in found]
 
 
 def _diagnose(form: AnyForm, lr: float, spectrum: bool) -> Diagnosis:

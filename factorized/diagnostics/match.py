@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.forms import AnyForm, forms
+from factorized.decay.strength import check_number
 from factorized.maths.frobenius import computable
 
 Norms = dict[str, float]  # by form name
@@ -21,7 +22,8 @@ class NormMatcher:
 
     Train once with Frobenius decay and ``record()`` after every step; train again without decay and
     ``attach(optimizer, recorded)``: the factors are rescaled after every step, all of a product alike, so that its norm
-    is the recorded one and only its direction is free.
+    is the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it.
+    Sharded factors are gathered to be measured: all ranks must take part.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,8 +51,9 @@ class NormMatcher:
     ) -> None:
         """Rescale the factors so that the norms are ``norms``, without waiting for the device: nothing is checked."""
         for form, ratio in zip(self.forms, norms / self.norms(), strict=True):
-            for factor in form.factors:
-                factor.value.mul_(ratio ** (1 / len(form.factors)))
+            free = [factor for factor in form.factors if factor.parameter.requires_grad]
+            for factor in free:
+                factor.value.mul_(ratio ** (1 / len(free)))
 
     @torch.no_grad()
     def match(self, norms: Mapping[str, float]) -> None:
@@ -58,6 +61,8 @@ class NormMatcher:
         missing = [form.name for form in self.forms if form.name not in norms]
         if missing:
             raise ValueError(f"norms must name every product of the model; {missing[0]!r} is missing")
+        for form in self.forms:
+            check_number(f"the norm of {form.name!r}", norms[form.name])
         current = self.record()
         for form in self.forms:
             if current[form.name] == 0:
@@ -71,6 +76,10 @@ class NormMatcher:
         self._recorded, self._step = recorded, 0
         self._handle = optimizer.register_step_post_hook(self._after_step)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles carry: they are attached to no optimizer."""
+        return {**self.__dict__, "_handle": None}
 
     def detach(self) -> None:
         """Stop acting on the optimizer."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable
 from math import prod
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from factorized.layers.draw import Init, check_init, draw_bias, draw_dense
 from factorized.maths.kernel import KernelShape
@@ -120,6 +121,10 @@ class ComposedLayer(nn.Module):
         weight: Tensor,  # (out, in/groups, *size)
     ) -> None:
         """Make the product the best approximation of ``weight`` at this rank (section 3.1)."""
+        if any(isinstance(factor, DTensor) for factor in self.factors):
+            raise ValueError(
+                "the factors are sharded over processes and cannot be set whole; do this before fully_shard"
+            )
         self.set_factors(*(factor[0] for factor in self.decompose(weight.unsqueeze(0))))
 
     @torch.no_grad()
@@ -149,6 +154,10 @@ class ComposedLayer(nn.Module):
         if bias is not None and self.bias is not None:
             self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
         self.train(dense.training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles carry: no decay is attached to an optimizer of theirs."""
+        return {**self.__dict__, "decay_in_backward": 0.0}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # one line: the lists of factors are in the sizes

@@ -13,7 +13,7 @@ def drop_connect(model: nn.Module, share: float) -> nn.Module:
     DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion asks for. The layers compose their
     weight for it in training; in evaluation they run as before. ``share=0`` turns it off.
     """
-    if not 0 <= share < 1:
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
         raise ValueError(f"share must be in [0, 1), got {share!r}")
     layers = [module for module in model.modules() if isinstance(module, ComposedLayer)]
     if not layers:

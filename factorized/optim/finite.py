@@ -56,3 +56,14 @@ def check_range(
         (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
     ):
         raise ValueError(f"{name} must be a number {' and '.join(bounds)}, got {value!r}")
+
+
+def check_rate(lr: float | Tensor) -> None:
+    """Raise unless a learning rate is a number of at least 0, or a tensor of one, whose value may live on a device."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")
+        if lr.device.type != "cpu":
+            return
+        lr = lr.item()
+    check_range("lr", lr, least=0)

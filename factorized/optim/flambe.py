@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from factorized.decay.act import FrobeniusEngine
 from factorized.decay.forms import AnyForm, Factor, forms, unread_attention
+from factorized.decay.frobenius import FrobeniusDecay
+from factorized.decay.guard import DecaysProducts
 from factorized.decay.rest import REST_DECAY
 from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, strengths
 from factorized.optim.lamb import Lamb
 from factorized.optim.norms import local_part
 
 
-class Flambe(Lamb):
+class Flambe(Lamb, DecaysProducts):
     """LAMB whose update of a factor is ``u = r + λ·∂½‖U M₁…M_d Vᵀ‖²`` instead of ``r + λw``.
 
     The products are those of ``model`` (see ``fz.forms``) whose ``frobenius_decay`` is not zero; their factors are not
@@ -28,6 +31,8 @@ class Flambe(Lamb):
             attention a number means OV alone, see ``FrobeniusDecay``.
         others: as for ``Lamb``.
     """
+
+    penalizes = FrobeniusDecay.penalizes
 
     def __init__(
         self,
@@ -78,6 +83,10 @@ class Flambe(Lamb):
             )
         self._decay_of: dict[nn.Parameter, Tensor] = {}
 
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Say whether ``parameter`` is a factor that is decayed as a part of its product."""
+        return parameter in self._factors
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles carry."""
         own = ("forms", "frobenius_decay", "steps", "_engine", "_factors", "_decay_of")
@@ -112,6 +121,7 @@ class Flambe(Lamb):
         """Add λw to the updates, and to those of factors their Frobenius gradient instead."""
         plain = [index for index, parameter in enumerate(parameters) if parameter not in self._decay_of]
         super()._add_decay(group, [parameters[i] for i in plain], [updates[i] for i in plain])
-        for parameter, update in zip(parameters, updates, strict=True):
-            if parameter in self._decay_of:
-                update.add_(local_part(self._decay_of[parameter]))
+        factors = [index for index, parameter in enumerate(parameters) if parameter in self._decay_of]
+        if factors:
+            decays = [local_part(self._decay_of[parameters[i]]) for i in factors]
+            torch._foreach_add_([updates[i] for i in factors], decays)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from factorized.optim.finite import StepGuard, check_range
+from factorized.optim.finite import StepGuard, check_range, check_rate
 from factorized.optim.norms import global_norm, local_part, norms
 
 
@@ -68,8 +68,11 @@ class Lamb(Optimizer):
         """Add parameters with settings of their own, which are checked like the common ones."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if not isinstance(group["lr"], Tensor):
-            check_range("lr", group["lr"], least=0)
+        if any(parameter.is_complex() for parameter in group["params"]):
+            raise ValueError("LAMB takes real parameters, got complex ones; hold them as torch.view_as_real")
+        check_rate(group["lr"])
+        if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
+            raise ValueError(f"betas must be two numbers, got {group['betas']!r}")
         for name, beta in zip(("betas[0]", "betas[1]"), group["betas"], strict=True):
             check_range(name, beta, least=0, below=1)
         for name in ("eps", "weight_decay"):
@@ -141,7 +144,8 @@ class Lamb(Optimizer):
         self._add_decay(group, parameters, updates)
 
         ratios = self._trust_ratios(group, parameters, updates)
-        rate = group["lr"] if passed is None else group["lr"] * passed
+        rate = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+        rate = rate if passed is None else rate * passed
         torch._foreach_mul_(updates, [ratio * rate for ratio in ratios])
         torch._foreach_sub_([local_part(parameter) for parameter in parameters], updates)
 
@@ -173,6 +177,8 @@ class Lamb(Optimizer):
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        raise ValueError("a parameter has a sparse gradient, which LAMB cannot use; pass sparse=False to its embedding")
     return local_part(parameter.grad)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -35,7 +36,11 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
             "names 'attention', .* kinds are conv, embedding, linear, its names 'embed'",
         ),
         ({"layers.*": 0.1}, r"names 'layers\.\*', which is no form of the model"),
+        ({1: 0.1}, "name forms by kind or name glob, got 1"),
+        (torch.tensor(-1.0), r"at least 0, got -1\.0"),
+        ({"linear": torch.tensor(float("nan"))}, "strength of 'linear' must be .* got nan"),
         (lambda step: -1.0, r"strength at step 0 must be .* got -1\.0"),
+        (lambda step: torch.tensor(float("nan")), "strength at step 0 must be .* got nan"),
     ],
 )
 def test_a_wrong_strength_says_what_is_allowed(strength: Any, message: str) -> None:
@@ -49,14 +54,61 @@ def test_a_wrong_nuclear_strength_says_what_is_allowed(strength: Any) -> None:
         fz.NuclearDecay(mixed(), strength)
 
 
-@pytest.mark.parametrize("weight_decay", [-0.1, float("nan")])
-def test_a_wrong_weight_decay_of_groups_says_what_is_allowed(weight_decay: float) -> None:
-    with pytest.raises(ValueError, match="weight_decay must be a number of at least 0"):
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), None])
+@pytest.mark.parametrize("kind", ["gradient", "decoupled", "flambe"])
+def test_a_schedule_that_goes_wrong_later_is_stopped_there_and_nothing_changed(wrong: Any, kind: str) -> None:
+    def schedule(step: int) -> Any:
+        return 0.1 if step < 2 else wrong
+
+    model = mixed()
+    if kind == "flambe":
+        optimizer: torch.optim.Optimizer = fz.Flambe(model.parameters(), model, frobenius_decay=schedule)
+    else:
+        optimizer = sgd(model)
+        fz.FrobeniusDecay(model, schedule, decoupled=kind == "decoupled").attach(optimizer)
+    train(model, optimizer, range(2))
+    before = deepcopy(model)
+    with pytest.raises(ValueError, match="strength at step 2 must be a finite number of at least 0"):
+        train(model, optimizer, range(2, 3))
+    assert difference(model, before) == 0
+
+
+@pytest.mark.parametrize("fn", [None, 0.1, "l1"])
+def test_a_penalty_that_is_no_function_says_so(fn: Any) -> None:
+    with pytest.raises(ValueError, match=r"fn must be a function of the composed matrices \(batch, m, n\), got"):
+        fz.ProductPenalty(mixed(), fn)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda W: 1.0, r"^embed: fn must return a tensor of one number, got 1\.0"),
+        (lambda W: None, "^embed: fn must return a tensor of one number, got None"),
+        (lambda W: W.detach().sum(), "^embed: what fn returns does not depend on the product"),
+        (lambda W: (W > 0).sum(), "^embed: what fn returns does not depend on the product"),
+    ],
+)
+def test_a_function_that_penalizes_nothing_is_named_with_its_product(fn: Any, message: str) -> None:
+    model = mixed()
+    fz.ProductPenalty(model, fn).attach(optimizer := sgd(model))
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("attention", [None, "ov", ["vo"], 1])
+def test_wrong_attention_of_groups_says_what_is_allowed(attention: Any) -> None:
+    with pytest.raises(ValueError, match='attention must be a list of "ov" and "qk"'):
+        fz.parameter_groups(mixed(), 0.1, attention=attention)
+
+
+@pytest.mark.parametrize("weight_decay", [-0.1, float("nan"), float("inf"), None, "0.1", True])
+def test_a_wrong_weight_decay_of_groups_says_what_is_allowed(weight_decay: Any) -> None:
+    with pytest.raises(ValueError, match="weight_decay must be a finite number of at least 0"):
         fz.parameter_groups(mixed(), weight_decay)
 
 
-@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
-def test_a_wrong_share_to_drop_says_what_is_allowed(share: float) -> None:
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan"), None, "0.1", False])
+def test_a_wrong_share_to_drop_says_what_is_allowed(share: Any) -> None:
     with pytest.raises(ValueError, match=r"share must be in \[0, 1\), got"):
         fz.drop_connect(mixed(), share)
 
@@ -158,6 +210,22 @@ def test_a_coupled_and_a_decoupled_decay_of_the_same_factors_are_refused_togethe
 def test_decoupled_decay_by_hand_asks_for_the_learning_rate() -> None:
     with pytest.raises(ValueError, match=r"call apply_\(lr=\.\.\.\)"):
         fz.FrobeniusDecay(mixed(), 0.1, decoupled=True).apply_()
+
+
+@pytest.mark.parametrize("lr", [-0.1, float("nan"), "0.1"])
+def test_decoupled_decay_by_hand_takes_no_wrong_learning_rate(lr: Any) -> None:
+    with pytest.raises(ValueError, match="lr must be a finite number of at least 0"):
+        fz.FrobeniusDecay(mixed(), 0.1, decoupled=True).apply_(lr=lr)
+
+
+def test_a_decay_of_gradients_by_hand_takes_no_learning_rate() -> None:
+    with pytest.raises(ValueError, match=r"not scaled by a learning rate: call apply_\(\) without lr="):
+        fz.FrobeniusDecay(mixed(), 0.1).apply_(lr=0.1)
+
+
+def test_a_state_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 0, got None"):
+        fz.FrobeniusDecay(mixed(), 0.1).load_state_dict({})
 
 
 def test_a_refused_attachment_leaves_the_optimizer_as_it_was() -> None:

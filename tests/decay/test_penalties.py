@@ -265,3 +265,30 @@ def test_penalties_of_two_kinds_can_act_on_the_same_factors(nuclear_first: bool)
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     torch.testing.assert_close(model[0].U.grad, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("spoil", ["zero", "lacks rank", "square identity"])
+def test_the_nuclear_penalty_is_differentiable_where_factors_lack_rank(spoil: str) -> None:
+    model = mixed()
+    with torch.no_grad():
+        if spoil == "zero":
+            model.up[0].U.zero_()
+        elif spoil == "lacks rank":
+            model.wide.U[:, 3:] = 0
+        else:
+            for factor in model.wide.factors:
+                factor.copy_(torch.eye(*factor.shape))
+    decay = fz.NuclearDecay(model, STRENGTH)
+    expected = STRENGTH * sum(
+        torch.linalg.svdvals(to_matrix(layer.weight, layer.shape)).sum() for layer in layers(model).values()
+    )
+    assert error(decay.penalty(), expected) < 1e-10
+    decay.penalty().backward()
+    by_autograd = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    decay.apply_()
+    for name, parameter in model.named_parameters():
+        if name in by_autograd:
+            assert parameter.grad.isfinite().all()
+            torch.testing.assert_close(by_autograd[name], parameter.grad, rtol=1e-10, atol=1e-12)

@@ -152,3 +152,17 @@ def test_half_types_are_diagnosed_in_float32(dtype: torch.dtype) -> None:
 def test_a_model_without_products_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear holds no products to diagnose; call fz\.factorize first"):
         fz.diagnose(nn.Linear(3, 2), lr=0.1)
+
+
+@pytest.mark.parametrize("lr", [-0.1, float("nan"), "0.1", None, True])
+def test_a_wrong_learning_rate_says_what_is_allowed(lr: Any) -> None:
+    with pytest.raises(ValueError, match="lr must be a finite number of at least 0"):
+        fz.diagnose(trained("linear"), lr)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_learning_rate_given_as_a_tensor_is_a_number_in_the_diagnosis(shape: tuple[int, ...]) -> None:
+    model = trained("linear")
+    (diagnosis,) = fz.diagnose(model, torch.full(shape, 0.25))
+    assert isinstance(diagnosis.effective_step, float)
+    assert diagnosis == fz.diagnose(model, 0.25)[0]

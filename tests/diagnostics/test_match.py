@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -162,3 +163,25 @@ def test_it_is_attached_once_and_detached_once() -> None:
 def test_a_model_without_products_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear holds no products to match; call fz\.factorize first"):
         fz.NormMatcher(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "1", None])
+def test_a_norm_that_is_none_is_named_and_nothing_changed(wrong: Any) -> None:
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="the norm of '2' must be a finite number of at least 0"):
+        fz.NormMatcher(model).match({"0": 1.0, "2": wrong, "3": 1.0})
+    assert unchanged(model, before)
+
+
+def test_frozen_factors_stay_and_the_others_make_up_for_it() -> None:
+    model = build()
+    model[0].U.requires_grad_(False)
+    for factor in model[3].factors:
+        factor.requires_grad_(False)
+    before = [model[0].U.detach().clone(), *(factor.detach().clone() for factor in model[3].factors)]
+    matcher = fz.NormMatcher(model)
+    still = matcher.record()["3"]
+    matcher.match({"0": 5.0, "2": 7.0, "3": 1.0})
+    assert matcher.record() == pytest.approx({"0": 5.0, "2": 7.0, "3": still}, rel=1e-12)
+    assert all(torch.equal(a, b) for a, b in zip(before, [model[0].U, *model[3].factors], strict=True))
