@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from factorized.decay.batch import Single, batches
 from factorized.decay.forms import AnyForm, Factor
@@ -21,7 +22,8 @@ class FrobeniusEngine:
     def __init__(self, found: Sequence[AnyForm]) -> None:
         self.form_of: dict[Factor, AnyForm] = {factor: form for form in found for factor in form.factors}
         self.units = batches(found)
-        self._made_for = self._place()
+        self._made_for = self._places()
+        self._turn = _turns(self.form_of)
 
     @torch.no_grad()
     def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
@@ -29,9 +31,9 @@ class FrobeniusEngine:
 
         ``to_factors`` says that the targets are the factors themselves: then none is changed before all are read.
         """
-        if self._place() != self._made_for:  # the model was moved, or changed its type
-            self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._place()
-        additions: dict[Number, tuple[list[Tensor], list[Tensor]]] = {}
+        if self._places() != self._made_for:  # the model, or a part of it, was moved or changed its type
+            self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._places()
+        additions: dict[tuple[int, Number], tuple[list[Tensor], list[Tensor]]] = {}
         for unit in self.units:
             targets = [target(factor) for factor in unit.factors]
             if all(tensor is None for tensor in targets):
@@ -43,18 +45,27 @@ class FrobeniusEngine:
                 continue
             for factor, tensor, number, gradient in zip(unit.factors, targets, numbers, unit.gradients(), strict=True):
                 if tensor is not None:
-                    into, parts = additions.setdefault(number, ([], []))
+                    into, parts = additions.setdefault((self._turn[factor], number), ([], []))
                     into.append(tensor if factor.is_whole else factor.part(tensor))
                     parts.append(gradient)
-        for number, (into, parts) in additions.items():
+        for (_, number), (into, parts) in additions.items():
             if isinstance(number, Tensor):
                 torch._foreach_add_(into, torch._foreach_mul(parts, number.to(parts[0].device).reshape(())))
             elif number != 0:
                 torch._foreach_add_(into, parts, alpha=number)
 
-    def _place(self) -> tuple[torch.device, torch.dtype] | None:
-        first = next(iter(self.form_of), None)
-        return (first.parameter.device, first.parameter.dtype) if first is not None else None
+    def _places(self) -> list[tuple[torch.device, torch.dtype]]:
+        return [(factor.parameter.device, factor.parameter.dtype) for factor in self.form_of]
+
+
+def _turns(factors: Iterable[Factor]) -> dict[Factor, int]:
+    """Number the factors that are one parameter: a GPU may add to many tensors at once, but not twice to one."""
+    seen: Counter[nn.Parameter] = Counter()
+    turns = {}
+    for factor in factors:
+        turns[factor] = seen[factor.parameter] if factor.projection is None else 0  # projections are parts that differ
+        seen[factor.parameter] += 1
+    return turns
 
 
 def gradient_of(factor: Factor) -> Tensor | None:

@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import factorized as fz
 from factorized.decay.arena import Arena
@@ -119,3 +119,36 @@ def test_a_lone_product_adds_its_gradients_in_the_products_themselves(frozen: st
 def test_a_lone_product_that_is_no_plain_pair_goes_the_long_way(module: nn.Module) -> None:
     (form,) = fz.forms(module)
     assert not Single(form).is_plain
+
+
+def test_no_tensor_is_added_to_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(fz.FactorizedLinear(12, 12, 3, bias=False) for _ in range(3))).double()
+    model[2].U = model[1].V = model[0].U  # on a GPU, where many tensors are added to at once, these would race
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    add, calls = torch._foreach_add_, []
+
+    def spy(into: list[Tensor], parts: list[Tensor], alpha: float) -> None:
+        calls.append([tensor.data_ptr() for tensor in into])
+        add(into, parts, alpha=alpha)
+
+    monkeypatch.setattr(torch, "_foreach_add_", spy)
+    fz.FrobeniusDecay(model, 0.3).apply_()
+    assert sum(map(len, calls)) == 6
+    assert all(len(set(places)) == len(places) for places in calls)
+    expected = torch.autograd.grad(by_weights(model, 0.3), list(model.parameters()))
+    for parameter, reference in zip(model.parameters(), expected, strict=True):
+        assert error(parameter.grad, reference) < 1e-10
+
+
+def test_a_layer_that_changes_its_type_later_is_decayed_in_that_type() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(fz.FactorizedLinear(12, 12, 3) for _ in range(3)))
+    decay = fz.FrobeniusDecay(model, 0.3)
+    model[2].double()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    decay.apply_()
+    expected = torch.autograd.grad(by_weights(model[2], 0.3), [model[2].U, model[2].V])
+    for parameter, reference in zip((model[2].U, model[2].V), expected, strict=True):
+        assert error(parameter.grad, reference) < 1e-14
