@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from factorized.deploy.whole_file import write_whole
 from factorized.vision.data.images import Images, byte_chunks
 from factorized.vision.data.progress import Progress, silent
 
@@ -57,8 +57,8 @@ def write_prepared(images: Images, path: Path, progress: Progress = silent) -> N
         start = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+
+    def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
             file.write(struct.pack("<Q", len(encoded)) + encoded)
             done = 0
@@ -67,13 +67,11 @@ def write_prepared(images: Images, path: Path, progress: Progress = silent) -> N
                     file.write(chunk)
                     done += len(chunk)
                     progress("writing", done, start)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+
+    try:
+        write_whole(path, write)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({start + len(encoded):,} bytes): {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise ValueError(f"{path} cannot be written ({start + len(encoded):,} bytes): {error.strerror}") from error
 
 
 def read_prepared(path: Path, verify: bool = True) -> Images:

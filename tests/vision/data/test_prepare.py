@@ -108,7 +108,7 @@ def test_another_source_of_the_same_name_is_not_mixed_up(source: Path, folder: P
     (tmp_path / "else").mkdir()
     other = write_npz(tmp_path / "else" / "flowers.npz", small_images(train=15))
     with pytest.raises(
-        ValueError, match=f"already there, prepared from {source}, not from {other}; give another name="
+        ValueError, match=f"already there, prepared from {source}, not from {other}; give it another name"
     ):
         prepare(str(other), folder)
     assert len(load_images("flowers", folder).x_train) == 12
