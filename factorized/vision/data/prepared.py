@@ -74,8 +74,8 @@ def write_prepared(images: Images, path: Path, progress: Progress = silent) -> N
         raise ValueError(f"{path} cannot be written ({start + len(encoded):,} bytes): {error.strerror}") from error
 
 
-def read_prepared(path: Path, verify: bool = True) -> Images:
-    """Return the images of a prepared file, mapped into memory; ``verify`` reads them all to check their checksum."""
+def read_prepared(path: Path) -> Images:
+    """Return the images of a prepared file, mapped into memory, after reading them once to check their checksum."""
     info, _ = _read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -84,7 +84,7 @@ def read_prepared(path: Path, verify: bool = True) -> Images:
         raise _damaged(path, error) from error
     classes, mean, std = (tuple(info[key]) for key in ("classes", "mean", "std"))
     images = Images(info["name"], x_train, y_train, x_test, y_test, classes, mean, std, info["source"])
-    if verify and images.checksum != info["checksum"]:
+    if images.checksum != info["checksum"]:
         raise _damaged(path, f"its checksum is {images.checksum}, expected {info['checksum']}")
     return images
 
