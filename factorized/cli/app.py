@@ -8,6 +8,8 @@ import typer
 
 from factorized.cli import compose, data, demo, evaluate, plan, recipes, train
 from factorized.cli.arguments import examples
+from factorized.cli.console import say
+from factorized.version import __version__
 
 app = typer.Typer(
     name="factorized",
@@ -31,8 +33,17 @@ app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        say(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
 ) -> None:
     """Train networks whose weights are products, and turn them back into plain PyTorch."""

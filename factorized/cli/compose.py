@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,11 +57,11 @@ def compose(
     from factorized.vision.export import SUFFIXES, describe_network, logits_on_test, plain_network
     from factorized.vision.trained import check_images, load_trained
 
+    where = pick_device(device)
+    recipe, result, network = load_trained(run)
     suffix = SUFFIXES[to.value]
     path = out or run / f"{'lowered' if lower else 'composed'}{suffix}"
     _check_path(path, suffix, overwrite)
-    where = pick_device(device)
-    recipe, result, network = load_trained(run)
     recipe, images = load_data(recipe, data)
     check_images(result, images)
     trained, before = count_parameters(network), logits_on_test(network.to(where), images, where)
@@ -97,7 +98,10 @@ def _write_checked(
     temporary = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
     expected = accuracy_of(before, images)
     try:
-        write_network(plain, to.value, temporary, images, about)
+        try:
+            write_network(plain, to.value, temporary, images, about)
+        except OSError as problem:
+            raise ValueError(f"cannot write {path}: {problem.strerror}; name another file by --out") from problem
         function = read_network(to.value, temporary, plain, device)
         if function is None:
             say(f"accuracy before {expected:.2f} %; the file was written and not run: pip install onnxruntime")
@@ -111,4 +115,5 @@ def _write_checked(
         temporary.replace(path)
         return True
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -25,11 +26,23 @@ def say(line: str) -> None:
     console().print(line, soft_wrap=True, markup=False)
 
 
+def write_page(path: Path, page: str, option: str) -> None:
+    """Write a page, or say which option names the place where that cannot be done."""
+    try:
+        path.write_text(page)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another place by {option}") from error
+
+
 def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return an empty table with these headings; those among ``numbers`` are set to the right."""
+    """Return an empty table with these headings; those among ``numbers`` are set to the right.
+
+    A narrow terminal breaks what comes after the first column, which is a name to be copied, and hides nothing.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column in numbers)
+    for place, column in enumerate(columns):
+        number = column in numbers
+        table.add_column(column, justify="right" if number else "left", no_wrap=number or place == 0, overflow="fold")
     return table
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factorized.cli.arguments import Quiet, examples
-from factorized.cli.console import console, plain_table, say
+from factorized.cli.console import console, plain_table, say, write_page
 
 if TYPE_CHECKING:
     from factorized.reproduce.variant import Variant
@@ -68,9 +68,9 @@ def demo(
     for winner in winners_of(variants):
         checks += check_winner(winner, out / winner.recipe / f"seed-{winner.results[0]['seed']}")
     for check in checks:
-        say(f"  {'ok  ' if check.passed else 'FAIL'}  {check.what}: {check.measured:.1e} (allowed {check.allowed:.0e})")
+        say(f"  {'ok  ' if check.passed else 'FAIL'}  {check.what}: {check.figures}")
     page = out / "report.html"
-    page.write_text(report_page(TITLE, LEAD, "factorized demo", variants, checks))
+    write_page(page, report_page(TITLE, LEAD, "factorized demo", variants, checks), "--out")
     say(f"\n{time.perf_counter() - began:.0f} seconds in all; curves and more: {page}")
     if not all(check.passed for check in checks):
         raise typer.Exit(1)

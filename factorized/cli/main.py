@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from factorized.cli.processes import process_number
 from factorized.vision.interrupt import Interrupted
 
+STOPPED = 128 + signal.SIGINT
 # packages of the extra "vision", which the library itself does without
 EXTRAS = ("datasets", "jinja2", "numpy", "PIL", "pydantic", "rich", "sklearn", "tensorboard", "typer")
 
@@ -23,13 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         code = app(given or ["--help"], prog_name="factorized", standalone_mode=False)
         sys.stdout.flush()
+        if code == STOPPED:  # typer makes this of KeyboardInterrupt, without a word
+            raise KeyboardInterrupt
         return code or 0
     except BrokenPipeError:  # whoever read this has had enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123, for the flush at exit
         return 0
     except KeyboardInterrupt:
         _complain("stopped by Ctrl-C")
-        return 130
+        return STOPPED
     except Exception as error:
         return _explain(error, given)
 
@@ -38,8 +42,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     if "--debug" in given:
         traceback.print_exception(error)
     if isinstance(error, Interrupted):
-        again = [word for word in given if word not in ("--overwrite", "--resume")]
-        _complain(f"{error}; its state is saved, go on with: {shlex.join(['factorized', *again, '--resume'])}")
+        _complain(f"{error}; its state is saved, go on with: {_command_to_resume(given)}")
         return error.exit_code
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS and "pip install" not in str(error):
@@ -47,10 +50,16 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     elif isinstance(error, (ValueError, OSError, ImportError)):
         _complain(str(error))
     elif (misused := _misuse(error)) is not None:
-        _complain(f"{misused} See `{_help_of(given)}`.")
+        _complain(f"{misused.rstrip('.')}. See `{_help_of(given)}`.")
     else:
         _unexpected(error)
     return 2
+
+
+def _command_to_resume(given: Sequence[str]) -> str:
+    again = [word for word in given if word not in ("--overwrite", "--resume")]
+    started_by = "torchrun … -m factorized.cli" if "LOCAL_RANK" in os.environ else "factorized"
+    return f"{started_by} {shlex.join([*again, '--resume'])}"
 
 
 def _misuse(error: Exception) -> str | None:

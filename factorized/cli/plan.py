@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from factorized.cli.arguments import Changes, Data, complete_model, complete_recipe, examples
-from factorized.cli.console import say
+from factorized.cli.console import say, write_page
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def plan(
     if made is not None:
         say(str(made))
         if html is not None:
-            html.write_text(made.to_html())
+            write_page(html, made.to_html(), "--html")
             say(f"drawn on {html}")
     elif html is not None:
         raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")

@@ -13,6 +13,7 @@ app = typer.Typer(
     help="List and show recipes.",
     epilog=examples("factorized recipes ls", "factorized recipes show digits/resnet8-lowrank-0.1-si-fd"),
 )
+ROOM_FOR_TITLES = 120  # columns; in a narrower terminal the names have to say it
 
 
 @app.command("ls", epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q"))
@@ -29,12 +30,14 @@ def list_recipes(
     if names_only:
         say("\n".join(found))
         return
-    table = plain_table("recipe", "what it trains", "paper", "%", numbers=("%",))
+    out = console()
+    titles = ("what it trains",) if out.width >= ROOM_FOR_TITLES else ()
+    table = plain_table("recipe", *titles, "paper", "%", numbers=("%",))
     for name in found:
         recipe = load_recipe(name)
         where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
-        table.add_row(name, recipe.title, where, figure)
-    console().print(table)
+        table.add_row(name, *(recipe.title for _ in titles), where, figure)
+    out.print(table)
 
 
 @app.command("show", epilog=examples("factorized recipes show cifar10/resnet32x2", "factorized recipes show own.toml"))

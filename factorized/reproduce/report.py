@@ -25,6 +25,11 @@ class Check:
         """Whether it does; what is not a number does not."""
         return self.measured <= self.allowed
 
+    @property
+    def figures(self) -> str:
+        """What was measured, beside what is allowed."""
+        return f"{self.measured:.3g} (allowed {self.allowed:g})"
+
 
 @dataclass(frozen=True)
 class Panel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from factorized.deploy.compose import compose
@@ -56,12 +57,14 @@ def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, abou
         tensors = {
             name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in plain_state(plain).items()
         }
-        save_file(tensors, path, metadata={"format": "pt", **about})
+        path.write_bytes(save(tensors, metadata={"format": "pt", **about}))
         return
     example = torch.zeros(2, images.channels, *images.size)
     program = torch.export.export(plain, (example,), dynamic_shapes=({0: torch.export.Dim("batch", max=65536)},))
     if kind == "export":
-        torch.export.save(program, path, extra_files=dict(about))
+        buffer = io.BytesIO()  # torch's own writer ends the program when the disk is full
+        torch.export.save(program, buffer, extra_files=dict(about))
+        path.write_bytes(buffer.getbuffer())
         return
     for package in ("onnx", "onnxscript"):
         need(package, package, "an ONNX file")

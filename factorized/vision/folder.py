@@ -1,28 +1,35 @@
-"""The folders of runs: made, checked and cleared before anything is trained; and what a failed write says."""
+"""The folders of runs: made, checked, claimed and cleared before anything is trained; what a failed write says."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from factorized.vision import norms, state, trained
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows has other locks
+    fcntl = None  # type: ignore[assignment]
+
 METRICS = "metrics.jsonl"
 _LEFT = (state.FILE, METRICS, trained.RESULT, norms.FILE)
 
 
-def prepare_folders(folders: Sequence[Path], needed: int, *, resume: bool, overwrite: bool) -> None:
-    """Make the folders of all runs, and fail now rather than at a checkpoint if one cannot be written.
+def prepare_folders(folders: Sequence[Path], needed: int, claims: ExitStack, *, resume: bool, overwrite: bool) -> None:
+    """Claim the folders of all runs, and fail now rather than at a checkpoint if one cannot be written.
 
-    ``needed`` is the bytes that a run writes. With ``overwrite`` what an earlier run left is removed, once every folder
-    has proved to be fit.
+    ``needed`` is the bytes that a run writes. Unless it is resumed, what an earlier run left is removed, once every
+    folder has proved to be fit.
     """
     for folder in folders:
         _probe(folder)
+        claims.enter_context(claimed(folder))
         left = [name for name in (state.FILE, trained.RESULT) if (folder / name).exists()]
         if left and not (resume or overwrite):
             raise ValueError(
@@ -34,9 +41,33 @@ def prepare_folders(folders: Sequence[Path], needed: int, *, resume: bool, overw
             f"{folders[0]} has {free / 2**20:,.0f} MiB free, and {len(folders)} run(s) need "
             f"{needed * len(folders) / 2**20:,.0f} MiB; make room, or choose another folder with --out"
         )
-    if overwrite and not resume:
-        for folder in folders:
+    for folder in folders:
+        for unfinished in folder.glob("*.tmp"):  # of a process that was killed
+            unfinished.unlink()
+        if not resume:
             _clear(folder)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keep other processes from training into ``folder``; the claim of one that is killed ends with it."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"another process is training into {folder}; let it end, or choose another with --out"
+        ) from None
+    except OSError:  # a file system without locks: nothing to be done about it
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -55,8 +86,11 @@ def _probe(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / "probe.tmp"
-        probe.write_bytes(b"x" * 4096)
-        probe.unlink()
+        try:
+            probe.write_bytes(b"x" * 4096)
+        finally:
+            with suppress(OSError):
+                probe.unlink()
     except OSError as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -17,12 +18,17 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """While entered, remembers a signal instead of dying of it; a second one is obeyed at once."""
+    """While entered, remembers a signal instead of dying of it; a second one is obeyed at once.
+
+    With ``patience``, that many seconds must lie between the two: under ``torchrun`` Ctrl-C reaches a process from the
+    terminal, and once more from the launcher.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.0) -> None:
         self.number: int | None = None
+        self._patience, self._asked = patience, 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -35,6 +41,7 @@ class StopRequest:
             signal.signal(number, handler or signal.SIG_DFL)  # None: one that was not set from Python
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
+        if self.number is None:
+            self.number, self._asked = number, time.monotonic()
+        elif time.monotonic() - self._asked >= self._patience:
             raise KeyboardInterrupt
-        self.number = number

@@ -13,7 +13,7 @@ from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.swap import factorize
-from factorized.planning.cost import measure
+from factorized.planning.cost import evaluation_mode, measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
 from factorized.vision.data.images import Images
@@ -59,6 +59,23 @@ def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
         if isinstance(module, FactorizedConv):
             module.execution = recipe.factorize.execution
     return network
+
+
+@torch.no_grad()
+def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
+    """Refuse a network that cannot be trained to classify the images: somebody else's function may return anything."""
+    name, classes = recipe.model.name, len(images.classes)
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise ValueError(f"model {name!r} has no parameters that can be trained")
+    example = torch.zeros(2, images.channels, *images.size)
+    try:
+        with evaluation_mode(network):
+            answer = network(example)
+    except (RuntimeError, ValueError) as error:  # layers that do not fit each other or the images
+        raise ValueError(f"model {name!r} cannot classify images {tuple(example.shape[1:])}: {error}") from error
+    if not isinstance(answer, Tensor) or answer.shape != (2, classes):
+        got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+        raise ValueError(f"model {name!r} must return a tensor (images, {classes}), got {got} for two images")
 
 
 def count_macs(recipe: Recipe, images: Images, seed: int) -> int:

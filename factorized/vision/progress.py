@@ -56,8 +56,3 @@ class Reporter:
         figures = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}{self.test}  {images_per_second:,.0f} images/s"
         self.progress.update(self.task, completed=epoch * self.steps + steps, figures=figures)
         return figures
-
-    def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        if not self.quiet:
-            self.console.print(line, highlight=False, soft_wrap=True)

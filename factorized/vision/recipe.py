@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 if TYPE_CHECKING:
     from factorized.planning.scheme import Scheme
@@ -13,9 +13,9 @@ BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
 
 
 class Section(BaseModel):
-    """A table of a recipe: frozen, and without fields nobody knows."""
+    """A table of a recipe: frozen, without fields nobody knows; ``true`` is no number, and a word is not one either."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Paper(Section):
@@ -183,7 +183,7 @@ class Run(Section):
 class Recipe(Section):
     """One training run."""
 
-    name: str = "unnamed"
+    name: str = "unnamed"  # also the folder of its runs
     title: str = ""
     paper: Paper | None = None
     model: Model
@@ -193,6 +193,13 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     run: Run = Run()
+
+    @field_validator("name")
+    @classmethod
+    def _stays_in_its_folder(cls, name: str) -> str:
+        if not name.strip("/. ") or name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"runs land in OUT/NAME: expected a name such as own/resnet8, got {name!r}")
+        return name
 
     @model_validator(mode="after")
     def _decay_fits_the_scheme(self) -> Self:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from factorized.vision.data.images import Images
-from factorized.vision.data.loader import ImageLoader
-from factorized.vision.data.sources import TensorSource
+from factorized.vision.data.loader import ImageLoader, TensorSource
 from factorized.vision.processes import Processes
 from factorized.vision.source import Batch, check_batch
 

@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from factorized.vision.data.images import Images
 from factorized.vision.evaluate import Evaluator
 from factorized.vision.folder import prepare_folders, writing
 from factorized.vision.interrupt import Interrupted, StopRequest
-from factorized.vision.network import build_network, build_optimizer, count_macs, set_learning_rate
+from factorized.vision.network import build_network, build_optimizer, check_network, count_macs, set_learning_rate
 from factorized.vision.norms import norms_table, write_norms
 from factorized.vision.processes import Processes, joined_processes
 from factorized.vision.progress import Reporter
@@ -39,6 +40,7 @@ from factorized.vision.streamed import Streamed
 from factorized.vision.trained import RESULT, read_result, save_trained
 
 ASK = 20  # steps between two questions of several processes whether one was asked to stop
+PATIENCE = 2.0  # seconds after which a second signal to one of several processes is meant as such
 
 
 def train(
@@ -61,13 +63,13 @@ def train(
         raise ValueError(f"seeds must be different whole numbers from 0, one at least, got {list(seeds)}")
     folders = [folder / f"seed-{seed}" for seed in seeds]
     results = []
-    with joined_processes(device) as processes:
+    with joined_processes(device) as processes, ExitStack() as claims:
         trainer = Trainer(recipe, images, processes, seeds[0])
         processes.from_first(
-            lambda: prepare_folders(folders, trainer.bytes_to_write, resume=resume, overwrite=overwrite)
+            lambda: prepare_folders(folders, trainer.bytes_to_write, claims, resume=resume, overwrite=overwrite)
         )
         shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
-        with shown, StopRequest() as stop:
+        with shown, StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
             for seed, run_folder in zip(seeds, folders, strict=True):
                 if recipe.factorize.depends_on_weights and seed != seeds[0]:
                     trainer = Trainer(recipe, images, processes, seed)  # other ranks: nothing can be shared
@@ -81,6 +83,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, images: Images, processes: Processes, seed: int) -> None:
         self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
         self.network = build_network(recipe, images, seed)
+        check_network(recipe, self.network, images)
         self.macs = count_macs(recipe, images, seed)
         self.network.to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self.optimizer = build_optimizer(recipe, self.network)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -18,6 +19,7 @@ from factorized.vision.recipes import check_recipe
 
 RESULT = "result.json"
 FOLDER, DENSE = "model", "dense.safetensors"
+KEYS = ("recipe", "seed", "accuracy", "parameters", "seconds", "data", "history")  # that other commands read
 
 
 def save_trained(network: nn.Module, run: Path) -> None:
@@ -38,7 +40,10 @@ def load_trained(run: Path) -> tuple[Recipe, dict[str, Any], nn.Module]:
     fresh = build_model(recipe.model.name, len(data["classes"]), data["size"][0], data["channels"])
     dense = run / FOLDER / DENSE
     if dense.is_file():
-        fresh.load_state_dict(load_file(dense))
+        try:
+            fresh.load_state_dict(load_file(dense))
+        except (SafetensorError, RuntimeError) as error:  # the latter for weights of another network
+            raise ValueError(f"{dense} is damaged, or of another network: {error}") from error
         return recipe, result, fresh.eval()
     return recipe, result, load(run / FOLDER, fresh).eval()
 
@@ -56,6 +61,9 @@ def read_result(run: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    missing = [key for key in KEYS if key not in found] if isinstance(found, dict) else KEYS
+    if missing:
+        raise ValueError(f"{path} is not the result of a run: it has no {', '.join(missing)}")
     return found
 
 

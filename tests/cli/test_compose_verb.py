@@ -16,6 +16,7 @@ from factorized.vision.data.digits import load_digits
 from factorized.vision.models.build import build_model
 from factorized.vision.trained import load_trained
 from tests.cli.conftest import Cli
+from tests.vision.test_folder import files_of_at_most
 
 SUFFIX = {"plain": ".safetensors", "onnx": ".onnx", "export": ".pt2"}
 
@@ -72,16 +73,29 @@ def test_a_file_that_is_less_accurate_is_not_left_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_behind_when_writing_fails(
+@pytest.mark.parametrize("kind", ["plain", "onnx", "export"])
+def test_a_full_disk_is_one_line_and_leaves_nothing_behind(cli: Cli, trained: Path, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"model{SUFFIX[kind]}"
+    with files_of_at_most(1000):
+        message = cli("compose", trained, "--to", kind, "--out", path).error
+    assert message == f"factorized: cannot write {path}: File too large; name another file by --out\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_may_not_be_written_is_named(
     cli: Cli, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(tensors: object, path: Path, metadata: object) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+    def refuse(path: Path, *arguments: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr(export, "save_file", full)
-    assert "No space left" in cli("compose", trained, "--out", tmp_path / "m.safetensors").error
-    assert list(tmp_path.iterdir()) == []
+    for way in ("write_bytes", "unlink"):
+        monkeypatch.setattr(Path, way, refuse)
+    path = tmp_path / "m.safetensors"
+    assert f"cannot write {path}: Read-only file system" in cli("compose", trained, "--out", path).error
+
+
+def test_what_is_no_run_is_told_before_anything_about_the_file(cli: Cli, tmp_path: Path) -> None:
+    assert f"there is no {tmp_path}/none/result.json" in cli("compose", tmp_path / "none").error
 
 
 @pytest.mark.parametrize(("missing", "code"), [("onnxruntime", 0), ("onnxscript", 2)])

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from tests.cli.conftest import Cli
 
@@ -48,7 +50,19 @@ def test_what_is_no_run_says_what_one_is(cli: Cli, trained: Path, tmp_path: Path
     assert f"did you mean {trained}?" in cli("evaluate", trained.parent).error
     (tmp_path / "result.json").write_text("{")
     assert "is not valid JSON" in cli("evaluate", tmp_path).error
+    for other in ('{"a": 1}', "[1]"):
+        (tmp_path / "result.json").write_text(other)
+        assert "result.json is not the result of a run: it has no recipe, seed" in cli("evaluate", tmp_path).error
     run = shutil.copytree(trained, tmp_path / "run")
     weights = next((run / "model").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
     assert "is damaged" in cli("evaluate", run).error
+
+
+def test_damaged_weights_of_a_dense_run_are_named(cli: Cli, trained_dense: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained_dense, tmp_path / "run")
+    weights = run / "model/dense.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert f"{weights} is damaged, or of another network" in cli("evaluate", run).error
+    save_file({"a": torch.zeros(1)}, weights)
+    assert f"{weights} is damaged, or of another network" in cli("evaluate", run).error

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from factorized.cli import plan
 from factorized.cli.app import app
 from factorized.cli.main import main
+from factorized.version import __version__
+from factorized.vision.interrupt import Interrupted
 from tests.cli.conftest import Cli
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +82,7 @@ def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
         (["train", "digits/resnet8", "--sed", "1"], "--seed"),
         (["train"], "Missing argument 'NAME'. See `factorized train --help`."),
         (["train", "digits/resnet9"], "did you mean 'digits/resnet8'?"),
-        (["train", "digits/resnet8", "--seeds", "0"], "--seeds"),
+        (["train", "digits/resnet8", "--seeds", "0"], "or equal to 1. See `factorized train --help`."),
         (["train", "digits/resnet8", "--seeds", "two"], "--seeds"),
         (["compose", "out", "--to", "caffe"], "'plain', 'onnx', 'export'"),
         (["recipes"], "Missing command"),
@@ -141,7 +143,29 @@ def test_ctrl_c_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(plan, "say", stop)
-    assert cli("plan", "digits/resnet8").code == 130
+    said = cli("plan", "digits/resnet8")
+    assert (said.code, said.err) == (130, "factorized: stopped by Ctrl-C\n")
+
+
+def test_the_command_to_go_on_with_is_the_one_that_was_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(line: str) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(plan, "say", stop)
+    assert cli("plan", "digits/resnet8").err.endswith("go on with: factorized plan digits/resnet8 --resume\n")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    said = cli("plan", "digits/resnet8")
+    assert said.err.endswith("go on with: torchrun … -m factorized.cli plan digits/resnet8 --resume\n")
+
+
+def test_the_version_is_told(cli: Cli) -> None:
+    assert cli("--version").out == f"{__version__}\n"
+
+
+def test_a_page_that_cannot_be_written_is_named(cli: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "none" / "plan.html"
+    message = cli("plan", "digits/resnet8-wide-fd", "--html", page).error
+    assert message == f"factorized: cannot write {page}: No such file or directory; name another place by --html\n"
 
 
 def test_only_the_first_of_several_processes_prints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

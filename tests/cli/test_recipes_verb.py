@@ -5,6 +5,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from factorized.vision.recipes import check_recipe, load_recipe, recipe_names
 from tests.cli.conftest import Cli
 
@@ -39,3 +41,13 @@ def test_whole_recipes_survive_toml_whatever_they_hold(cli: Cli, tmp_path: Path)
 def test_an_unknown_recipe_names_the_nearest(cli: Cli) -> None:
     assert "did you mean 'digits/resnet8-wide-fd'?" in cli("recipes", "show", "digits/resnet8-wide").error
     assert "there is no recipe file own.toml" in cli("recipes", "show", "own.toml").error
+
+
+@pytest.mark.parametrize("columns", ["80", "119", "120"])
+def test_names_are_whole_in_a_narrow_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    out = cli("recipes", "ls", "tiny-imagenet/resnet32x2").out
+    assert "…" not in out
+    assert "tiny-imagenet/resnet32x2-lowrank-0.05-si-fd " in out
+    assert ("what it" in out) == (columns == "120")

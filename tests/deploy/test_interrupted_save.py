@@ -137,7 +137,8 @@ def test_files_are_written_under_temporary_names_next_to_their_place(
     monkeypatch.setattr(Path, "replace", watched)
     fz.save(filled(1.0), tmp_path)
     weights = json.loads((tmp_path / "plan.json").read_text())["weights"]
-    assert renamed == [(f"{weights}.tmp", weights, True), ("plan.json.tmp", "plan.json", True)]
+    mine = f"{os.getpid()}.tmp"  # of this process: another one that saves at the same time has its own
+    assert renamed == [(f"{weights}.{mine}", weights, True), (f"plan.json.{mine}", "plan.json", True)]
 
 
 def test_what_is_written_is_flushed_to_the_disk_before_it_is_renamed(

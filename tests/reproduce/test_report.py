@@ -116,3 +116,10 @@ def test_the_paper_has_a_column_where_a_recipe_aims_at_it() -> None:
 
 def test_a_check_that_measured_no_number_fails() -> None:
     assert not Check("", float("nan"), 1.0).passed
+
+
+def test_a_check_is_told_in_plain_numbers() -> None:
+    assert Check("", 0.0, 0.05).figures == "0 (allowed 0.05)"
+    assert Check("", 0.09954, 0.1).figures == "0.0995 (allowed 0.1)"
+    assert Check("", 2.61e-7, 1e-4).figures == "2.61e-07 (allowed 0.0001)"
+    assert Check("it", 0.0, 0.05).figures in report_page("t", "l", "c", variants(), [Check("it", 0.0, 0.05)])

@@ -130,6 +130,8 @@ def test_every_seed_of_a_normalized_run_follows_its_own_norms(recorded: Path, tm
 def test_norms_to_follow_must_be_there_and_fit(recorded: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no .*seed-5/norms\.safetensors; train that run with"):
         train(following(recorded), digits(), tmp_path, seeds=(5,), device="cpu")
+    with pytest.raises(ValueError, match=r"there is no \{sed\}/0/norms\.safetensors; train that run with"):
+        train(recipe("decay.kind=normalized", "decay.norms={sed}/{seed}"), digits(), tmp_path, device="cpu")
     with pytest.raises(ValueError, match=r"holds \(steps, products\) = \(8, 6\), and this run needs \(12, 6\)"):
         train(following(recorded, "schedule.epochs=3"), digits(), tmp_path, device="cpu")
     (tmp_path / "seed-0").mkdir()

@@ -4,6 +4,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from factorized.vision import state as state_module
+from factorized.vision.folder import claimed
 from factorized.vision.interrupt import Interrupted
 from factorized.vision.state import FILE, RunState, load_state, save_state
 from factorized.vision.step import TrainingStep
@@ -204,3 +207,42 @@ def test_reading_a_checkpoint_runs_nothing_in_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         load_state(tmp_path)
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_probe_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with files_of_at_most(100), pytest.raises(ValueError, match="choose another folder with --out"):
+        train(recipe(), digits(), tmp_path, device="cpu")
+    assert files(tmp_path / "seed-0") == {}
+
+
+@pytest.mark.usefixtures("no_step")
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
+def test_two_processes_do_not_train_into_one_folder(tmp_path: Path, how: dict[str, bool]) -> None:
+    (tmp_path / "seed-1").mkdir()
+    code = "import sys; from pathlib import Path; from factorized.vision.folder import claimed\n"
+    code += "with claimed(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "seed-1")],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "mine\n"
+        with pytest.raises(ValueError, match=r"another process is training into .*seed-1; let it end"):
+            train(recipe(), digits(), tmp_path, seeds=(0, 1), device="cpu", **how)
+        other.kill()  # and the claim of a process that is killed ends with it
+    with claimed(tmp_path / "seed-0"), claimed(tmp_path / "seed-1"):
+        pass
+
+
+def test_what_a_run_left_that_never_saved_anything_does_not_get_into_the_next(tmp_path: Path) -> None:
+    run = tmp_path / "seed-0"
+    run.mkdir()
+    for name in ("events.out.tfevents.1.host.2.0", "checkpoint.pt.123.tmp", "metrics.jsonl"):
+        (run / name).write_text("of a run that was killed")
+    train(recipe(), digits(), tmp_path, device="cpu")
+    assert not (run / "events.out.tfevents.1.host.2.0").exists()
+    assert list(run.glob("*.tmp")) == []

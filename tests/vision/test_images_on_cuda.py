@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from factorized.vision.data.augment import crop_flip, draw_crops, normalize, random_crop_flip
-from factorized.vision.data.loader import ImageLoader
-from factorized.vision.data.sources import TensorSource
+from factorized.vision.data.loader import ImageLoader, TensorSource
 from tests.vision.data.small_sets import small_images
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

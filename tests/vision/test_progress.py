@@ -94,12 +94,4 @@ def test_quiet_shows_nothing_on_a_terminal_or_a_pipe() -> None:
     for terminal in (True, False):
         reporter, file = shown_in(terminal, quiet=True)
         run(reporter)
-        reporter.say("a word")
         assert file.getvalue() == ""
-
-
-def test_a_line_can_be_said_above_the_bar() -> None:
-    reporter, file = shown_in(terminal=True)
-    with reporter:
-        reporter.say("training 7,466 parameters")
-    assert "training 7,466 parameters" in file.getvalue()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from factorized.vision.interrupt import Interrupted
+from factorized.vision.interrupt import Interrupted, StopRequest
 from factorized.vision.progress import Reporter
 from factorized.vision.state import FILE
 from factorized.vision.train import Trainer, train
@@ -243,3 +243,10 @@ def test_a_run_outside_the_main_thread_leaves_signals_alone(whole: Path, tmp_pat
     thread.join()
     assert handlers == [before, before]
     assert_same_run(tmp_path, whole)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_where_a_launcher_passes_signals_on() -> None:
+    with StopRequest(patience=60) as stop:
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+    assert stop.number == signal.SIGINT

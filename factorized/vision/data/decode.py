@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from factorized.vision.data.extras import need
 from factorized.vision.data.progress import Progress
 
 Pixels = npt.NDArray[np.uint8]  # (height, width) or (height, width, 3)
@@ -19,14 +20,17 @@ REPORT_EVERY = 500
 
 
 def to_pixels(image: Any, where: str) -> Pixels:
-    """Return the bytes of a Pillow image, gray or RGB, or say why that would lose something."""
+    """Return the bytes of a Pillow image, gray or RGB, the way up its camera noted, or say why that would lose some."""
     if image.mode not in GRAY | COLOUR:
         raise ValueError(
             f"{where} has mode {image.mode}, more than 8 bits for a channel; expected gray or colour of 8 bits. "
             "Convert it first"
         )
     try:
-        return np.array(image.convert("L" if image.mode in GRAY else "RGB"))
+        upright = need("PIL.ImageOps", "pillow", "reading image files").exif_transpose(image)
+        if "transparency" in upright.info:  # as transparent images of other modes: without what shines through
+            upright = upright.convert("LA" if upright.mode in GRAY else "RGBA")
+        return np.array(upright.convert("L" if image.mode in GRAY else "RGB"))
     except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for damaged files, by format
         raise ValueError(f"{where} is damaged or truncated: {error}") from error
 

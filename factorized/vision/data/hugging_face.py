@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import parse_qsl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from factorized.vision.data.decode import Pixels, stack_pixels, to_pixels
 from factorized.vision.data.extras import need
-from factorized.vision.data.images import Images
+from factorized.vision.data.images import Images, numbered_classes
 from factorized.vision.data.known import make_images
 from factorized.vision.data.progress import Progress
 
@@ -37,8 +39,9 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     repository, options = parse_address(address)
     datasets = need("datasets", "datasets", f"the Hugging Face data set {repository}")
     try:
-        found = datasets.load_dataset(repository, options.config or None, revision=options.revision or None)
-    except (OSError, ValueError, RuntimeError) as error:  # its own errors are of these kinds
+        with _without_retries_told():
+            found = datasets.load_dataset(repository, options.config or None, revision=options.revision or None)
+    except Exception as error:  # its own errors, those of the files it reads and those of the network: of any kind
         raise ValueError(
             f"the Hugging Face data set {repository} cannot be had: {error}. Give a local .npz, CIFAR folder or image "
             "folder instead"
@@ -50,10 +53,22 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     label = options.label or _column(where, found[train], "ClassLabel", "label")
     parts = [_read(where, found[split], split, image, label, progress) for split in (train, test)]
     names = getattr(found[train].features[label], "names", None)
-    classes = tuple(names or (str(i) for i in range(max(int(y.max()) for _, y in parts) + 1)))
+    classes = tuple(names) if names else numbered_classes(where, parts[0][1], parts[1][1])
     if parts[0][0].shape[1] != parts[1][0].shape[1]:  # gray images all through one part, colour in the other
         parts = [(x.expand(-1, 3, -1, -1).contiguous(), y) for x, y in parts]
     return make_images(name, parts[0], parts[1], classes, where)
+
+
+@contextmanager
+def _without_retries_told() -> Iterator[None]:
+    """Keep two lines for each try of a network that is not there from the user, who is told once, at the end."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def parse_address(address: str) -> tuple[str, Options]:

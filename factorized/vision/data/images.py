@@ -75,6 +75,23 @@ class Images:
         return moved
 
 
+def numbered_classes(
+    where: str,
+    y_train: Tensor,  # (n,)
+    y_test: Tensor,  # (m,)
+) -> tuple[str, ...]:
+    """Return "0", "1" and so on, a name for each number up to the greatest label; more than images are a mistake."""
+    most = len(y_train) + len(y_test)
+    for part, y in (("train", y_train), ("test", y_test)):
+        if len(y) and int(y.max()) >= most:
+            first = int(y.argmax())
+            raise ValueError(
+                f"{where}: labels must be in 0..{most - 1}, or there were more classes than images; y_{part}[{first}] "
+                f"is {int(y[first])}"
+            )
+    return tuple(str(label) for label in range(max(int(y.max()) if len(y) else 0 for y in (y_train, y_test)) + 1))
+
+
 def byte_chunks(tensor: Tensor) -> list[memoryview]:
     """Return the bytes of a tensor in order, a piece at a time, without copying those of a contiguous CPU tensor."""
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

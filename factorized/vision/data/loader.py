@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from factorized.vision.data.sources import ImageSource
+Batch = tuple[Tensor, Tensor]  # (n, channels, height, width) uint8, (n,) int64
+
+
+class TensorSource:
+    """Labelled images in memory or in a mapped file, by their numbers."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        if len(x) != len(y):
+            raise ValueError(f"x and y must be of one length, got {len(x):,} images and {len(y):,} labels")
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: Sequence[int]) -> Batch:
+        which = torch.as_tensor(index)
+        return self.x[which], self.y[which]
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:  # (count,) int64
@@ -61,7 +77,7 @@ class ImageLoader:
 
     def __init__(
         self,
-        source: ImageSource,
+        source: TensorSource,
         batch: int,
         seed: int = 0,
         *,
@@ -83,7 +99,7 @@ class ImageLoader:
         )
         if not len(self._sampler):
             raise ValueError(f"batch={batch} is more than the {len(source):,} images there are; drop_last leaves none")
-        self._loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+        self._loader: DataLoader[Batch] = DataLoader(
             source,  # type: ignore[arg-type]  # indexed by a whole batch, which its type does not foresee
             batch_size=None,
             sampler=self._sampler,

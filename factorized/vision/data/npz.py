@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from factorized.vision.data.images import Images
+from factorized.vision.data.images import Images, numbered_classes
 from factorized.vision.data.known import make_images
 from factorized.vision.data.progress import Progress, silent
 
@@ -28,7 +28,9 @@ def load_npz(path: Path, progress: Progress = silent) -> Images:
     for part in ("train", "test"):
         x = _channels_first(path, f"x_{part}", arrays[f"x_{part}"])
         parts.append((x, _labels(path, f"y_{part}", arrays[f"y_{part}"])))
-    return make_images(path.stem, parts[0], parts[1], _classes(path, arrays), str(path))
+    classes = _classes(path, arrays["classes"]) if "classes" in arrays else None
+    classes = classes or numbered_classes(str(path), parts[0][1], parts[1][1])
+    return make_images(path.stem, parts[0], parts[1], classes, str(path))
 
 
 def _read(path: Path, progress: Progress) -> dict[str, Array]:
@@ -78,14 +80,10 @@ def _channels_first(path: Path, key: str, x: Array) -> Tensor:  # (n, channels, 
 def _labels(path: Path, key: str, y: Array) -> Tensor:  # (n,)
     if y.dtype.kind not in "iu" or y.ndim not in (1, 2) or (y.ndim == 2 and y.shape[1] != 1):
         raise ValueError(f"{path}: {key} must be whole numbers (n,), got {y.dtype} {y.shape}")
-    return torch.from_numpy(y.reshape(-1).astype(np.int64))
+    return torch.from_numpy(y.reshape(-1).clip(max=np.iinfo(np.int64).max).astype(np.int64))
 
 
-def _classes(path: Path, arrays: dict[str, Array]) -> tuple[str, ...]:
-    if "classes" in arrays:
-        names = arrays["classes"]
-        if names.dtype.kind != "U" or names.ndim != 1:
-            raise ValueError(f"{path}: classes must be a list of names, got {names.dtype} {names.shape}")
-        return tuple(str(name) for name in names)
-    labels = [arrays[key] for key in ("y_train", "y_test")]
-    return tuple(str(label) for label in range(max(int(y.max(initial=0)) for y in labels) + 1))
+def _classes(path: Path, names: Array) -> tuple[str, ...]:
+    if names.dtype.kind != "U" or names.ndim != 1:
+        raise ValueError(f"{path}: classes must be a list of names, got {names.dtype} {names.shape}")
+    return tuple(str(name) for name in names)

@@ -66,8 +66,8 @@ def _check_same_source(path: Path, name_or_path: str) -> None:
     there = describe_prepared(path)
     if not there.problem and there.source != _source(name_or_path):
         raise ValueError(
-            f"{path} is already there, prepared from {there.source}, not from {_source(name_or_path)}; give another "
-            "name=, or again=True to replace it"
+            f"{path} is already there, prepared from {there.source}, not from {_source(name_or_path)}; give it another "
+            "name (--name), or replace that (--again)"
         )
 
 
@@ -80,5 +80,5 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"the data folder {folder} cannot be made: {error}; name another by $FACTORIZED_DATA"
+            f"the data folder {folder} cannot be made: {error.strerror}; name another by --folder or $FACTORIZED_DATA"
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from factorized.deploy.whole_file import write_whole
 from factorized.vision.data.images import Images, byte_chunks
 from factorized.vision.data.progress import Progress, silent
 
@@ -57,8 +57,8 @@ def write_prepared(images: Images, path: Path, progress: Progress = silent) -> N
         start = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+
+    def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
             file.write(struct.pack("<Q", len(encoded)) + encoded)
             done = 0
@@ -67,17 +67,15 @@ def write_prepared(images: Images, path: Path, progress: Progress = silent) -> N
                     file.write(chunk)
                     done += len(chunk)
                     progress("writing", done, start)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+
+    try:
+        write_whole(path, write)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({start + len(encoded):,} bytes): {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise ValueError(f"{path} cannot be written ({start + len(encoded):,} bytes): {error.strerror}") from error
 
 
-def read_prepared(path: Path, verify: bool = True) -> Images:
-    """Return the images of a prepared file, mapped into memory; ``verify`` reads them all to check their checksum."""
+def read_prepared(path: Path) -> Images:
+    """Return the images of a prepared file, mapped into memory, after reading them once to check their checksum."""
     info, _ = _read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -86,7 +84,7 @@ def read_prepared(path: Path, verify: bool = True) -> Images:
         raise _damaged(path, error) from error
     classes, mean, std = (tuple(info[key]) for key in ("classes", "mean", "std"))
     images = Images(info["name"], x_train, y_train, x_test, y_test, classes, mean, std, info["source"])
-    if verify and images.checksum != info["checksum"]:
+    if images.checksum != info["checksum"]:
         raise _damaged(path, f"its checksum is {images.checksum}, expected {info['checksum']}")
     return images
 

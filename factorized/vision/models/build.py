@@ -62,6 +62,8 @@ def _vgg_pool(size: int) -> int:
 
 def _from_function(name: str, classes: int, image_size: int, channels: int) -> nn.Module:
     module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"model {name!r}: a function is named as module:function, such as mymodels:small")
     with _working_folder_on_path():
         try:
             function = getattr(importlib.import_module(module_name), function_name, None)

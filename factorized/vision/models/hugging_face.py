@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +48,15 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         if config.num_labels != classes:
             config.num_labels = classes
         if any((folder / name).is_file() for name in WEIGHTS):
-            model, report = kind.from_pretrained(
-                folder,
-                config=config,
-                ignore_mismatched_sizes=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            with _quiet(transformers):
+                model, report = kind.from_pretrained(
+                    folder,
+                    config=config,
+                    ignore_mismatched_sizes=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
             _check_filled(folder, model, report, classes)
         else:
             model = kind.from_config(config, trust_remote_code=False)
@@ -83,6 +86,21 @@ def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classe
             f"model hf:{folder}: its weights have no fitting {', '.join(lost[:3])} ({len(lost)} in all); they are of "
             "another model than config.json says"
         )
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keep a bar and a table of what was loaded from the user: ``_check_filled`` says what is wrong with it."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _transformers() -> Any:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,38 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs datasets, .*pip install 'factorized\[vision\]'"):
         load_hugging_face("a", "a/b", silent)
+
+
+def test_labels_without_names_are_fewer_than_the_images(hub: dict[str, Any]) -> None:
+    images = small_images(train=4, test=2)
+    odd = as_dataset(images.x_train, torch.full((4,), 10**12), None)
+    hub["a/odd"] = datasets.DatasetDict(train=odd, test=odd)
+    with pytest.raises(ValueError, match=r"hf:a/odd\?label=label: labels must be in 0..7"):
+        load_hugging_face("odd", "a/odd?label=label", silent)
+
+
+@pytest.mark.parametrize("problem", [datasets.exceptions.DatasetGenerationError("cut off"), KeyError("features")])
+def test_whatever_the_library_raises_says_what_to_give_instead(
+    monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    def load_dataset(*arguments: object, **options: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"a/b cannot be had: .*(cut off|features).* Give a local .npz"):
+        load_hugging_face("b", "a/b", silent)
+
+
+def test_tries_of_a_network_that_is_not_there_are_not_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load_dataset(*arguments: object, **options: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 8s [Retry 5/5].")
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    level = logging.getLogger("huggingface_hub").level
+    with pytest.raises(ValueError, match="no network"):
+        load_hugging_face("b", "a/b", silent)
+    assert not caplog.records
+    assert logging.getLogger("huggingface_hub").level == level

@@ -159,3 +159,25 @@ def test_an_image_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(ValueError, match=r"0000.png is damaged, or no image: .*decompression bomb"):
         load_image_folder(folder, silent)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_is_read_the_way_up_its_camera_noted(tmp_path: Path, orientation: int) -> None:
+    folder = write_folder(tmp_path / "photos", small_images())
+    path = folder / "train" / "kind 0" / "0000.png"
+    upright = Image.fromarray(pictures(1)[0])
+    ways = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # the transposition that undoes what the camera did
+    noted = Image.Exif()
+    noted[0x112] = orientation
+    lying = upright.transpose(Image.Transpose(ways[orientation])) if orientation > 1 else upright
+    lying.save(path, exif=noted)
+    expected = torch.from_numpy(np.array(upright)).permute(2, 0, 1)
+    assert torch.equal(load_image_folder(folder, silent).x_train[0], expected)
+
+
+def test_a_palette_with_transparency_is_read_without_a_word(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "drawings", small_images())
+    picture = Image.fromarray(pictures(1)[0]).convert("P")
+    picture.save(folder / "train" / "kind 0" / "0000.png", transparency=bytes([0, 128, 255]))
+    expected = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+    assert torch.equal(load_image_folder(folder, silent).x_train[0], expected)

@@ -1,24 +1,15 @@
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from factorized.vision.data.loader import ImageLoader, epoch_order
+from factorized.vision.data.loader import ImageLoader, TensorSource, epoch_order
 from factorized.vision.data.prepare import prepare
-from factorized.vision.data.sources import (
-    FileSource,
-    ImageSource,
-    MappedSource,
-    TensorSource,
-    open_source,
-    source_statistics,
-)
-from factorized.vision.data.statistics import channel_statistics
-from tests.vision.data.small_sets import pictures, save, small_images, write_folder, write_npz
+from factorized.vision.data.prepared import read_prepared
+from tests.vision.data.small_sets import small_images, write_npz
 
 
 @pytest.fixture
@@ -114,78 +105,16 @@ def test_wrong_arguments_say_what_is_allowed(source: TensorSource, arguments: di
         ImageLoader(source, **arguments)
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> Path:
-    return prepare(str(write_npz(tmp_path / "small.npz", small_images())), tmp_path / "data")
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "files", small_images())
-
-
-@pytest.mark.parametrize("part", ["train", "test"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_mapped_file_gives_the_images_that_are_in_it(prepared: Path, part: Any, workers: int) -> None:
-    images = small_images()
-    x, y = (images.x_train, images.y_train) if part == "train" else (images.x_test, images.y_test)
-    source = open_source(prepared, part)
-    assert len(source) == len(x)
-    batches = list(ImageLoader(source, 5, shuffle=False, workers=workers).epoch(0))
-    assert torch.equal(torch.cat([batch for batch, _ in batches]), x)
-    assert torch.equal(torch.cat([labels for _, labels in batches]), y)
-
-
-def test_a_mapped_source_travels_to_workers_as_its_path(prepared: Path) -> None:
-    source = open_source(prepared, "train")
-    source[[0]]
-    sent = pickle.dumps(source)
-    assert len(sent) < 1000
-    assert torch.equal(pickle.loads(sent)[[3]][0], small_images().x_train[[3]])
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_image_files_are_decoded_when_asked_for(files: Path, workers: int) -> None:
-    images = small_images()
-    source = open_source(files, "train")
-    order = torch.argsort(images.y_train, stable=True)
-    (x, y), *_ = ImageLoader(source, 12, shuffle=False, workers=workers).epoch(0)
-    assert torch.equal(x, images.x_train[order])
-    assert torch.equal(y, images.y_train[order])
-
-
-def test_gray_files_get_as_many_channels_as_asked_for(tmp_path: Path) -> None:
-    images = small_images(channels=1)
-    folder = write_folder(tmp_path, images)
-    for channels in (1, 3):
-        x, _ = open_source(folder, "test", channels)[[0]]  # type: ignore[arg-type]
-        assert torch.equal(x, images.x_test[:1].expand(-1, channels, -1, -1))
-
-
-def test_a_file_of_another_size_is_named_when_it_comes(files: Path) -> None:
-    odd = files / "train" / "kind 1" / "0004.png"
-    save(odd, pictures(1, side=9)[0])
-    with pytest.raises(ValueError, match=rf"{odd} is 9×9, but \S*kind 0\S* is 6×6"):
-        list(ImageLoader(open_source(files, "train"), 1).epoch(0))
-
-
-def test_a_colour_file_in_a_gray_set_is_an_error(files: Path) -> None:
-    with pytest.raises(ValueError, match="is an image in colour, with channels=1"):
-        open_source(files, "train", 1)[[0, 1]]
-
-
-@pytest.mark.parametrize("kind", ["mapped", "files"])
-def test_statistics_of_a_source_are_those_of_its_images(prepared: Path, files: Path, kind: str) -> None:
-    source: ImageSource = open_source(prepared if kind == "mapped" else files, "train")
-    assert isinstance(source, MappedSource if kind == "mapped" else FileSource)
-    assert source_statistics(source) == channel_statistics([small_images().x_train])
-
-
-def test_a_wrong_part_or_file_says_what_is_allowed(prepared: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match='part must be "train" or "test"'):
-        open_source(prepared, "val")  # type: ignore[arg-type]
-    prepared.write_bytes(b"")
-    with pytest.raises(ValueError, match="is damaged"):
-        open_source(prepared, "train")
+def test_images_and_labels_must_be_of_one_length() -> None:
     with pytest.raises(ValueError, match="x and y must be of one length"):
         TensorSource(torch.zeros(2), torch.zeros(3))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mapped_file_gives_the_images_that_are_in_it(tmp_path: Path, workers: int) -> None:
+    expected = small_images()
+    images = read_prepared(prepare(str(write_npz(tmp_path / "small.npz", expected)), tmp_path / "data"))
+    loader = ImageLoader(TensorSource(images.x_train, images.y_train), 5, shuffle=False, workers=workers)
+    batches = list(loader.epoch(0))
+    assert torch.equal(torch.cat([x for x, _ in batches]), expected.x_train)
+    assert torch.equal(torch.cat([y for _, y in batches]), expected.y_train)

@@ -63,6 +63,11 @@ def test_statistics_are_computed_and_those_of_the_paper_used_for_its_sets(
         ({"y_train": np.zeros(12)}, r"y_train must be whole numbers \(n,\), got float64"),
         ({"y_train": np.zeros((12, 3), int)}, "y_train must be whole numbers"),
         ({"y_train": np.full(12, -1)}, r"labels must be in 0..2.*y_train\[0\] is -1"),
+        ({"y_test": np.full(6, 10**12)}, r"labels must be in 0..17, .* than images; y_test\[0\] is 1000000000000"),
+        (
+            {"y_train": np.full(12, 2**63 + 5, np.uint64)},
+            r"0..17, .*y_train\[0\] is 9223372036854775807",
+        ),
         ({"y_train": np.zeros(11, int)}, "x_train holds 12 images and y_train 11 labels"),
         ({"classes": np.array(["one"])}, r"labels must be in 0..0"),
         ({"classes": np.array([1, 2, 3])}, "classes must be a list of names"),

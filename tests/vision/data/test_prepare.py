@@ -108,7 +108,7 @@ def test_another_source_of_the_same_name_is_not_mixed_up(source: Path, folder: P
     (tmp_path / "else").mkdir()
     other = write_npz(tmp_path / "else" / "flowers.npz", small_images(train=15))
     with pytest.raises(
-        ValueError, match=f"already there, prepared from {source}, not from {other}; give another name="
+        ValueError, match=f"already there, prepared from {source}, not from {other}; give it another name"
     ):
         prepare(str(other), folder)
     assert len(load_images("flowers", folder).x_train) == 12
@@ -194,12 +194,6 @@ def test_a_damaged_file_is_named_and_says_what_to_do(source: Path, folder: Path,
         read_prepared(path)
 
 
-def test_without_verification_the_pixels_are_not_read(source: Path, folder: Path) -> None:
-    path = prepare(str(source), folder)
-    path.write_bytes(path.read_bytes()[:-1] + b"\7")
-    assert read_prepared(path, verify=False).x_train.shape == (12, 3, 6, 6)
-
-
 def test_a_conversion_that_fails_leaves_what_was_there(
     source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,3 +230,16 @@ def test_a_set_on_no_disk_yet_is_written_as_it_is(folder: Path) -> None:
     strided = Images(**{**vars(images), "x_train": images.x_train.repeat_interleave(2, 0)[::2]})
     write_prepared(strided, folder / "a.safetensors")
     assert read_prepared(folder / "a.safetensors").checksum == images.checksum
+
+
+def test_a_folder_that_may_not_be_written_is_named_and_not_a_file_in_between(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *arguments: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    folder.mkdir()
+    for way in ("open", "unlink"):
+        monkeypatch.setattr(Path, way, refuse)
+    with pytest.raises(ValueError, match=r"flowers.safetensors cannot be written .*: Read-only file system$"):
+        prepare(str(source), folder)

@@ -122,6 +122,8 @@ def test_the_models_of_the_package_can_be_named_as_functions() -> None:
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("factorized.no_such:f", "there is no module 'factorized.no_such'"),
         ("{mine}:missing", "has no function 'missing'"),
+        (":", "a function is named as module:function"),
+        ("{mine}:", "a function is named as module:function"),
         ("{mine}:number", "has no function 'number'"),
         ("{mine}:no_classes", "must take classes=, it takes \\(width\\)"),
         ("{mine}:no_model", "must return a torch.nn.Module, got str"),
@@ -215,3 +217,18 @@ def test_without_transformers_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'factorized\[text\]'"):
         build_model(f"hf:{resnet_folder}", 10)
+
+
+def test_loading_weights_prints_nothing_even_where_the_last_layer_is_drawn_anew(
+    vit_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logging = transformers.utils.logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
+    capfd.readouterr()
+    build_model(f"hf:{vit_folder}", 7, image_size=16)
+    assert capfd.readouterr() == ("", "")
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.WARNING, True)
+    logging.set_verbosity(before[0])
+    (logging.enable_progress_bar if before[1] else logging.disable_progress_bar)()
