@@ -11,7 +11,7 @@ from torch import Tensor
 from factorized.maths.tensor_format import Cores, Indices, TensorFormat
 
 # Slices per tensor on the way to one of them, so many that all of these are well below the size of the whole.
-SLICES = 3
+SLICES = 2
 
 
 def expand_for_training(
@@ -39,7 +39,8 @@ def light_gradients(
     A slice grows from the core that has this dimension, one neighbour at a time, so that nothing on the way to it is
     larger than it is. Slices are many enough for all that lies on the way to one to be smaller than the tensor.
     """
-    longest = max(range(at.dim()), key=at.shape.__getitem__)
+    # Of equals an outer one: the core of a Tucker tensor is multiplied there as it stands in memory.
+    longest = max(range(at.dim()), key=lambda place: (at.shape[place], place in (0, at.dim() - 1)))
     first, *others = _growth(indices, [core.shape for core in cores], f"d{longest}")
     gradients = [at.new_zeros(core.shape, dtype=core.dtype) for core in cores]
     place, extent = indices[first].index(f"d{longest}"), at.shape[longest]
@@ -50,7 +51,7 @@ def light_gradients(
         state, names, steps = rows, indices[first], []
         for core in others:
             step = _Step(state, names, cores[core], indices[core])
-            state, names = step.forward()
+            state, names = step.forward(), step.names
             steps.append(step)
         of_state = part.permute(*[int(name[1:]) for name in names if name[0] == "d"]).to(rows.dtype)
         of_state = of_state.reshape(state.shape)
@@ -62,34 +63,45 @@ def light_gradients(
 
 
 class _Step:
-    """A tensor multiplied by a core over the one index that both have."""
+    """A tensor multiplied by a core over the one index that both have, kept until its gradients are wanted."""
 
     def __init__(self, state: Tensor, names: tuple[str, ...], core: Tensor, core_names: tuple[str, ...]) -> None:
         self.place = next(place for place, name in enumerate(names) if name in core_names)
         middle = core_names.index(names[self.place])
-        extents, self.names = list(state.shape), list(names)
-        extents.pop(self.place)
-        self.names.pop(self.place)
-        self.extents = [*core.shape[:middle], *extents, *core.shape[middle + 1 :]]
-        self.names = [*core_names[:middle], *self.names, *core_names[middle + 1 :]]
-        self.around = extents
+        self.extents = (prod(core.shape[:middle]), core.shape[middle], prod(core.shape[middle + 1 :]))
+        self.inside = min(self.extents[0], self.extents[2]) > 1  # the shared index has others on both sides
         self.left = state.movedim(self.place, -1).flatten(0, -2)  # (all others, shared)
-        self.core = core.reshape(prod(core.shape[:middle]), core.shape[middle], -1)  # (before, shared, after)
+        self.core = self._as_matrix(core)
+        self.kept = [*state.shape[: self.place], *state.shape[self.place + 1 :]]
+        kept_names = [*names[: self.place], *names[self.place + 1 :]]
+        turn = middle if self.inside else 0  # what stands before the dimensions that the tensor keeps
+        others, other_names = list(core.shape), list(core_names)
+        del others[middle], other_names[middle]
+        self.shape = [*others[:turn], *self.kept, *others[turn:]]
+        self.names = (*other_names[:turn], *kept_names, *other_names[turn:])
 
-    def forward(self) -> tuple[Tensor, tuple[str, ...]]:
-        """Return the product, and the names of its indices."""
-        return (self.left @ self.core).reshape(self.extents), tuple(self.names)
+    def _as_matrix(self, core: Tensor) -> Tensor:  # (shared, all others), or (before, shared, after)
+        core = core.reshape(self.extents)
+        if self.inside:
+            return core
+        return core[0] if self.extents[0] == 1 else core[..., 0].mT
+
+    def forward(self) -> Tensor:
+        """Return the product, of the shape and with the names of this step."""
+        return (self.left @ self.core).reshape(self.shape)
 
     def backward(self, gradient: Tensor, of_core: Tensor) -> Tensor:
         """Add to the gradient of the core, and return that of the tensor."""
-        before, shared, after = self.core.shape
-        gradient = gradient.reshape(before, -1, after)
-        of_core.view(before, shared, after).baddbmm_(self.left.mT.expand(before, -1, -1), gradient)
-        if before * self.left.numel() <= self.core.numel() + gradient.numel():
-            of_left = (gradient @ self.core.mT).sum(0)
-        else:  # copies of both are smaller than the products of all that is before
+        if not self.inside:
+            gradient = gradient.reshape(self.left.shape[0], -1)
+            self._as_matrix(of_core).addmm_(self.left.mT, gradient)
+            of_left = gradient @ self.core.mT
+        else:
+            before, _, after = self.extents
+            gradient = gradient.reshape(before, -1, after)
+            of_core.view(self.extents).baddbmm_(self.left.mT.expand(before, -1, -1), gradient)
             of_left = gradient.transpose(0, 1).flatten(1) @ self.core.transpose(1, 2).flatten(0, 1)
-        return of_left.unflatten(0, self.around).movedim(-1, self.place)
+        return of_left.unflatten(0, self.kept).movedim(-1, self.place)
 
 
 def _growth(indices: Indices, shapes: Sequence[Sequence[int]], start: str) -> list[int]:
