@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from factorized.deploy.compose import SharedWeights, dense_layer
 from factorized.layers.tensor import TensorizedLayer
 from factorized.layers.tensor_conv import TensorizedConv2d
-from factorized.maths.contraction import can_contract, chain
+from factorized.maths.contraction import can_contract, chain, spanning_place
 
 
 def chain_or_dense(layer: TensorizedLayer, shared: SharedWeights) -> nn.Module:
@@ -42,7 +42,7 @@ def _kernels(layer: TensorizedLayer) -> list[Tensor]:
 
 
 def _convolutions(layer: TensorizedConv2d, kernels: list[Tensor], shared: SharedWeights) -> list[nn.Module]:
-    spans = max(len(kernels) - 2, 0) if layer.depthwise is None else None
+    spans = spanning_place(layer.folding, len(kernels)) if layer.depthwise is None else None
     plain: list[nn.Module] = []
     if layer.depthwise is not None:
         plain.append(_convolution(layer, layer.in_channels, layer.in_channels, layer.in_channels, False))

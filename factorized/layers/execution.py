@@ -76,6 +76,7 @@ def contracting_is_cheaper(
     tensor: TensorFormat,
     folding: Folding,
     moving: int = 0,  # what moving one channel costs, where there are more operations
+    stride_area: int = 1,  # positions of the input per position of the output
 ) -> bool:
     """Return whether contracting cores with the input costs less than composing the weight, in time and in memory.
 
@@ -86,7 +87,8 @@ def contracting_is_cheaper(
     channels = folding.shape.in_channels + folding.shape.out_channels
     contracting_fits = held_channels(folding, tensor) <= MOST_HELD * channels
     composed = tensor.numel + tensor.expand_macs / POSITIONS
-    contracted = contracted_macs(folding, tensor) + preparing_macs(folding, tensor) / POSITIONS + moving * channels
+    prepared = preparing_macs(folding, tensor) / POSITIONS
+    contracted = contracted_macs(folding, tensor, 1, stride_area) + prepared + moving * channels
     return contracting_fits and (contracted < composed or not tensor.keeps_little)
 
 

@@ -56,23 +56,33 @@ class TensorizedLayer(ComposedLayer):
             )
         contracted = [self.contracted_executions[method]] if can_contract(self.folding) else []
         self.executions = (*contracted, self.composed_execution)  # the ways this layer can run, the composed one last
-        self._cheapest = {device: self.cheapest_execution(device) for device in TRAFFIC}
         self.cores = nn.ParameterList(
             nn.Parameter(torch.empty(extents, device=device, dtype=dtype)) for extents in self.format.core_shapes
         )
         taps = torch.empty(shape.in_channels, 1, *shape.size, device=device, dtype=dtype) if separable else None
         self.depthwise = nn.Parameter(taps) if taps is not None else None
 
+    def set_execution(self, execution: str) -> None:
+        """Run in the way asked for; find the cheapest one of every device, for ``"auto"``."""
+        self.execution = execution
+        self.check_execution()
+        self._cheapest = {device: self.cheapest_execution(device) for device in TRAFFIC}
+
     def cheapest_execution(self, device: str) -> str:
         """Return the cheapest way to run: composing the weight, or contracting the cores with the input."""
         *contracted, composed = self.executions
-        if contracted and contracting_is_cheaper(self.format, self.folding, self.moving_cost(device)):
+        if contracted and contracting_is_cheaper(self.format, self.folding, self.moving_cost(device), self.stride_area):
             return contracted[0]
         return composed
 
     def moving_cost(self, device: str) -> int:
         """Return what moving one channel costs more where the cores are contracted, in multiply-accumulates."""
         return 0
+
+    @property
+    def stride_area(self) -> int:
+        """Positions of the input per position of the output."""
+        return 1
 
     @property
     def method(self) -> str:
@@ -120,13 +130,16 @@ class TensorizedLayer(ComposedLayer):
         """Return the cores of some weights; for a separable convolution each input channel is split by its SVD first.
 
         The part of a kernel that belongs to one input channel is a matrix (out, taps); its leading singular triplet is
-        the best separable kernel, whose pointwise part is then decomposed.
+        the best separable kernel, whose pointwise part is then decomposed. A triplet has either sign; the largest tap
+        is taken to be positive, so that rounding does not decide what is decomposed.
         """
         if self.depthwise is None:
             return self.format.decompose(weights.reshape(-1, *self.dims))
         channels = weights.flatten(3).transpose(1, 2)  # (batch, in, out, taps)
         U, S, V = truncated_svd(channels, 1)
-        root = S.sqrt().unsqueeze(-1)
+        largest = V.abs().argmax(dim=-2, keepdim=True)
+        sign = torch.where(V.take_along_dim(largest, dim=-2) < 0, -1, 1)  # (batch, in, 1, 1)
+        root = S.sqrt().unsqueeze(-1) * sign
         pointwise = (U * root).squeeze(-1).transpose(1, 2).to(weights.dtype)  # (batch, out, in)
         taps = (V * root).reshape(len(weights), *self.depthwise.shape).to(weights.dtype)
         return (*self.format.decompose(pointwise.reshape(-1, *self.dims)), taps)
@@ -149,8 +162,9 @@ class TensorizedLayer(ComposedLayer):
         if self.depthwise is not None:
             draw_dense(self.depthwise)
             target = target / self.depthwise.float().square().mean()
-        drawn = [torch.randn(core.shape, device=core.device) for core in self.cores]
-        drawn = [core / core.norm() for core in drawn]  # a long train of plain ones has a norm beyond float32
+        # The norm of a long train is beyond float32, even where all of its cores have norm 1.
+        drawn = [torch.randn(core.shape, device=core.device).double() for core in self.cores]
+        drawn = [core / core.norm() for core in drawn]
         scale = target * self.format.numel / self.format.norm_squared(drawn)  # of the squared norm of the tensor
         for core, value in zip(self.cores, drawn, strict=True):
             core.copy_(value * scale ** (1 / (2 * len(self.cores))))

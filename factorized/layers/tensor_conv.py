@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -80,8 +81,7 @@ class TensorizedConv2d(TensorizedLayer):
         self.groups = groups
         self.padding_mode = padding_mode
         self.separable = separable
-        self.execution = execution
-        self.check_execution()
+        self.set_execution(execution)
         self.geometry = Geometry(
             dense.stride, explicit_padding(dense.padding, shape.size, dense.dilation), dense.dilation, padding_mode
         )
@@ -132,6 +132,11 @@ class TensorizedConv2d(TensorizedLayer):
     def moving_cost(self, device: str) -> int:
         """Return what moving one channel costs more where two or three convolutions take the place of one."""
         return TRAFFIC[device].convolution * (1 if self.is_train else 2)
+
+    @property
+    def stride_area(self) -> int:
+        """Positions of the input per position of the output."""
+        return prod(self.stride)
 
     def dense_skeleton(self) -> nn.Conv2d:
         """Return an ``nn.Conv2d`` with this layer's settings on the meta device."""

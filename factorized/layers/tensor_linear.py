@@ -50,8 +50,7 @@ class TensorizedLinear(TensorizedLayer):
         super().__init__(shape, rank, method, dims, core, refinements, False, device, dtype)
         self.in_features = in_features
         self.out_features = out_features
-        self.execution = execution
-        self.check_execution()
+        self.set_execution(execution)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         if init is not None:
             self.reset_parameters(init)

@@ -27,16 +27,30 @@ def can_contract(folding: Folding) -> bool:
     return boundary == 1 and channels == 2 and (folding.kept > 0 or prod(shape.size) == 1)
 
 
-def contracted_macs(folding: Folding, tensor: TensorFormat) -> int:
-    """Return the multiply-accumulates per position of running without the composed weight."""
+def contracted_macs(
+    folding: Folding,
+    tensor: TensorFormat,
+    positions: int = 1,  # of the output
+    input_positions: int = 1,  # more of them where a convolution has a stride
+) -> int:
+    """Return the multiply-accumulates of running without the composed weight."""
     boundary = folding.boundary
     assert boundary is not None
     if isinstance(tensor, TrainFormat):
         middle = tensor.ranks[boundary - 1]
-        return middle * (folding.shape.out_channels + folding.shape.numel // folding.shape.out_channels)
+        return positions * middle * (folding.shape.out_channels + folding.shape.numel // folding.shape.out_channels)
     assert isinstance(tensor, TuckerFormat)
-    steps = _steps(tensor, boundary)
-    return prod(tensor.core_extents) + sum([before * after // shared for before, after, shared in steps])
+    first, *others = [before * after // shared for before, after, shared in _steps(tensor, boundary)]
+    seen_first = positions if spanning_place(folding, 3) == 0 else input_positions
+    return seen_first * first + positions * (prod(tensor.core_extents) + sum(others))
+
+
+def spanning_place(folding: Folding, count: int) -> int:
+    """Return which of a chain of ``count`` kernels spans space: the k×k one, or the first where all are 1×1.
+
+    The first one then skips what a stride skips, for all that follow. It is the first of a train's two.
+    """
+    return 0 if prod(folding.shape.size) == 1 else max(count - 2, 0)
 
 
 def held_channels(folding: Folding, tensor: TensorFormat) -> int:
@@ -112,7 +126,7 @@ def contract_conv(
 ) -> Tensor:  # (batch, out, *spatial)
     """Convolve with one plain kernel after the other; the one that spans space has the geometry."""
     kernels = chain(folding, tensor, cores)
-    spans = len(kernels) - 2  # the first of a train's two, the middle one of Tucker's three
+    spans = spanning_place(folding, len(kernels))
     for place, kernel in enumerate(kernels):
         own = geometry if place == spans else geometry.part(0, 0)
         x = convolve(x, kernel, bias if place == len(kernels) - 1 else None, own, groups=1)

@@ -112,6 +112,8 @@ def fold(
     nearly equal dimensions, and a Tucker core is a train.
     """
     check_folding(method, dims, order, core, refinements)
+    if min(shape.weight_shape) < 1:
+        raise ValueError(f"a weight to decompose must have at least one entry in every dimension, got {shape}")
     if separable:
         shape = pointwise_shape(shape)
         order = 3 if dims is None and order is None else order

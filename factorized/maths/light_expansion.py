@@ -1,17 +1,17 @@
-"""Expanding a Tucker tensor so that nothing but its cores is kept for the backward pass."""
+"""Expanding a tensor so that nothing but its cores is kept for the backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from factorized.maths.tensor_format import TensorFormat
-from factorized.maths.tucker import TuckerFormat, tucker_expand, unfold
+from factorized.maths.tensor_format import Cores, Indices, TensorFormat
 
-SLICES = 8  # in which the backward pass goes through the tensor
+# Slices per tensor on the way to one of them, so many that all of these are well below the size of the whole.
+SLICES = 2
 
 
 def expand_for_training(
@@ -20,57 +20,124 @@ def expand_for_training(
 ) -> Tensor:  # (*dims)
     """Return the tensor, differentiable, with at most its own size kept on the way to it.
 
-    Left to autograd, every mode product is kept for the backward pass, and near full rank each is as large as the
-    result. There the cores alone are kept, at the price of more products in the backward pass.
+    Left to autograd, every product is kept for the backward pass, and near full rank each is as large as the result.
+    There the cores alone are kept, and what lies on the way is made again in the backward pass.
     """
-    if tensor.keeps_little or not isinstance(tensor, TuckerFormat):
+    if tensor.keeps_little:
         return tensor.expand(cores)
-    core, factors = tensor.parts(cores)
-    present = [factor for factor in factors if factor is not None]
-    expanded: Tensor = _LightExpansion.apply(core, tensor.order, *present)  # type: ignore[no-untyped-call]
+    expanded: Tensor = _LightExpansion.apply(tensor, *cores)  # type: ignore[no-untyped-call]
     return expanded
 
 
 def light_gradients(
-    core: Tensor,  # (R₁, …, R_m, *kept)
-    factors: Sequence[Tensor],  # each (d_k, R_k)
-    at: Tensor,  # (d₁, …, d_m, *kept)
-) -> tuple[Tensor, list[Tensor]]:  # like core, like factors
-    """Return the gradients of ⟨``at``, the expanded tensor⟩, a slice of the first mode after the other."""
-    first, *others = factors
-    matrix = core.flatten(1)  # (R₁, all others)
-    of_core, of_others = torch.zeros_like(matrix), [torch.zeros_like(factor) for factor in others]
-    of_first = []
-    kept, count = [None] * (core.dim() - len(factors)), core.dim()
-    for rows, part in zip(first.chunk(SLICES), at.chunk(SLICES), strict=True):
-        inside = (rows @ matrix).unflatten(1, core.shape[1:])  # the core of this slice
-        for k, of_other in enumerate(of_others):
-            projections = [None if place == k else factor.mT for place, factor in enumerate(others)]
-            seen = tucker_expand(part, [None, *projections, *kept])
-            of_other.addmm_(unfold(seen, k + 1, count), unfold(inside, k + 1, count).mT)
-        of_inside = tucker_expand(part, [None, *[factor.mT for factor in others], *kept]).flatten(1)
-        of_first.append(of_inside @ matrix.mT)
-        of_core.addmm_(rows.mT, of_inside)
-    return of_core.reshape(core.shape), [torch.cat(of_first), *of_others]
+    indices: Indices,  # of every core
+    cores: Sequence[Tensor],
+    at: Tensor,  # (*dims)
+) -> Cores:  # like cores
+    """Return the gradients of ⟨``at``, the expanded tensor⟩, a slice of the tensor's longest dimension after the other.
+
+    A slice grows from the core that has this dimension, one neighbour at a time, so that nothing on the way to it is
+    larger than it is. Slices are many enough for all that lies on the way to one to be smaller than the tensor.
+    """
+    # Of equals an outer one: the core of a Tucker tensor is multiplied there as it stands in memory.
+    longest = max(range(at.dim()), key=lambda place: (at.shape[place], place in (0, at.dim() - 1)))
+    first, *others = _growth(indices, [core.shape for core in cores], f"d{longest}")
+    gradients = [at.new_zeros(core.shape, dtype=core.dtype) for core in cores]
+    place, extent = indices[first].index(f"d{longest}"), at.shape[longest]
+    step_size = -(-extent // (SLICES * len(cores)))
+    for start in range(0, extent, step_size):
+        count = min(step_size, extent - start)
+        rows, part = cores[first].narrow(place, start, count), at.narrow(longest, start, count)
+        state, names, steps = rows, indices[first], []
+        for core in others:
+            step = _Step(state, names, cores[core], indices[core])
+            state, names = step.forward(), step.names
+            steps.append(step)
+        of_state = part.permute(*[int(name[1:]) for name in names if name[0] == "d"]).to(rows.dtype)
+        of_state = of_state.reshape(state.shape)
+        del state
+        for core in reversed(others):
+            of_state = steps.pop().backward(of_state, gradients[core])
+        gradients[first].narrow(place, start, count).copy_(of_state)
+    return tuple(gradients)
+
+
+class _Step:
+    """A tensor multiplied by a core over the one index that both have, kept until its gradients are wanted."""
+
+    def __init__(self, state: Tensor, names: tuple[str, ...], core: Tensor, core_names: tuple[str, ...]) -> None:
+        self.place = next(place for place, name in enumerate(names) if name in core_names)
+        middle = core_names.index(names[self.place])
+        self.extents = (prod(core.shape[:middle]), core.shape[middle], prod(core.shape[middle + 1 :]))
+        self.inside = min(self.extents[0], self.extents[2]) > 1  # the shared index has others on both sides
+        self.left = state.movedim(self.place, -1).flatten(0, -2)  # (all others, shared)
+        self.core = self._as_matrix(core)
+        self.kept = [*state.shape[: self.place], *state.shape[self.place + 1 :]]
+        kept_names = [*names[: self.place], *names[self.place + 1 :]]
+        turn = middle if self.inside else 0  # what stands before the dimensions that the tensor keeps
+        others, other_names = list(core.shape), list(core_names)
+        del others[middle], other_names[middle]
+        self.shape = [*others[:turn], *self.kept, *others[turn:]]
+        self.names = (*other_names[:turn], *kept_names, *other_names[turn:])
+
+    def _as_matrix(self, core: Tensor) -> Tensor:  # (shared, all others), or (before, shared, after)
+        core = core.reshape(self.extents)
+        if self.inside:
+            return core
+        return core[0] if self.extents[0] == 1 else core[..., 0].mT
+
+    def forward(self) -> Tensor:
+        """Return the product, of the shape and with the names of this step."""
+        return (self.left @ self.core).reshape(self.shape)
+
+    def backward(self, gradient: Tensor, of_core: Tensor) -> Tensor:
+        """Add to the gradient of the core, and return that of the tensor."""
+        if not self.inside:
+            gradient = gradient.reshape(self.left.shape[0], -1)
+            self._as_matrix(of_core).addmm_(self.left.mT, gradient)
+            of_left = gradient @ self.core.mT
+        else:
+            before, _, after = self.extents
+            gradient = gradient.reshape(before, -1, after)
+            of_core.view(self.extents).baddbmm_(self.left.mT.expand(before, -1, -1), gradient)
+            of_left = gradient.transpose(0, 1).flatten(1) @ self.core.transpose(1, 2).flatten(0, 1)
+        return of_left.unflatten(0, self.kept).movedim(-1, self.place)
+
+
+def _growth(indices: Indices, shapes: Sequence[Sequence[int]], start: str) -> list[int]:
+    """Return the cores in the order in which a slice of one index grows: always the neighbour that adds least."""
+    order = [place for place, names in enumerate(indices) if start in names]
+    left = [place for place in range(len(indices)) if place not in order]
+    while left:
+        reached = {name for place in order for name in indices[place]}
+        near = [place for place in left if reached.intersection(indices[place])]
+
+        def added(place: int, reached: set[str] = reached) -> float:
+            extents = dict(zip(indices[place], shapes[place], strict=True))
+            shared = prod([extent for name, extent in extents.items() if name in reached])
+            return prod(extents.values()) / shared**2
+
+        order.append(min(near, key=added))
+        left.remove(order[-1])
+    return order
 
 
 class _LightExpansion(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(core: Tensor, order: tuple[int, ...], *factors: Tensor) -> Tensor:
-        kept = core.dim() - len(factors)
-        return tucker_expand(core, [*factors, *[None] * kept], order)
+    def forward(tensor: TensorFormat, *cores: Tensor) -> Tensor:
+        return tensor.expand(cores)
 
     @staticmethod
     def setup_context(
-        ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, tuple[int, ...], Tensor], output: Tensor
+        ctx: torch.autograd.function.FunctionCtx, inputs: tuple[TensorFormat, Tensor], output: Tensor
     ) -> None:
-        core, _, *factors = inputs
-        ctx.save_for_backward(core, *factors)
+        tensor, *cores = inputs
+        ctx.indices = tensor.indices  # type: ignore[attr-defined]
+        ctx.save_for_backward(*cores)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        core, *factors = ctx.saved_tensors  # type: ignore[attr-defined]
-        dtype = factors[0].dtype  # under autocast the core of a train and the gradient are of a lower type
-        of_core, of_factors = light_gradients(core.to(dtype), factors, gradient.to(dtype))
-        return of_core.to(core.dtype), None, *of_factors
+        cores = ctx.saved_tensors  # type: ignore[attr-defined]
+        return None, *light_gradients(ctx.indices, cores, gradient)  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 # Entries kept on the way through an expansion, over those of the tensor, with which training holds twice what the dense
 # tensor does: measured.
-MOST_KEPT = 2.5
+MOST_KEPT = 2.25
 Cores = tuple[Tensor, ...]  # each (..., *one of core_shapes)
+Indices = tuple[tuple[str, ...], ...]  # a name per dimension of every core
 
 
 class TensorFormat(ABC):
@@ -28,6 +29,11 @@ class TensorFormat(ABC):
     @abstractmethod
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of every core."""
+
+    @property
+    @abstractmethod
+    def indices(self) -> Indices:
+        """The name of every dimension of every core: "d0", "d1", … of the tensor's, one of its own where cores meet."""
 
     @property
     @abstractmethod

@@ -13,7 +13,7 @@ from math import prod
 from torch import Tensor
 
 from factorized.maths.spectral import Method, truncated_svd
-from factorized.maths.tensor_format import Cores, TensorFormat, balanced
+from factorized.maths.tensor_format import Cores, Indices, TensorFormat, balanced
 
 
 def full_train_ranks(dims: Sequence[int]) -> tuple[int, ...]:
@@ -152,6 +152,11 @@ class TrainFormat(TensorFormat):
         """(r_{k-1}, d_k, r_k) for every extent."""
         around = (1, *self.ranks, 1)
         return tuple([(around[k], d, around[k + 1]) for k, d in enumerate(self.dims)])
+
+    @property
+    def indices(self) -> Indices:
+        """A rank, an extent and the next rank for every core."""
+        return tuple([(f"r{k}", f"d{k}", f"r{k + 1}") for k in range(len(self.dims))])
 
     @property
     def expand_macs(self) -> int:

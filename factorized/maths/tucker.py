@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from factorized.maths.spectral import Method, truncated_svd
-from factorized.maths.tensor_format import Cores, TensorFormat, balanced, pull_back
+from factorized.maths.tensor_format import Cores, Indices, TensorFormat, balanced, pull_back
 from factorized.maths.tensor_train import TrainFormat, full_train_ranks, right_to_left
 
 CoreKind = Literal["whole", "train"]
@@ -55,6 +56,8 @@ def hosvd(
     ``refinements`` rounds of higher-order orthogonal iteration (HOOI) bring it down to a stationary point. Half types
     are computed, and returned, in float32.
     """
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
     cut = [mode for mode, rank in enumerate(ranks) if rank is not None]
     factors: list[Tensor | None] = [None] * len(ranks)
     for mode in cut:
@@ -89,7 +92,7 @@ def tucker_expand(
             matrix = core.flatten(batch + 1).mT if count > 1 else core.unsqueeze(batch)
         else:
             matrix = core.movedim(batch + place, -1).flatten(batch, -2)
-        product = matrix @ factor.mT.to(core.dtype)  # (..., all others, d)
+        product = matrix @ factor.mT  # (..., all others, d)
         core = product.reshape(*core.shape[:batch], *others, factor.shape[-2])
     return core.permute(*range(batch), *[batch + modes.index(mode) for mode in range(count)])
 
@@ -180,6 +183,14 @@ class TuckerFormat(TensorFormat):
         """The core, or the cores of its train, then a (d_k, R_k) per mode that is not kept."""
         core = (self.core_extents,) if self.train is None else self.train.core_shapes
         return (*core, *zip(self.dims, self.ranks, strict=False))
+
+    @property
+    def indices(self) -> Indices:
+        """As of the shapes: a mode that is not kept has an index of the core beside its own."""
+        modes = {f"d{k}": f"R{k}" for k in range(len(self.ranks))}
+        core = (tuple([f"d{k}" for k in range(len(self.dims))]),) if self.train is None else self.train.indices
+        cores = tuple([tuple([modes.get(name, name) for name in names]) for names in core])
+        return (*cores, *modes.items())
 
     @property
     def expand_macs(self) -> int:

@@ -31,6 +31,7 @@ class Call:
 
     positions: int  # batch × output positions: what a pointwise layer multiplies at
     row_positions: int  # the same before the rows' stride: what the first factor of a convolution multiplies at
+    input_positions: int  # before all strides: what a pointwise layer in front of it multiplies at
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,14 @@ def _record(
 ) -> None:
     x = inputs[0] if inputs else keywords["input"]
     if isinstance(module, nn.Embedding):
-        calls.append(Call(x.numel(), x.numel()))
+        calls.append(Call(x.numel(), x.numel(), x.numel()))
         return
     positions = x.numel() // shape.out_channels if is_transposed(module) else y.numel() // shape.out_channels
     dims = len(shape.size)
-    rows_in, rows_out = (prod(t.shape[t.dim() - dims :][: shape.row_dims]) for t in (x, y))
-    calls.append(Call(positions, positions // rows_out * rows_in))
+    spatial_in, spatial_out = (t.shape[t.dim() - dims :] for t in (x, y))
+    rows_in, rows_out = (prod(extents[: shape.row_dims]) for extents in (spatial_in, spatial_out))
+    input_positions = positions // prod(spatial_out) * prod(spatial_in)
+    calls.append(Call(positions, positions // rows_out * rows_in, input_positions))
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from factorized.maths.folding import Rank
 
 Ranks = list[Rank | None]  # None: the layer stays dense
+Step = tuple[int, int, Rank | None]  # extra cost, of which layer, its new rank
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def spend_uniformly(items: Sequence[Item], budget: int) -> Ranks:
     ranks = scaled_ranks(items, low)
     cut = [low * item.reference - _height(rank) for item, rank in zip(items, ranks, strict=True)]
     order = sorted(range(len(items)), key=lambda index: -cut[index])
-    return _spend_remainder(items, ranks, budget, order)
+    return _exchange(items, _spend_remainder(items, ranks, budget, order), budget, low)
 
 
 def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]], budget: int) -> Ranks:
@@ -133,3 +135,46 @@ def _spend_remainder(items: Sequence[Item], ranks: Ranks, budget: int, order: Se
             if step is not None:
                 ranks[index], left, progress = step[0], left - step[1], True
     return ranks
+
+
+def _exchange(items: Sequence[Item], ranks: Ranks, budget: int, scale: float) -> Ranks:
+    """Give one or two tensors other ranks near the common scale, as long as more than 1 % of the budget is left.
+
+    A step of one rank of a tensor can cost more than that, while several up and down together do not.
+    """
+    ranks, left = list(ranks), budget - total_cost(items, ranks)
+    while left > budget // 100:
+        steps: list[Step] = [(0, -1, None), (0, -2, None)]  # two that change nothing, beside one of a layer
+        for index, (item, rank) in enumerate(zip(items, ranks, strict=True)):
+            if isinstance(item.lowest, tuple):
+                near = {item.settle(other) for other in _near(item, scale)}
+                steps += [(item.cost(other) - item.cost(rank), index, other) for other in near]
+        steps.sort(key=lambda step: step[:2])
+        best = max(_best_pairs(steps, left), key=lambda pair: pair[0][0] + pair[1][0])
+        gain = best[0][0] + best[1][0]
+        if gain <= 0:
+            break
+        for _, index, rank in best:
+            if index >= 0:
+                ranks[index] = rank
+        left -= gain
+    return ranks
+
+
+def _near(item: Item, scale: float) -> set[Rank]:
+    """Return the ranks of a tensor from 0.8 of a scale to three steps above it."""
+    found = {item.rank_at(share * scale) for share in (0.8, 0.9, 1.0)}
+    for _ in range(3):
+        found |= {higher for rank in found for higher in item.higher(rank)}
+    return found
+
+
+def _best_pairs(steps: Sequence[Step], left: int) -> Iterator[tuple[Step, Step]]:
+    """Yield, for each of some steps in the order of their cost, the dearest of another layer that ``left`` allows."""
+    costs = [step[0] for step in steps]
+    for one in steps:
+        place = bisect_right(costs, left - one[0]) - 1
+        while place >= 0 and steps[place][1] == one[1]:
+            place -= 1
+        if place >= 0:
+            yield one, steps[place]

@@ -165,6 +165,8 @@ def _why_never(module: nn.Module) -> str | None:
         return "its weight is computed by another rule (weight norm, pruning)"
     if not weight.is_floating_point():
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not floating point"
+    if weight.numel() == 0:
+        return "its weight has no entries"
     if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:

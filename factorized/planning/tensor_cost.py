@@ -39,6 +39,8 @@ class TensorCost:
         if not can_contract(self.folding):
             return composed + sum(positions) * self.taps
         contracted = sum(
-            count * contracted_macs(self.folding, tensor) + preparing_macs(self.folding, tensor) for count in positions
+            contracted_macs(self.folding, tensor, call.positions, call.input_positions)
+            + preparing_macs(self.folding, tensor)
+            for call in self.multiplied
         )
         return min(composed, contracted) + sum(positions) * self.taps

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,3 +176,13 @@ def test_tied_layers_share_their_cores_all_the_way(tmp_path: Path) -> None:
     assert composed[0].weight is composed[2].weight  # type: ignore[index]
     x = torch.randn(3, 12, dtype=torch.float64)
     assert error(composed(x), model(x)) < 1e-12
+
+
+def test_of_lowered_pointwise_layers_the_first_one_has_the_stride() -> None:
+    for method in ("tensor_train", "tucker"):
+        layer = fz.TensorizedConv2d(16, 16, 1, 2, stride=(2, 1), padding=1, method=method, dtype=torch.float64)
+        lowered: Any = fz.lower(nn.Sequential(layer))[0]  # type: ignore[index]
+        assert (lowered[0].stride, lowered[0].padding) == ((2, 1), (1, 1))
+        assert {(part.stride, part.padding) for part in lowered[1:]} == {((1, 1), (0, 0))}
+        x = torch.randn(2, 16, 7, 6, dtype=torch.float64)
+        assert error(lowered(x), layer.to_dense()(x)) < 1e-12

@@ -155,8 +155,9 @@ def test_a_separable_kernel_is_recovered_and_any_other_approximated_at_its_best(
     layer = TensorizedConv2d.from_dense(dense, (3, 2), separable=True)  # dims (3, 4, 2): full rank
     assert layer.rank == layer.folding.full_ranks
     assert error(layer.weight, dense.weight) < 1e-12
-    weight = torch.randn(6, 4, 3, 3, dtype=torch.float64)
+    weight = -torch.randn(6, 4, 3, 3, dtype=torch.float64).abs()
     layer.set_weight(weight)
+    assert (layer.depthwise.flatten(1).max(1).values == layer.depthwise.flatten(1).abs().max(1).values).all()  # type: ignore[union-attr]
     spectrum = torch.linalg.svdvals(weight.flatten(2).transpose(0, 1)).square()
     assert abs((layer.weight - weight).square().sum() - spectrum[:, 1:].sum()) < 1e-10 * spectrum.sum()
 

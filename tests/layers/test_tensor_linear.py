@@ -84,6 +84,8 @@ def test_it_takes_any_number_of_leading_dimensions(method: str) -> None:
         ({"dims": (96, True)}, "dims must be a tuple of at least two whole numbers"),
         ({"dims": iter((8, 12))}, "dims must be a tuple of at least two whole numbers"),
         ({"dims": "8x12"}, "dims must be a tuple of at least two whole numbers"),
+        ({"in_features": 0}, "must have at least one entry in every dimension, got 8x0"),
+        ({"out_features": -8}, "must have at least one entry in every dimension, got -8x12"),
         ({"method": "cp"}, 'method must be "tensor_train" or "tucker", got \'cp\''),
         ({"core": "thin", "method": "tucker"}, 'core must be "whole" or "train", got \'thin\''),
         ({"refinements": -1}, "refinements must be a whole number of at least 0, got -1"),
@@ -99,7 +101,7 @@ def test_it_takes_any_number_of_leading_dimensions(method: str) -> None:
 )
 def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        TensorizedLinear(12, 8, **{"rank": 2, **arguments})
+        TensorizedLinear(**{"in_features": 12, "out_features": 8, "rank": 2, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,14 @@ def test_the_cores_of_a_long_train_are_drawn_without_overflow() -> None:
         warnings.simplefilter("ignore")
         layer = TensorizedLinear(512, 512, 200, dims=dims, init="normal")
     assert 0.5 < layer.weight.square().mean() * 256 < 2
+
+
+def test_the_cores_of_a_long_and_thick_train_are_drawn_without_underflow() -> None:
+    ranks = tuple([min(2**k, 2 ** (24 - k), 256) for k in range(1, 24)])
+    layer = TensorizedLinear(4096, 4096, ranks, dims=[2] * 24, init="normal")
+    for core in layer.cores:
+        assert core.isfinite().all()
+        assert core.norm() > 1e-3
 
 
 def test_an_input_of_another_width_is_refused() -> None:

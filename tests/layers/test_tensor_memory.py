@@ -124,20 +124,39 @@ def test_a_separable_convolution_does_so(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense", "x", "dims", "rank"),
+    ("dense", "batch", "rank", "options"),
     [
-        (nn.Linear(100, 96), torch.randn(4, 100), None, (8, 11, 10, 9)),
-        (nn.Linear(128, 128), torch.randn(1, 128), (16, 32, 32), (15, 29, 29)),
-        (nn.Conv2d(128, 96, 3, padding=1), torch.randn(1, 128, 8, 12), (18, 24, 32, 8), (17, 23, 31, 8)),
-        (nn.Conv2d(16, 96, 5, stride=2), torch.randn(1, 16, 8, 12), (15, 16, 16, 10), (15, 11, 12, 7)),
+        (nn.Linear(100, 96), 4, (8, 11, 10, 9), {"method": "tucker"}),
+        (nn.Linear(128, 128), 1, (15, 29, 29), {"method": "tucker", "dims": (16, 32, 32)}),
+        (nn.Conv2d(128, 96, 3, padding=1), 1, (17, 23, 31, 8), {"method": "tucker", "dims": (18, 24, 32, 8)}),
+        (nn.Conv2d(16, 96, 5, stride=2), 1, (15, 11, 12, 7), {"method": "tucker", "dims": (15, 16, 16, 10)}),
+        (nn.Linear(24, 128), 1, (2, 4, 1, 3, 24), {"method": "tucker", "dims": (2, 4, 1, 4, 96)}),
+        (nn.Linear(100, 30), 1, (5, 6, 9, 10), {"method": "tucker"}),
+        (
+            nn.Linear(96, 128, bias=False),
+            2,
+            (2, 14, 2, 1, 43),
+            {"method": "tucker", "dims": (2, 16, 2, 4, 48), "core": "train"},
+        ),
+        (nn.Linear(30, 12), 1, (1, 3, 1, 6, 1, 2), {"method": "tucker", "dims": (1, 3, 1, 40, 1, 3), "core": "train"}),
+        (
+            nn.Conv2d(96, 100, 3, stride=2, padding=1),
+            1,
+            (8, 3, 72, 3),
+            {"method": "tucker", "dims": (10, 3, 960, 3), "core": "train"},
+        ),
+        (nn.Linear(128, 20), 2, (2, 4, 8, 16, 1), {"dims": (4, 2, 2, 2, 80, 1)}),
+        (nn.Linear(96, 12, bias=False), 1, (2, 8, 17, 7), {"dims": (2, 4, 4, 4, 9)}),
     ],
 )
-def test_a_tucker_tensor_near_full_rank_does_so_for_the_smallest_of_batches(
-    dense: nn.Module, x: Tensor, dims: Any, rank: tuple[int, ...]
+def test_a_tensor_near_full_rank_does_so_for_the_smallest_of_batches(
+    dense: Any, batch: int, rank: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    made: type[Any] = TensorizedLinear if isinstance(dense, nn.Linear) else TensorizedConv2d
-    layer = made.from_dense(dense, rank, nn.init.normal_, method="tucker", dims=dims)
-    assert layer.format.core_numel < 0.9 * layer.shape.numel
+    linear = isinstance(dense, nn.Linear)
+    made: type[Any] = TensorizedLinear if linear else TensorizedConv2d
+    layer = made.from_dense(dense, rank, nn.init.normal_, **options)
+    x = torch.randn(batch, dense.in_features) if linear else torch.randn(batch, dense.in_channels, 8, 12)
+    assert layer.format.core_numel < layer.shape.numel
     assert not layer.format.keeps_little
     assert training_memory(layer, x)[0] <= 2 * training_memory(dense, x)[0]
 

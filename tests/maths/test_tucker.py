@@ -60,6 +60,18 @@ def test_it_is_exact_at_full_rank_with_orthonormal_factors(
         assert error(factor.mT @ factor, identity) < tolerance
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("refinements", [0, 2])
+def test_half_types_are_decomposed_in_float32(dtype: torch.dtype, refinements: int) -> None:
+    tensor = randn(6, 5, 4).to(dtype)
+    core, factors = hosvd(tensor, (6, 5, 4), refinements)
+    assert {part.dtype for part in (core, *factors) if part is not None} == {torch.float32}
+    assert error(tucker_expand(core, factors), tensor) < 1e-5
+    for kind in ("whole", "train"):
+        cores = TuckerFormat((6, 5, 4), (3, 3, 3), core=kind).decompose(tensor)  # type: ignore[arg-type]
+        assert {part.dtype for part in cores} == {dtype}
+
+
 def test_a_rank_that_the_other_modes_cannot_fill_is_completed() -> None:
     core, factors = hosvd(randn(9, 2, 2), (9, 2, 2))  # the first unfolding has four columns
     assert error(tucker_expand(core, factors), randn(9, 2, 2)) < 1e-12

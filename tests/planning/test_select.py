@@ -33,6 +33,10 @@ def changed(layer: nn.Module, change: Callable[[Any], object]) -> nn.Module:
     return layer
 
 
+def no_entries(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(torch.empty(0, 64))
+
+
 def whole_numbers(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
 
@@ -64,6 +68,7 @@ def ignore(*arguments: object) -> None:
         (prune.random_unstructured(nn.Linear(64, 64), "weight", 0.5), "its weight is computed by another rule"),
         (changed(nn.Linear(16, 16), whole_numbers), "its weight is int8, not floating point"),
         (nn.Linear(16, 16, dtype=torch.complex64), "its weight is complex64, not floating point"),
+        (changed(nn.Linear(64, 64), no_entries), "its weight has no entries"),
         (FactorizedLinear(64, 64, rank=4), "already factorized"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from factorized.layers.swap import factorize
+from factorized.layers.tensor_conv import TensorizedConv2d
 from factorized.maths.kernel import KernelShape
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan
@@ -65,6 +69,18 @@ def test_a_ratio_is_met_within_one_percent_from_below(scheme: Scheme, ratio: flo
 def test_a_ratio_of_a_small_model_is_met_too(scheme: Scheme, ratio: float) -> None:
     made = plan(SMALL, scheme, ratio=ratio)
     assert 0.99 * ratio < made.ratio <= ratio
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(order=3)], ids=str)
+@pytest.mark.parametrize("widths", [(61, 127, 127, 67, 11), (64, 128, 128, 64, 10)])
+def test_a_ratio_is_met_where_one_step_of_a_rank_costs_more_than_one_percent(
+    scheme: Scheme, widths: tuple[int, ...]
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(inputs, outputs) for inputs, outputs in pairwise(widths)))
+    for ratio in (0.5, 0.7, 0.97):
+        made = plan(model, scheme, ratio=ratio)
+        assert 0.99 * ratio < made.ratio <= ratio
 
 
 def test_a_ratio_that_full_rank_does_not_reach_is_an_error() -> None:
@@ -204,3 +220,28 @@ def test_macs_count_the_cheaper_of_composing_and_contracting() -> None:
     assert (
         block.macs_after == 2 * 36 * (8 * 9 + 64) + 4 * 4 + 64
     )  # depthwise, pointwise, and the expansion of (4, 4, 4)
+
+
+@pytest.mark.parametrize("scheme", [TensorTrain(), Tucker(), Tucker(separable=True)], ids=str)
+@pytest.mark.parametrize("size", [3, 1])
+@pytest.mark.parametrize("stride", [1, 2, (2, 1)])
+def test_planned_macs_of_a_convolution_are_those_its_plain_layers_spend(scheme: Scheme, size: int, stride: Any) -> None:
+    if size == 1 and scheme == Tucker(separable=True):
+        scheme = Tucker(core="train")
+    x = torch.randn(2, 32, 16, 12)
+    model = nn.Sequential(nn.Conv2d(32, 48, size, stride, size // 2, bias=False))
+    made = plan(model, scheme, rank=3, keep_first_and_last=False, example_input=x)
+    layer: Any = factorize(model, made)[0]  # type: ignore[index]
+    layer.execution = layer.executions[0]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(x)
+    assert made.macs_after == counter.get_total_flops() // 2
+
+
+def test_a_stride_decides_with_the_rest_whether_tucker_is_contracted() -> None:
+    # A pointwise convolution in front of a k×k one runs where that one does not, beyond its stride.
+    chosen = [
+        TensorizedConv2d(256, 64, 3, (32, 64), stride, padding=1, method="tucker", init=None).chosen_execution()
+        for stride in (1, 4)
+    ]
+    assert chosen == ["three_convs", "one_conv"]
