@@ -40,7 +40,8 @@ def light_gradients(
     larger than it is. Slices are many enough for all that lies on the way to one to be smaller than the tensor.
     """
     # Of equals an outer one: the core of a Tucker tensor is multiplied there as it stands in memory.
-    longest = max(range(at.dim()), key=lambda place: (at.shape[place], place in (0, at.dim() - 1)))
+    places = [0, at.dim() - 1, *range(1, at.dim() - 1)]
+    longest = max(places, key=at.shape.__getitem__)
     first, *others = _growth(indices, [core.shape for core in cores], f"d{longest}")
     gradients = [at.new_zeros(core.shape, dtype=core.dtype) for core in cores]
     place, extent = indices[first].index(f"d{longest}"), at.shape[longest]

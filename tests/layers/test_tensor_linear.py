@@ -45,6 +45,8 @@ class TestTensorizedLinear(TensorContract):
         linear(
             "tucker-near-full", 12, 8, (2, 3, 3, 4), **TUCKER, execution="one_product", thorough=True, inductor=True
         ),
+        linear("train-near-full", 12, 8, (2, 6, 4), execution="one_product", thorough=True),
+        linear("tucker-near-full-inside", 12, 8, (2, 7, 4), **TUCKER, dims=(2, 12, 4), core="train"),
         linear("tucker-refined", 12, 8, 2, **TUCKER, refinements=3),
         linear("tucker-train-core", 12, 8, (2, 3, 2, 2), **TUCKER, core="train"),
         linear("tucker-that-mixes-sides", 8, 6, 2, **TUCKER, dims=(4, 4, 3), core="train"),
