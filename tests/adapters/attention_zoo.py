@@ -55,16 +55,21 @@ def register_own() -> None:
     )  # fmt: skip
 
 
+SIZES: dict[str, Any] = {  # as BERT's configuration, and those made after it, call them
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "intermediate_size": 32,
+    "max_position_embeddings": 24,
+}
+
+
 def bert(decoder: bool = False, roberta: bool = False) -> nn.Module:
     from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
 
     settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-        "intermediate_size": 32,
-        "max_position_embeddings": 24,
+        **SIZES,
         "is_decoder": decoder,
         "add_cross_attention": decoder,
         "initializer_range": 0.3,

@@ -8,16 +8,7 @@ from torch import Tensor, nn
 
 import factorized as fz
 from factorized.adapters.table import _registered, find_attention
-from tests.adapters.attention_zoo import VOCABULARY, tokens
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 3,
-    "intermediate_size": 32,
-    "max_position_embeddings": 24,
-}
+from tests.adapters.attention_zoo import SIZES, VOCABULARY, tokens
 
 
 class UnknownAttention(nn.Module):

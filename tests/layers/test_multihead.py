@@ -207,15 +207,21 @@ def test_wrong_sizes_are_refused(arguments: tuple[Any, ...], message: str) -> No
         ShrunkenMultiheadAttention(*arguments)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize("grad", [False, True])
-def test_torchs_encoder_runs_with_it_on_every_path(grad: bool) -> None:
+def padded_encoder() -> tuple[nn.TransformerEncoder, Tensor, Tensor]:
+    """Return torch's encoder, and a batch for it with positions that are padding."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, HEADS + 1, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
     encoder = nn.TransformerEncoder(layer, 2).eval()
     x = torch.randn(N, L, E, dtype=torch.float64)
     padding = torch.zeros(N, L, dtype=torch.bool)
     padding[1, 3:] = True
+    return encoder, x, padding
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("grad", [False, True])
+def test_torchs_encoder_runs_with_it_on_every_path(grad: bool) -> None:
+    encoder, x, padding = padded_encoder()
     expected = encoder.train()(x, src_key_padding_mask=padding)
     encoder.eval()
     fz.factorize_attention(encoder, rank_scale=1)
@@ -227,12 +233,7 @@ def test_torchs_encoder_runs_with_it_on_every_path(grad: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @torch.no_grad()
 def test_an_encoder_may_keep_its_first_attention_and_gets_its_fast_path_back_when_composed() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(E, HEADS + 1, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
-    encoder = nn.TransformerEncoder(layer, 2).eval()
-    x = torch.randn(N, L, E, dtype=torch.float64)
-    padding = torch.zeros(N, L, dtype=torch.bool)
-    padding[1, 3:] = True
+    encoder, x, padding = padded_encoder()
     plan = fz.plan(encoder, rank=2, attention=True, include=["layers.1.self_attn"])
     small = fz.factorize(deepcopy(encoder), plan)
     composed = fz.compose(small)

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from factorized.vision import state as state_module
-from factorized.vision.folder import claimed
+from factorized.vision.folder import claimed, prepare_folders
 from factorized.vision.interrupt import Interrupted
 from factorized.vision.state import FILE, RunState, load_state, save_state
 from factorized.vision.step import TrainingStep
@@ -57,12 +57,22 @@ def test_a_folder_that_cannot_be_made_fails_before_the_first_step(tmp_path: Path
         train(recipe(), digits(), tmp_path / "taken", device="cpu")
 
 
-@pytest.mark.usefixtures("no_step")
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_fails_before_the_first_step(tmp_path: Path) -> None:
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """Be somebody whom the permissions of files bind: root may write everywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "seed-0").mkdir(mode=0o500)
-    with pytest.raises(ValueError, match="seed-0: Permission denied"):
-        train(recipe(), digits(), tmp_path, device="cpu")
+    with ExitStack() as claims, without_privileges(), pytest.raises(ValueError, match="seed-0: Permission denied"):
+        prepare_folders([tmp_path / "seed-0"], 0, claims, resume=False, overwrite=False)
 
 
 @pytest.mark.usefixtures("no_step")
@@ -219,7 +229,7 @@ def test_a_probe_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
 def test_two_processes_do_not_train_into_one_folder(tmp_path: Path, how: dict[str, bool]) -> None:
     (tmp_path / "seed-1").mkdir()
-    code = "import sys; from pathlib import Path; from factorized.vision.folder import claimed\n"
+    code = "import sys; from pathlib import Path; from factorized.vision.folder import claimed, prepare_folders\n"
     code += "with claimed(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "seed-1")],
