@@ -39,11 +39,16 @@ def test_the_decomposition_is_the_same_on_both_devices() -> None:
     torch.testing.assert_close(products[1].cpu(), products[0], rtol=1e-9, atol=1e-9)
 
 
-def trained(model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer], captured: bool) -> nn.Module:
+def trained(
+    model: nn.Module,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    captured: bool,
+    dtype: torch.dtype = torch.float64,
+) -> nn.Module:
     """Train four steps, the last three of them as a replayed graph if ``captured``."""
     model = deepcopy(model)
     optimizer = make(model)
-    x = torch.randn(4, 3, 16, 16, device="cuda", dtype=torch.float64, generator=torch.Generator("cuda").manual_seed(1))
+    x = torch.randn(4, 3, 16, 16, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(1))
     y = torch.tensor([0, 1, 2, 3], device="cuda")
 
     def step() -> None:

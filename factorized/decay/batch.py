@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from factorized.decay.arena import Arena
 from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, is_attention
+from factorized.decay.fused import Fused, is_fusible
 from factorized.decay.sharded import Sharded, is_sharded, own_rows, whole
 from factorized.decay.sharded_heads import ShardedHeads
 from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
@@ -111,7 +113,7 @@ class Tensors:
         ]
 
 
-Unit = Single | Batch | Arena | Sharded | ShardedHeads | Tensors
+Unit = Single | Batch | Fused | Arena | Sharded | ShardedHeads | Tensors
 
 
 def batches(found: Sequence[AnyForm]) -> list[Unit]:
@@ -126,17 +128,14 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
     units += [ShardedHeads(heads)] if heads else []
     units += tensor_units(tensors)
     units += [Single(form) for form in local if not _shares(form)]
-    alike: dict[tuple[object, ...], list[Form]] = {}
+    alike: dict[tuple[Any, ...], list[Form]] = {}
     for form in local:
         if _shares(form):
-            on_gpu = form.U.is_cuda
-            shape = () if on_gpu else (*form.U.shape[-2:], form.V.shape[-2])
-            alike.setdefault((on_gpu, form.U.dtype, form.U.device, *shape), []).append(form)
-    for members in alike.values():
-        if len(members) == 1:
-            units.append(Single(members[0]))
-        else:
-            units.append(Arena(members) if members[0].U.is_cuda else Batch(members))
+            kind = Fused if is_fusible(form) else Arena if form.U.is_cuda else Batch
+            shape = (*form.U.shape[-2:], form.V.shape[-2]) if kind is Batch else ()
+            alike.setdefault((kind, form.U.dtype, form.U.device, *shape), []).append(form)
+    for (kind, *_), members in alike.items():
+        units.append(Single(members[0]) if len(members) == 1 else kind(members))
     return units
 
 

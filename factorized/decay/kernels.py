@@ -1,0 +1,68 @@
+"""The two GPU kernels of Frobenius decay: Gram matrices of many factors, and the factors times those of their partners.
+
+A factor is read where it is, by its address. A program has a tile of its rows; a factor's Gram matrix is left as one
+sum per tile, which whoever needs it adds up: always in the same order, so that results do not vary from run to run.
+Products are of three in tf32, which keeps the digits of float32 and runs on tensor cores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def gram_kernel(
+    tiles,  # (tiles, 2): factor, first row
+    factors,  # (factors, 6): address, rows, rank, where its results begin, its partner's first tile and tiles
+    sums,  # (tiles, R, R), written
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Write the Gram matrix of every tile."""
+    tile = tl.program_id(0)
+    part = _load_tile(tiles, factors, tile, DTYPE, ROWS, R)
+    k = tl.arange(0, R)
+    gram = tl.dot(tl.trans(part), part, input_precision="tf32x3")
+    tl.store(sums + tile * R * R + k[:, None] * R + k[None, :], gram)
+
+
+@triton.jit
+def product_kernel(
+    tiles,  # (tiles, 2)
+    factors,  # (factors, 6)
+    sums,  # (tiles, R, R)
+    results,  # all gradients, one factor after the other, written
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Write every tile times the Gram matrix of its factor's partner."""
+    tile = tl.program_id(0)
+    own = factors + 6 * tl.load(tiles + 2 * tile)
+    rows, rank, begin = tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
+    partner, count = tl.load(own + 4), tl.load(own + 5)
+    k = tl.arange(0, R)
+    gram = tl.zeros((R, R), dtype=tl.float32)
+    for other in range(partner, partner + count):
+        gram += tl.load(sums + other * R * R + k[:, None] * R + k[None, :])
+    part = _load_tile(tiles, factors, tile, DTYPE, ROWS, R)
+    i = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
+    place = results + begin + i[:, None] * rank + k[None, :]
+    product = tl.dot(part, gram, input_precision="tf32x3")
+    tl.store(place, product, mask=(i[:, None] < rows) & (k[None, :] < rank))
+
+
+@triton.jit
+def _load_tile(tiles, factors, tile, DTYPE: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr):
+    own = factors + 6 * tl.load(tiles + 2 * tile)
+    source = tl.load(own).to(tl.pointer_type(DTYPE))
+    rows, rank = tl.load(own + 1), tl.load(own + 2)
+    i = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
+    k = tl.arange(0, R)
+    inside = (i[:, None] < rows) & (k[None, :] < rank)
+    return tl.load(source + i[:, None] * rank + k[None, :], mask=inside, other=0.0).to(tl.float32)
