@@ -49,11 +49,12 @@ class Fused:
             self._addresses = addresses
             self._alike = self._lay_out()
         kind = TYPES[self.dtype]
-        for alike in self._alike:
-            grid, warps = (len(alike.tiles),), 8 if alike.padded > 64 else 4
-            of_tiles = (alike.tiles, alike.factors, alike.sums)
-            gram_kernel[grid](*of_tiles, DTYPE=kind, ROWS=ROWS, R=alike.padded, num_warps=warps)
-            product_kernel[grid](*of_tiles, self.results, DTYPE=kind, ROWS=ROWS, R=alike.padded, num_warps=warps)
+        with torch.cuda.device(self.device):
+            for alike in self._alike:
+                grid, warps = (len(alike.tiles),), 8 if alike.padded > 64 else 4
+                of_tiles = (alike.tiles, alike.factors, alike.sums)
+                gram_kernel[grid](*of_tiles, DTYPE=kind, ROWS=ROWS, R=alike.padded, num_warps=warps)
+                product_kernel[grid](*of_tiles, self.results, DTYPE=kind, ROWS=ROWS, R=alike.padded, num_warps=warps)
         return self.parts
 
     def _read_addresses(self) -> list[int]:
@@ -106,7 +107,7 @@ def is_fusible(form: Form) -> bool:
 @cache
 def has_triton() -> bool:
     """Say whether Triton, which compiles the kernels, is installed; torch for CUDA brings it on Linux."""
-    return find_spec("triton") is not None
+    return find_spec("triton") is not None and torch.version.hip is None
 
 
 def _padded(rank: int) -> int:
