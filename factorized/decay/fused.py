@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from factorized.decay.forms import Factor, Form
+from factorized.maths.frobenius import computable, frobenius_gradients
 
 ROWS = 64  # of a factor, in one program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-RANKS = (16, 32, 64, 128)  # what ranks are padded to, inside the kernels only
+RANKS = (16, 32, 64)  # what ranks are padded to, inside the kernels only
+CAPABILITY = (8, 0)  # of GPUs whose tensor cores know tf32
 
 
 @dataclass
@@ -23,7 +26,7 @@ class _Alike:
 
     padded: int
     tiles: Tensor  # (tiles, 2): factor, first row
-    factors: Tensor  # (factors, 6): address, rows, rank, where its results begin, its partner's first tile and tiles
+    factors: Tensor  # (factors, 8), as the kernels say
     sums: Tensor  # (tiles, padded, padded): the Gram matrix of every tile
 
 
@@ -32,82 +35,91 @@ class Fused:
 
     def __init__(self, members: Sequence[Form]) -> None:
         self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in (form.left, form.right))
-        self.dtype, self.device = members[0].left.parameter.dtype, members[0].left.parameter.device
-        sizes = [factor.parameter.numel() for factor in self.factors]
+        self.matrices = [factor.parameter for factor in self.factors]
+        self.dtype, self.device = self.matrices[0].dtype, self.matrices[0].device
+        sizes = [matrix.numel() for matrix in self.matrices]
         self.results = torch.empty(sum(sizes), device=self.device)
-        parts = zip(self.results.split(sizes), self.factors, strict=True)
-        self.parts = [part.view(factor.parameter.shape) for part, factor in parts]
-        self._addresses = self._read_addresses()
-        self._alike = self._lay_out()
+        self.begins = [0, *accumulate(sizes)]
+        parts = zip(self.results.split(sizes), self.matrices, strict=True)
+        self.parts = [part.view(matrix.shape) for part, matrix in parts]
+        self._memory = self._read_memory()
+        self._alike = self._lay_out(self._memory)
 
+    @torch.no_grad()
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``; valid until the next call."""
+        if torch.compiler.is_compiling():  # the compiler knows no addresses, and makes kernels of its own
+            pairs = zip(self.matrices[::2], self.matrices[1::2], strict=True)
+            return [dX for U, V in pairs for dX in frobenius_gradients(computable(U), computable(V))[:2]]
+        memory = self._read_memory()
+        if memory != self._memory:  # a parameter was given another place
+            self._memory, self._alike = memory, self._lay_out(memory)
+        self._launch()
+        return self.parts
+
+    def _launch(self) -> None:
         from factorized.decay.kernels import TYPES, gram_kernel, product_kernel
 
-        addresses = self._read_addresses()
-        if addresses != self._addresses:  # a parameter was given other memory
-            self._addresses = addresses
-            self._alike = self._lay_out()
         kind = TYPES[self.dtype]
         with torch.cuda.device(self.device):
             for alike in self._alike:
-                grid, warps = (len(alike.tiles),), 8 if alike.padded > 64 else 4
+                grid = (len(alike.tiles),)
                 of_tiles = (alike.tiles, alike.factors, alike.sums)
-                gram_kernel[grid](*of_tiles, DTYPE=kind, ROWS=ROWS, R=alike.padded, num_warps=warps)
-                product_kernel[grid](*of_tiles, self.results, DTYPE=kind, ROWS=ROWS, R=alike.padded, num_warps=warps)
-        return self.parts
+                gram_kernel[grid](*of_tiles, DTYPE=kind, ROWS=ROWS, R=alike.padded)
+                product_kernel[grid](*of_tiles, self.results, DTYPE=kind, ROWS=ROWS, R=alike.padded)
 
-    def _read_addresses(self) -> list[int]:
-        return [factor.parameter.data_ptr() for factor in self.factors]
+    def _read_memory(self) -> list[tuple[int, ...]]:
+        """Return where every factor is: its address and strides."""
+        return [(matrix.data_ptr(), *matrix.stride()) for matrix in self.matrices]
 
-    def _lay_out(self) -> list[_Alike]:
-        begins = [0]
-        for factor in self.factors:
-            begins.append(begins[-1] + factor.parameter.numel())
+    def _lay_out(self, memory: Sequence[tuple[int, ...]]) -> list[_Alike]:
         held: dict[int, list[int]] = {}
-        for position, factor in enumerate(self.factors):
-            held.setdefault(_padded(factor.parameter.shape[1]), []).append(position)
-        made = []
-        for padded, positions in held.items():
-            tiles: list[tuple[int, int]] = []
-            first: dict[int, int] = {}
-            for place, position in enumerate(positions):
-                first[position] = len(tiles)
-                tiles += [(place, row) for row in range(0, self.factors[position].parameter.shape[0], ROWS)]
-            rows = []
-            for position in positions:
-                shape, partner = self.factors[position].parameter.shape, position ^ 1  # U and V stand side by side
-                count = -(-self.factors[partner].parameter.shape[0] // ROWS)
-                rows.append((self._addresses[position], *shape, begins[position], first[partner], count))
-            made.append(
-                _Alike(
-                    padded,
-                    torch.tensor(tiles, device=self.device),
-                    torch.tensor(rows, device=self.device),
-                    torch.empty(len(tiles), padded, padded, device=self.device),
-                )
-            )
-        return made
+        for position, matrix in enumerate(self.matrices):
+            held.setdefault(_padded(matrix.shape[1]), []).append(position)
+        return [self._tabulate(padded, positions, memory) for padded, positions in held.items()]
+
+    def _tabulate(self, padded: int, positions: Sequence[int], memory: Sequence[tuple[int, ...]]) -> _Alike:
+        tiles: list[tuple[int, int]] = []
+        first: dict[int, int] = {}
+        for place, position in enumerate(positions):
+            first[position] = len(tiles)
+            tiles += [(place, row) for row in range(0, self.matrices[position].shape[0], ROWS)]
+        rows = []
+        for position in positions:
+            partner = position ^ 1  # U and V stand side by side
+            address, *strides = memory[position]
+            count = -(-self.matrices[partner].shape[0] // ROWS)
+            shape = self.matrices[position].shape
+            rows.append((address, *shape, *strides, self.begins[position], first[partner], count))
+        return _Alike(
+            padded,
+            torch.tensor(tiles, device=self.device),
+            torch.tensor(rows, device=self.device),
+            torch.empty(len(tiles), padded, padded, device=self.device),
+        )
 
 
 def is_fusible(form: Form) -> bool:
-    """Say whether the kernels can compute a form: contiguous matrices on a GPU, of a rank and a type that they know."""
-    factors = (form.left, form.right)
+    """Say whether the kernels can compute a form: two whole matrices on a GPU, of a rank and a type that they know."""
+    left, right = form.left, form.right
     return (
-        form.left.parameter.is_cuda
+        left.parameter.is_cuda
         and not form.middle
-        and all(factor.is_whole and factor.parameter.is_contiguous() for factor in factors)
-        and form.left.parameter.shape[1] <= RANKS[-1]
-        and form.left.parameter.dtype in DTYPES
-        and form.left.parameter.dtype == form.right.parameter.dtype
-        and has_triton()
+        and left.is_whole
+        and right.is_whole
+        and left.parameter.shape[1] <= RANKS[-1]
+        and left.parameter.dtype in DTYPES
+        and left.parameter.dtype == right.parameter.dtype
+        and can_compile_kernels(left.parameter.device)
     )
 
 
 @cache
-def has_triton() -> bool:
-    """Say whether Triton, which compiles the kernels, is installed; torch for CUDA brings it on Linux."""
-    return find_spec("triton") is not None and torch.version.hip is None
+def can_compile_kernels(device: torch.device) -> bool:
+    """Say whether Triton is there, which torch for CUDA brings along, and builds for ``device``."""
+    if find_spec("triton") is None or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def _padded(rank: int) -> int:

@@ -17,7 +17,8 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 @triton.jit
 def gram_kernel(
     tiles,  # (tiles, 2): factor, first row
-    factors,  # (factors, 6): address, rows, rank, where its results begin, its partner's first tile and tiles
+    factors,  # (factors, 8): address, rows, rank, its two strides, where its results begin, its partner's first tile
+    # and how many tiles that has
     sums,  # (tiles, R, R), written
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -34,7 +35,7 @@ def gram_kernel(
 @triton.jit
 def product_kernel(
     tiles,  # (tiles, 2)
-    factors,  # (factors, 6)
+    factors,  # (factors, 8)
     sums,  # (tiles, R, R)
     results,  # all gradients, one factor after the other, written
     DTYPE: tl.constexpr,
@@ -43,9 +44,9 @@ def product_kernel(
 ):
     """Write every tile times the Gram matrix of its factor's partner."""
     tile = tl.program_id(0)
-    own = factors + 6 * tl.load(tiles + 2 * tile)
-    rows, rank, begin = tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
-    partner, count = tl.load(own + 4), tl.load(own + 5)
+    own = factors + 8 * tl.load(tiles + 2 * tile)
+    rows, rank, begin = tl.load(own + 1), tl.load(own + 2), tl.load(own + 5)
+    partner, count = tl.load(own + 6), tl.load(own + 7)
     k = tl.arange(0, R)
     gram = tl.zeros((R, R), dtype=tl.float32)
     for other in range(partner, partner + count):
@@ -59,10 +60,11 @@ def product_kernel(
 
 @triton.jit
 def _load_tile(tiles, factors, tile, DTYPE: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr):
-    own = factors + 6 * tl.load(tiles + 2 * tile)
+    own = factors + 8 * tl.load(tiles + 2 * tile)
     source = tl.load(own).to(tl.pointer_type(DTYPE))
     rows, rank = tl.load(own + 1), tl.load(own + 2)
+    down, across = tl.load(own + 3), tl.load(own + 4)
     i = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
     k = tl.arange(0, R)
     inside = (i[:, None] < rows) & (k[None, :] < rank)
-    return tl.load(source + i[:, None] * rank + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(source + i[:, None] * down + k[None, :] * across, mask=inside, other=0.0).to(tl.float32)
