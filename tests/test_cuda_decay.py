@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import factorized as fz
+from factorized.decay import fused
 from factorized.decay.arena import Arena
 from factorized.decay.batch import Single, batches
 from factorized.decay.fused import Fused
@@ -70,6 +71,18 @@ def test_what_the_kernels_do_not_know_is_computed_by_torch() -> None:
     assert Arena in kinds(products(torch.float64))
     large = nn.ModuleList([fz.FactorizedLinear(400, 400, 65).cuda() for _ in range(2)])
     assert kinds(large) <= {Single, Arena}
+
+
+def test_where_the_kernels_cannot_be_built_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*arguments: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    fused.can_build_kernels.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "launch", no_compiler)
+        assert kinds(products(torch.float32)) <= {Single, Arena}
+    fused.can_build_kernels.cache_clear()
+    assert Fused in kinds(products(torch.float32))
 
 
 def kinds(model: nn.Module) -> set[type]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,7 @@ from torch import Tensor
 from factorized.decay.forms import Factor, Form
 from factorized.maths.frobenius import computable, frobenius_gradients
 
+logger = logging.getLogger(__name__)
 ROWS = 64  # of a factor, in one program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RANKS = (16, 32, 64)  # what ranks are padded to, inside the kernels only
@@ -44,6 +46,7 @@ class Fused:
         self.parts = [part.view(matrix.shape) for part, matrix in parts]
         self._memory = self._read_memory()
         self._alike = self._lay_out(self._memory)
+        self._launch()  # which builds the kernels: a step that is being captured could not
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
@@ -58,15 +61,8 @@ class Fused:
         return self.parts
 
     def _launch(self) -> None:
-        from factorized.decay.kernels import TYPES, gram_kernel, product_kernel
-
-        kind = TYPES[self.dtype]
-        with torch.cuda.device(self.device):
-            for alike in self._alike:
-                grid = (len(alike.tiles),)
-                of_tiles = (alike.tiles, alike.factors, alike.sums)
-                gram_kernel[grid](*of_tiles, DTYPE=kind, ROWS=ROWS, R=alike.padded)
-                product_kernel[grid](*of_tiles, self.results, DTYPE=kind, ROWS=ROWS, R=alike.padded)
+        for alike in self._alike:
+            launch(alike, self.results, self.dtype)
 
     def _read_memory(self) -> list[tuple[int, ...]]:
         """Return where every factor is: its address and strides."""
@@ -99,6 +95,16 @@ class Fused:
         )
 
 
+def launch(alike: _Alike, results: Tensor, dtype: torch.dtype) -> None:
+    """Write the gradients of all factors of like rank into ``results``."""
+    from factorized.decay.kernels import TYPES, gram_kernel, product_kernel
+
+    grid, tables = (len(alike.tiles),), (alike.tiles, alike.factors, alike.sums)
+    with torch.cuda.device(results.device):
+        gram_kernel[grid](*tables, DTYPE=TYPES[dtype], ROWS=ROWS, R=alike.padded)
+        product_kernel[grid](*tables, results, DTYPE=TYPES[dtype], ROWS=ROWS, R=alike.padded)
+
+
 def is_fusible(form: Form) -> bool:
     """Say whether the kernels can compute a form: two whole matrices on a GPU, of a rank and a type that they know."""
     left, right = form.left, form.right
@@ -110,16 +116,30 @@ def is_fusible(form: Form) -> bool:
         and left.parameter.shape[1] <= RANKS[-1]
         and left.parameter.dtype in DTYPES
         and left.parameter.dtype == right.parameter.dtype
-        and can_compile_kernels(left.parameter.device)
+        and can_build_kernels(left.parameter.device)
     )
 
 
 @cache
-def can_compile_kernels(device: torch.device) -> bool:
-    """Say whether Triton is there, which torch for CUDA brings along, and builds for ``device``."""
+def can_build_kernels(device: torch.device) -> bool:
+    """Say whether the kernels can be built for ``device``, by building them: it takes Triton and a C compiler."""
     if find_spec("triton") is None or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= CAPABILITY
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        return False
+    number = torch.ones(1, device=device)
+    trial = _Alike(
+        RANKS[0],
+        tiles=torch.tensor([[0, 0]], device=device),
+        factors=torch.tensor([[number.data_ptr(), 1, 1, 1, 1, 0, 0, 1]], device=device),
+        sums=torch.empty(1, RANKS[0], RANKS[0], device=device),
+    )
+    try:
+        launch(trial, torch.empty_like(number), number.dtype)
+    except Exception as error:  # whatever a compiler that is not there, or not allowed to write, leads to
+        logger.info("the decay's kernels cannot be built, torch's own operations take their place: %s", error)
+        return False
+    return True
 
 
 def _padded(rank: int) -> int:
