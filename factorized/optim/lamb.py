@@ -67,7 +67,14 @@ class Lamb(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, which are checked like the common ones."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    @staticmethod
+    def _check_group(group: dict[str, Any]) -> None:
         if any(parameter.is_complex() for parameter in group["params"]):
             raise ValueError("LAMB takes real parameters, got complex ones; hold them as torch.view_as_real")
         check_rate(group["lr"])
