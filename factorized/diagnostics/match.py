@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.forms import AnyForm, Factor, forms
+from factorized.decay.guard import check_hookable
 from factorized.decay.strength import check_number
 from factorized.maths.frobenius import computable, without_autocast
 
@@ -82,6 +83,7 @@ class NormMatcher:
         """Match ``recorded[t]`` after step t of ``optimizer``; return this matcher."""
         if self._handle is not None:
             raise ValueError("this matcher is attached already; call detach() first")
+        check_hookable(optimizer)
         self._recorded, self._step = recorded, 0
         self._handle = optimizer.register_step_post_hook(self._after_step)
         return self

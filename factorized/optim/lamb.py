@@ -22,7 +22,8 @@ class Lamb(Optimizer):
         betas: decay rates of the moments m and v.
         eps: ε.
         weight_decay: λ.
-        max_grad_norm: the norm of all gradients together is cut to this first; None leaves them.
+        max_grad_norm: the norm of all gradients together is cut to this first, with what an attached decay has added
+            to them; None leaves them.
         bias_correction: divide the moments by 1 - βᵗ.
         trust_clip: an upper bound for the trust ratio.
         capturable: keep everything on the device, for CUDA graphs.
