@@ -23,7 +23,8 @@ class NormMatcher:
 
     Train once with Frobenius decay and ``record()`` after every step; train again without decay and
     ``attach(optimizer, recorded)``: the factors are rescaled after every step, all of a product alike, so that its norm
-    is the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it.
+    is the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it;
+    factors that products share are rescaled for all of them at once.
     Sharded factors are gathered to be measured: all ranks must take part.
     """
 
