@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from factorized.decay.batch import Single, batches
 from factorized.decay.forms import AnyForm, Factor
 from factorized.decay.strength import Number
+from factorized.maths.frobenius import without_autocast
 
 # What the gradient of a factor is added to, shaped like its parameter; None leaves the factor out.
 Target = Callable[[Factor], Tensor | None]
@@ -31,6 +32,11 @@ class FrobeniusEngine:
 
         ``to_factors`` says that the targets are the factors themselves: then none is changed before all are read.
         """
+        if self.form_of:
+            with without_autocast(next(iter(self.form_of)).parameter.device):
+                self._add(target, coefficient, to_factors)
+
+    def _add(self, target: Target, coefficient: Callable[[Factor], Number], to_factors: bool) -> None:
         if self._places() != self._made_for:  # the model, or a part of it, was moved or changed its type
             self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._places()
         additions: dict[tuple[int, Number], tuple[list[Tensor], list[Tensor]]] = {}

@@ -26,7 +26,7 @@ from factorized.decay.strength import (
     strengths,
 )
 from factorized.layers.base import check_whole
-from factorized.maths.frobenius import computable
+from factorized.maths.frobenius import computable, without_autocast
 
 
 class FrobeniusDecay(AttachedDecay):
@@ -75,7 +75,8 @@ class FrobeniusDecay(AttachedDecay):
     def _penalty(self, step: int) -> Tensor:
         found = self._decayed or self.forms[:1]
         numbers = strengths(self.strength, found, step)
-        norms = [form.norm_squared([computable(value) for value in form.values]).sum() for form in found]
+        with without_autocast(found[0].factors[0].parameter.device):
+            norms = [form.norm_squared([computable(value) for value in form.values]).sum() for form in found]
         return torch.stack([number * norm / 2 for number, norm in zip(numbers, norms, strict=True)]).sum()
 
     def apply_(self, lr: Number | None = None) -> None:

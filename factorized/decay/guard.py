@@ -25,8 +25,7 @@ class DecaysProducts(ABC):
 
 def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimizer: Optimizer) -> None:
     """Raise if ``optimizer`` holds none of the factors, decays them itself, or has such a decay attached already."""
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    check_hookable(optimizer)
     owners = factor_parameters(decayed)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in owners]
     if decayed and not held:
@@ -46,6 +45,17 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimize
             raise ValueError(
                 f"a {type(decay).__name__} of the same factors is attached to this optimizer already; detach() it"
             )
+
+
+def check_hookable(optimizer: Optimizer) -> None:
+    """Raise unless ``optimizer`` is one whose steps can be hooked into."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise ValueError(
+            f"attach takes an optimizer that torch can hook into, and {type(optimizer).__name__} only wraps one; "
+            "attach to that one, before it is wrapped (as by accelerate's prepare)"
+        )
 
 
 def check_decayed_once(decayed: Sequence[AnyForm], optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ from factorized.decay.forms import AnyForm, TensorForm, forms, unread_attention
 from factorized.decay.sharded import add_whole
 from factorized.decay.step import Arguments, Step, act_before_update
 from factorized.decay.strength import check_number, unless_named
-from factorized.maths.frobenius import computable
+from factorized.maths.frobenius import computable, without_autocast
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
 
 
@@ -47,7 +47,8 @@ class ProductPenalty(AttachedDecay):
 
     def penalty(self) -> Tensor:
         """Return Σ fn(W), differentiable."""
-        return torch.stack([self._of(form, form.values) for form in self.forms]).sum()
+        with without_autocast(self.forms[0].factors[0].parameter.device):
+            return torch.stack([self._of(form, form.values) for form in self.forms]).sum()
 
     def apply_(self) -> None:
         """Add the gradient to those that are there, once."""
@@ -80,7 +81,9 @@ class ProductPenalty(AttachedDecay):
             targets = [gradient_of(factor) if own else None for factor, own in zip(form.factors, held, strict=True)]
             if all(target is None for target in targets):
                 continue
-            for factor, target, gradient in zip(form.factors, targets, self._gradients(form), strict=True):
+            with without_autocast(form.factors[0].parameter.device):
+                gradients = self._gradients(form)
+            for factor, target, gradient in zip(form.factors, targets, gradients, strict=True):
                 if target is not None:
                     weight = 1.0 if step is None else step.for_gradient(factor.parameter, 1.0)
                     add_whole(target, factor, gradient * weight)

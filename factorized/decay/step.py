@@ -41,7 +41,8 @@ class Step:
                 "a decoupled decay is scaled by the learning rate, and a group of the optimizer has no number as "
                 "'lr'; use decoupled=False, or call apply_(lr=...) by hand"
             )
-        return rate if self._found_inf is None else rate * (1 - self._found_inf)
+        # Of several devices it is the sum, so that a step to be skipped may have more than 1.
+        return rate if self._found_inf is None else rate * (self._found_inf == 0)
 
     def for_gradient(self, parameter: nn.Parameter, number: Number) -> Number:
         """Return what to multiply by, in place of ``number``, what is added to the parameter's gradient."""

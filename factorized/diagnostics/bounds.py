@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
-from factorized.maths.frobenius import computable
+from factorized.maths.frobenius import computable, without_autocast
 from factorized.maths.kernel import KernelShape, grouped, to_matrix
 from factorized.maths.spectral import factor_spectrum
 
@@ -97,6 +97,8 @@ def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple
     try:
         for inputs, classes in loader:
             inputs, classes = inputs.to(device), classes.to(device)
+            _check_samples(inputs, classes)
+            classes = classes.long()
             scores = model(inputs).float()
             _check_scores(scores, classes)
             right = scores.gather(1, classes[:, None]).squeeze(1)
@@ -109,6 +111,15 @@ def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple
     if not found:
         raise ValueError("the loader is empty; margins need samples")
     return torch.cat(found), radius
+
+
+def _check_samples(inputs: Tensor, classes: Tensor) -> None:
+    if not inputs.is_floating_point():
+        raise ValueError(
+            f"the loader must give inputs of a floating type, whose norm enters the bounds, got {inputs.dtype}"
+        )
+    if classes.is_floating_point() or classes.dtype == torch.bool:
+        raise ValueError(f"the loader must give classes as whole numbers, got {classes.dtype}")
 
 
 def _check_scores(scores: Tensor, classes: Tensor) -> None:
@@ -133,11 +144,12 @@ def _has_weight(module: nn.Module) -> bool:
 
 def _spectrum(module: nn.Module) -> tuple[int, int, Tensor]:
     """Return rows, rank and singular values of a layer's matrix, of groups those of the block-diagonal whole."""
-    if isinstance(module, FactorizedLayer):
-        U, *inner, V = (computable(grouped(factor, module.shape.groups)) for factor in module.factors)
-        rank = module.shape.groups * min(module.rank, module.shape.full_rank)
-        return module.shape.groups * module.shape.rows, rank, factor_spectrum(U, V, inner).flatten()
-    weight = module.weight
+    with without_autocast(next(module.parameters()).device):
+        if isinstance(module, FactorizedLayer):
+            U, *inner, V = (computable(grouped(factor, module.shape.groups)) for factor in module.factors)
+            rank = module.shape.groups * min(module.rank, module.shape.full_rank)
+            return module.shape.groups * module.shape.rows, rank, factor_spectrum(U, V, inner).flatten()
+        weight = module.weight
     assert isinstance(weight, Tensor)
     if isinstance(module, ComposedLayer):
         shape = module.shape

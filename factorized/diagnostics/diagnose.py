@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from factorized.decay.forms import AnyForm, TensorForm, forms
 from factorized.decay.strength import Number, check_number
-from factorized.maths.frobenius import computable
+from factorized.maths.frobenius import computable, without_autocast
 from factorized.maths.spectral import factor_spectrum
 
 
@@ -20,8 +20,8 @@ class Diagnosis:
     name: str
     kind: str
     frobenius: float  # ‖W‖_F
-    # ½(‖U‖² + ‖V‖²) ≥ ‖W‖_*, what ordinary decay penalizes (equation 2; without inner matrices); None for tensors,
-    # of which decaying the cores bounds no such norm
+    # ½(‖U‖² + ‖V‖²) ≥ ‖W‖_*, what ordinary decay penalizes (equation 2); None for tensors and products with inner
+    # matrices, of which decaying the factors bounds no such norm
     nuclear_bound: float | None
     effective_step: float  # η / ‖W‖²_F, the step size of the direction of a normalized layer (claim 3.1)
     # of U and V: ‖offdiag(UᵀU)‖ / ‖UᵀU‖; 0 at spectral initialization. Of a tensor's cores, by their last dimension
@@ -42,7 +42,7 @@ def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Dia
     found = forms(model)
     if not found:
         raise ValueError(f"{type(model).__name__} holds no products to diagnose; call fz.factorize first")
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(found[0].factors[0].parameter.device):
         return [_diagnose(form, float(lr), spectrum) for form in found]
 
 
@@ -60,7 +60,7 @@ def _diagnose(form: AnyForm, lr: float, spectrum: bool) -> Diagnosis:
         name=form.name,
         kind=form.kind,
         frobenius=squared.sqrt().item(),
-        nuclear_bound=None if is_tensor else _nuclear_bound(*ends),
+        nuclear_bound=None if is_tensor or len(factors) > 2 else _nuclear_bound(*ends),
         effective_step=lr / squared.item() if squared else float("inf"),
         non_orthogonality=tuple(_non_orthogonality(matrix) for matrix in (unfolded if is_tensor else ends)),
         spectral=spectral,

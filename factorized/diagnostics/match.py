@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.forms import AnyForm, forms
+from factorized.decay.forms import AnyForm, Factor, forms
+from factorized.decay.guard import check_hookable
 from factorized.decay.strength import check_number
-from factorized.maths.frobenius import computable
+from factorized.maths.frobenius import computable, without_autocast
 
 Norms = dict[str, float]  # by form name
 
@@ -22,7 +23,8 @@ class NormMatcher:
 
     Train once with Frobenius decay and ``record()`` after every step; train again without decay and
     ``attach(optimizer, recorded)``: the factors are rescaled after every step, all of a product alike, so that its norm
-    is the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it.
+    is the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it;
+    factors that products share are rescaled for all of them at once.
     Sharded factors are gathered to be measured: all ranks must take part.
     """
 
@@ -33,6 +35,7 @@ class NormMatcher:
         self._handle: RemovableHandle | None = None
         self._recorded: Sequence[Mapping[str, float]] = ()
         self._step = 0
+        self._solved: tuple[list[bool], list[tuple[Factor, dict[int, float]]]] | None = None  # for what trains
 
     @torch.no_grad()
     def record(self) -> Norms:
@@ -42,7 +45,8 @@ class NormMatcher:
     @torch.no_grad()
     def norms(self) -> Tensor:  # (forms,)
         """Return the norm of every product, in the order of ``forms``, on their device."""
-        return torch.stack([_norm(form) for form in self.forms])
+        with without_autocast(self.forms[0].factors[0].parameter.device):
+            return torch.stack([_norm(form) for form in self.forms])
 
     @torch.no_grad()
     def rescale(
@@ -50,10 +54,17 @@ class NormMatcher:
         norms: Tensor,  # (forms,)
     ) -> None:
         """Rescale the factors so that the norms are ``norms``, without waiting for the device: nothing is checked."""
-        for form, ratio in zip(self.forms, norms / self.norms(), strict=True):
-            free = [factor for factor in form.factors if factor.parameter.requires_grad]
-            for factor in free:
-                factor.value.mul_(ratio ** (1 / len(free)))
+        ratios = norms / self.norms()
+        for factor, exponents in self._exponents():
+            for index, exponent in exponents.items():
+                factor.value.mul_(ratios[index] ** exponent)
+
+    def _exponents(self) -> list[tuple[Factor, dict[int, float]]]:
+        """Return the free factors, each once, with the powers of the forms' ratios that they are rescaled by."""
+        trains = [factor.parameter.requires_grad for form in self.forms for factor in form.factors]
+        if self._solved is None or self._solved[0] != trains:
+            self._solved = trains, _solve(self.forms)
+        return self._solved[1]
 
     @torch.no_grad()
     def match(self, norms: Mapping[str, float]) -> None:
@@ -73,6 +84,7 @@ class NormMatcher:
         """Match ``recorded[t]`` after step t of ``optimizer``; return this matcher."""
         if self._handle is not None:
             raise ValueError("this matcher is attached already; call detach() first")
+        check_hookable(optimizer)
         self._recorded, self._step = recorded, 0
         self._handle = optimizer.register_step_post_hook(self._after_step)
         return self
@@ -93,6 +105,31 @@ class NormMatcher:
             raise ValueError(f"only {len(self._recorded)} steps were recorded, and this is step {self._step + 1}")
         self.match(self._recorded[self._step])
         self._step += 1
+
+
+def _solve(found: Sequence[AnyForm]) -> list[tuple[Factor, dict[int, float]]]:
+    """Return the free factors, each once, with the powers of the forms' ratios by which all norms are matched at once.
+
+    A form's ratio is the product of what its factors are rescaled by: linear in logarithms. The smallest solution
+    rescales all factors of a form alike, and finds one where forms share factors too.
+    """
+    free = {_identity(factor): factor for form in found for factor in form.factors if factor.parameter.requires_grad}
+    place = {identity: index for index, identity in enumerate(free)}
+    counts = torch.zeros(len(found), len(free), dtype=torch.float64, device="cpu")
+    for row, form in enumerate(found):
+        for factor in form.factors:
+            if factor.parameter.requires_grad:
+                counts[row, place[_identity(factor)]] += 1
+    powers = torch.linalg.pinv(counts).tolist()  # (factors, forms)
+    rounded = [[round(power, 14) for power in row] for row in powers]  # what is 0 or ½ comes out as that
+    nonzero = [{form: power for form, power in enumerate(row) if power} for row in rounded]
+    return list(zip(free.values(), nonzero, strict=True))
+
+
+def _identity(factor: Factor) -> tuple[nn.Parameter, int, int]:
+    """Return a factor's parameter and where in it the factor begins: one factor may belong to several forms."""
+    part = factor.projection
+    return (factor.parameter, part.dim, part.start) if part is not None else (factor.parameter, 0, 0)
 
 
 def _norm(form: AnyForm) -> Tensor:

@@ -7,6 +7,7 @@ dimensions broadcast: one matrix may be a factor of several products, and its gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,6 +16,12 @@ from torch import Tensor
 def computable(value: Tensor) -> Tensor:
     """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context whose products keep their digits, also where autocast would round them to a half type."""
+    is_on = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def compose(

@@ -22,7 +22,8 @@ class Lamb(Optimizer):
         betas: decay rates of the moments m and v.
         eps: ε.
         weight_decay: λ.
-        max_grad_norm: the norm of all gradients together is cut to this first; None leaves them.
+        max_grad_norm: the norm of all gradients together is cut to this first, with what an attached decay has added
+            to them; None leaves them.
         bias_correction: divide the moments by 1 - βᵗ.
         trust_clip: an upper bound for the trust ratio.
         capturable: keep everything on the device, for CUDA graphs.
@@ -67,7 +68,14 @@ class Lamb(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, which are checked like the common ones."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    @staticmethod
+    def _check_group(group: dict[str, Any]) -> None:
         if any(parameter.is_complex() for parameter in group["params"]):
             raise ValueError("LAMB takes real parameters, got complex ones; hold them as torch.view_as_real")
         check_rate(group["lr"])

@@ -90,6 +90,24 @@ def test_attaching_to_what_is_no_optimizer_says_so(wrong: Any) -> None:
         fz.FrobeniusDecay(mixed(), STRENGTH).attach(wrong)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, as accelerate's is: one by type, without hooks of its own."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside = inside
+        self.param_groups = inside.param_groups
+
+
+def test_attaching_to_a_wrapper_says_to_attach_to_what_it_wraps() -> None:
+    model = mixed()
+    wrapper = Wrapper(torch.optim.SGD(fz.parameter_groups(model, 0.0), lr=0.1))
+    matcher = fz.NormMatcher(model)
+    for attach in (fz.FrobeniusDecay(model, STRENGTH).attach, lambda optimizer: matcher.attach(optimizer, [])):
+        with pytest.raises(ValueError, match="Wrapper only wraps one; attach to that one, before it is wrapped"):
+            attach(wrapper)
+        attach(wrapper.inside)
+
+
 def unfreeze_later(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     optimizer.add_param_group({"params": list(model.wide.factors)})  # with AdamW's own default of 0.01
 

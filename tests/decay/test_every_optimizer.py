@@ -80,6 +80,18 @@ def test_with_every_optimizer_it_equals_the_penalty_in_what_is_optimized(name: s
     assert difference(model, reference) < 1e-8
 
 
+def test_lamb_clips_an_attached_decay_with_the_gradients_like_a_penalty_in_the_loss() -> None:
+    model, reference = small_twins(bias=True)
+    optimizer, plain = (
+        fz.Lamb(twin.parameters(), lr=0.01, eps=0.1, weight_decay=0.0, max_grad_norm=1e-2)
+        for twin in (model, reference)
+    )
+    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    train_small(model, optimizer)
+    train_small(reference, plain, penalty=lambda: by_weights(reference))
+    assert difference(model, reference) < 1e-8
+
+
 def test_muon_is_told_which_groups_to_use_and_then_equals_the_penalty_in_the_loss() -> None:
     model, reference = small_twins(bias=False)
     with pytest.raises(ValueError, match=r"weight_decay=0\.1\), so they would be decayed twice"):

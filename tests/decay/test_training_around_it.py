@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -34,13 +34,6 @@ FUSED_OR_NOT = [
     pytest.param(lambda p: torch.optim.AdamW(p, lr=0.01), id="adamw"),
     pytest.param(lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), id="adamw-fused"),
 ]
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def add_by_hand(model: nn.Module) -> None:

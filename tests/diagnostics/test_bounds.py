@@ -142,6 +142,23 @@ def test_samples_are_run_in_evaluation_mode_without_gradients_and_every_mode_is_
     assert [module.training for module in model] == [True, True, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_classes_may_be_whole_numbers_of_any_type(dtype: torch.dtype) -> None:
+    loader = [(inputs, classes.to(dtype)) for inputs, classes in LOADER]
+    assert fz.margin_bounds(mlp(), loader, gamma=1.0) == fz.margin_bounds(mlp(), LOADER, gamma=1.0)
+
+
+def test_under_autocast_the_spectra_keep_their_digits() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(fz.FactorizedLinear(2, 9, 2, depth=1), nn.Linear(9, 2))
+    loader = [(INPUTS.float(), CLASSES)]
+    expected = fz.margin_bounds(model, loader, gamma=1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        bounds = fz.margin_bounds(model, loader, gamma=1.0)
+    assert bounds.log10_rank_term == expected.log10_rank_term
+    assert bounds.log10_frobenius_term == expected.log10_frobenius_term
+
+
 @pytest.mark.parametrize(
     ("model", "loader", "options", "message"),
     [
@@ -158,6 +175,8 @@ def test_samples_are_run_in_evaluation_mode_without_gradients_and_every_mode_is_
         (mlp(), [(INPUTS, CLASSES + 1)], {"gamma": 1.0}, r"one class in 0\.\.1 per sample, got \(4,\) of 1\.\.2 for 4"),
         (mlp(), [(INPUTS, CLASSES[:3])], {"gamma": 1.0}, r"one class in 0\.\.1 per sample, got \(3,\)"),
         (mlp(), [(INPUTS * math.nan, CLASSES)], {"gamma": 1.0}, "scores hold NaN or infinity"),
+        (mlp(), [(INPUTS.long(), CLASSES)], {"gamma": 1.0}, "inputs of a floating type.*, got torch.int64"),
+        (mlp(), [(INPUTS, CLASSES.float())], {"gamma": 1.0}, "classes as whole numbers, got torch.float32"),
         (nn.Linear(2, 1), LOADER, {"gamma": 1.0}, r"two classes or more\), got \(3, 1\)"),
         (mlp(), LOADER, {"delta": 0.0}, "delta must be a probability between 0 and 1, got 0.0"),
         (mlp(), LOADER, {"delta": 1.0}, "delta must be a probability between 0 and 1, got 1.0"),

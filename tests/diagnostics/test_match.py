@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -185,3 +186,46 @@ def test_frozen_factors_stay_and_the_others_make_up_for_it() -> None:
     matcher.match({"0": 5.0, "2": 7.0, "3": 1.0})
     assert matcher.record() == pytest.approx({"0": 5.0, "2": 7.0, "3": still}, rel=1e-12)
     assert all(torch.equal(a, b) for a, b in zip(before, [model[0].U, *model[3].factors], strict=True))
+
+
+def tie_a_side(first: Any, second: Any) -> None:
+    second.V = first.V
+
+
+def tie_transposed(first: Any, second: Any) -> None:
+    second.U, second.V = first.V, first.U
+
+
+def tie_to_itself(first: Any, second: Any) -> None:
+    first.V = first.U
+
+
+@pytest.mark.parametrize("tie", [tie_a_side, tie_transposed, tie_to_itself])
+def test_products_that_share_factors_are_all_matched(tie: Callable[[Any, Any], None]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(fz.FactorizedLinear(5, 5, 2) for _ in range(3))).double()
+    tie(model[0], model[1])
+    wanted = {"0": 3.0, "1": 3.0 if tie is tie_transposed else 0.2, "2": 7.0}
+    matcher = fz.NormMatcher(model)
+    matcher.match(wanted)
+    assert matcher.record() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_factor_that_is_frozen_or_freed_later_is_noticed() -> None:
+    model = build()
+    matcher = fz.NormMatcher(model)
+    wanted = dict.fromkeys(matcher.record(), 2.0)
+    for trains in (True, False, True):
+        model[2].U.requires_grad_(trains)
+        before = model[2].U.detach().clone()
+        wanted = {name: 1.5 * norm for name, norm in wanted.items()}
+        matcher.match(wanted)
+        assert matcher.record() == pytest.approx(wanted, rel=1e-12)
+        assert torch.equal(before, model[2].U) is not trains
+
+
+def test_under_autocast_norms_keep_their_digits() -> None:
+    matcher = fz.NormMatcher(build().float())
+    expected = matcher.record()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert matcher.record() == expected

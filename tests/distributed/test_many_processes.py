@@ -52,6 +52,10 @@ def test_the_sharded_decay_moves_rank_by_rank_matrices_only(results: dict[str, A
     assert 0 < results["count"]["bytes"] <= results["count"]["allowed"]
 
 
+def test_products_left_to_distributed_tensors_would_move_more(results: dict[str, Any]) -> None:
+    assert results["count"]["left to distributed tensors"] > results["count"]["allowed"]
+
+
 def test_a_sharded_model_is_saved_whole(results: dict[str, Any]) -> None:
     assert results["checkpoint"]["difference"] == 0
 

@@ -48,3 +48,12 @@ def test_a_learning_rate_of_any_one_element_shape_moves_a_parameter_without_dime
     fz.Lamb([weight], lr=torch.full(shape, 0.1), weight_decay=0.0).step()
     assert weight.shape == ()
     assert weight.item() == pytest.approx(1.8)
+
+
+def test_a_group_that_is_refused_is_not_kept() -> None:
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = fz.Lamb([one])
+    with pytest.raises(ValueError, match="lr must be a number at least 0, got -1"):
+        optimizer.add_param_group({"params": [other], "lr": -1})
+    optimizer.add_param_group({"params": [other], "lr": 0.1})
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.1]
