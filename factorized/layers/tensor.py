@@ -131,7 +131,8 @@ class TensorizedLayer(ComposedLayer):
 
         The part of a kernel that belongs to one input channel is a matrix (out, taps); its leading singular triplet is
         the best separable kernel, whose pointwise part is then decomposed. A triplet has either sign; the largest tap
-        is taken to be positive, so that rounding does not decide what is decomposed.
+        is taken to be positive, so that rounding does not decide what is decomposed. Taps of a channel whose weights
+        are all zero are not: zeros on both sides would never receive a gradient.
         """
         if self.depthwise is None:
             return self.format.decompose(weights.reshape(-1, *self.dims))
@@ -141,7 +142,7 @@ class TensorizedLayer(ComposedLayer):
         sign = torch.where(V.take_along_dim(largest, dim=-2) < 0, -1, 1)  # (batch, in, 1, 1)
         root = S.sqrt().unsqueeze(-1) * sign
         pointwise = (U * root).squeeze(-1).transpose(1, 2).to(weights.dtype)  # (batch, out, in)
-        taps = (V * root).reshape(len(weights), *self.depthwise.shape).to(weights.dtype)
+        taps = (V * torch.where(root == 0, sign, root)).reshape(len(weights), *self.depthwise.shape).to(weights.dtype)
         return (*self.format.decompose(pointwise.reshape(-1, *self.dims)), taps)
 
     @torch.no_grad()

@@ -78,6 +78,11 @@ class Folding:
             return [raised_train_ranks(self.dims, ranks, place) for place in places]
         return [raised_tucker_ranks(ranks, full, self._kept_numel, place) for place in places]
 
+    def lowered(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the next ranks down: each above 1 one lower, and with it the others that need it."""
+        places = [place for place in range(len(ranks)) if ranks[place] > 1]
+        return [self._reachable([rank - (k == place) for k, rank in enumerate(ranks)]) for place in places]
+
     def _reachable(self, ranks: Sequence[int]) -> tuple[int, ...]:
         if self.method == "tensor_train":
             return reachable_train_ranks(self.dims, ranks)

@@ -141,4 +141,7 @@ class _LightExpansion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cores = ctx.saved_tensors  # type: ignore[attr-defined]
-        return None, *light_gradients(ctx.indices, cores, gradient)  # type: ignore[attr-defined]
+        device = "cpu" if gradient.is_meta else gradient.device.type  # the meta device knows no autocast
+        # Slices are added up in the type of the cores, also where the backward pass runs under autocast.
+        with torch.autocast(device, enabled=False):
+            return None, *light_gradients(ctx.indices, cores, gradient)  # type: ignore[attr-defined]

@@ -190,6 +190,7 @@ def _item(cost: Cost, scheme: Scheme, by_macs: bool) -> Item:
         reference=scheme.reference(cost.shape),
         may_stay_dense=scheme.compresses,
         higher=lambda rank: scheme.higher_ranks(cost.shape, rank),
+        lower=lambda rank: scheme.lower_ranks(cost.shape, rank),
     )
 
 

@@ -11,6 +11,7 @@ from math import inf
 from factorized.maths.folding import Rank
 
 Ranks = list[Rank | None]  # None: the layer stays dense
+ENOUGH_NEAR = 3000  # ranks of one tensor to choose from, where others than the common scale's are needed
 Step = tuple[int, int, Rank | None]  # extra cost, of which layer, its new rank
 
 
@@ -23,6 +24,7 @@ class Item:
     reference: int  # what the scale multiplies, before rounding
     may_stay_dense: bool  # a rank that costs more than the dense layer is no use, unless overcomplete
     higher: Callable[[Rank], Sequence[Rank]] = lambda rank: [rank + 1]  # type: ignore[operator]
+    lower: Callable[[Rank], Sequence[Rank]] = lambda rank: [rank - 1] if rank != 1 else []  # type: ignore[operator]
 
     @property
     def lowest(self) -> Rank:
@@ -138,35 +140,55 @@ def _spend_remainder(items: Sequence[Item], ranks: Ranks, budget: int, order: Se
 
 
 def _exchange(items: Sequence[Item], ranks: Ranks, budget: int, scale: float) -> Ranks:
-    """Give one or two tensors other ranks near the common scale, as long as more than 1 % of the budget is left.
+    """Give tensors other ranks near the common scale, one or two of them at a time, until 1 % of the budget is left.
 
-    A step of one rank of a tensor can cost more than that, while several up and down together do not.
+    A step of one rank of a tensor can cost more than that, while several up and down together do not. The nearest
+    ranks come first, so that no tensor is further from the common scale than it takes.
     """
     ranks, left = list(ranks), budget - total_cost(items, ranks)
+    rings = [_rings(item, scale) if isinstance(item.lowest, tuple) else iter(()) for item in items]
+    choices: list[dict[int, Rank | None]] = [{} for _ in items]  # ranks by their cost
     while left > budget // 100:
-        steps: list[Step] = [(0, -1, None), (0, -2, None)]  # two that change nothing, beside one of a layer
-        for index, (item, rank) in enumerate(zip(items, ranks, strict=True)):
-            if isinstance(item.lowest, tuple):
-                near = {item.settle(other) for other in _near(item, scale)}
-                steps += [(item.cost(other) - item.cost(rank), index, other) for other in near]
-        steps.sort(key=lambda step: step[:2])
-        best = max(_best_pairs(steps, left), key=lambda pair: pair[0][0] + pair[1][0])
-        gain = best[0][0] + best[1][0]
-        if gain <= 0:
+        grown = [next(ring, {}) for ring in rings]
+        if not any(grown):
             break
-        for _, index, rank in best:
-            if index >= 0:
-                ranks[index] = rank
-        left -= gain
+        choices = [ring | choice for ring, choice in zip(grown, choices, strict=True)]
+        while left > budget // 100:
+            steps: list[Step] = [(0, -1, None), (0, -2, None)]  # two that change nothing, beside one of a layer
+            for index, (item, rank) in enumerate(zip(items, ranks, strict=True)):
+                now = item.cost(rank)
+                steps += [(cost - now, index, other) for cost, other in choices[index].items()]
+            steps.sort(key=lambda step: step[:2])
+            best = max(_best_pairs(steps, left), key=lambda pair: pair[0][0] + pair[1][0])
+            gain = best[0][0] + best[1][0]
+            if gain <= 0:
+                break
+            for _, index, rank in best:
+                if index >= 0:
+                    ranks[index] = rank
+            left -= gain
     return ranks
 
 
-def _near(item: Item, scale: float) -> set[Rank]:
-    """Return the ranks of a tensor from 0.8 of a scale to three steps above it."""
-    found = {item.rank_at(share * scale) for share in (0.8, 0.9, 1.0)}
-    for _ in range(3):
-        found |= {higher for rank in found for higher in item.higher(rank)}
-    return found
+def _rings(item: Item, scale: float) -> Iterator[dict[int, Rank | None]]:
+    """Yield ranks of a tensor by their cost, ring after ring around those at a scale, of one cost the nearest.
+
+    Each rank is within a third of that at the scale, or two steps.
+    """
+    start = item.rank_at(scale)
+    assert isinstance(start, tuple)
+    bounds = [(here - max(2, here // 3), here + max(2, here // 3)) for here in start]
+    ring, seen = {item.cost(start): start}, set[int]()
+    while ring and len(seen) < ENOUGH_NEAR:
+        yield {item.cost(settled): settled for settled in map(item.settle, ring.values())}
+        seen |= ring.keys()
+        around = {other for rank in ring.values() for other in (*item.higher(rank), *item.lower(rank))}
+        near = [other for other in around if isinstance(other, tuple) and _within(other, bounds)]
+        ring = {cost: other for other in sorted(near) if (cost := item.cost(other)) not in seen}
+
+
+def _within(ranks: Sequence[int], bounds: Sequence[tuple[int, int]]) -> bool:
+    return all(low <= rank <= high for rank, (low, high) in zip(ranks, bounds, strict=True))
 
 
 def _best_pairs(steps: Sequence[Step], left: int) -> Iterator[tuple[Step, Step]]:

@@ -46,6 +46,11 @@ class _MatrixScheme(ABC):
         assert isinstance(rank, int)
         return [rank + 1]
 
+    def lower_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
+        """Return the next ranks down: one, or none."""
+        assert isinstance(rank, int)
+        return [rank - 1] if rank > 1 else []
+
 
 @dataclass(frozen=True)
 class LowRank(_MatrixScheme):

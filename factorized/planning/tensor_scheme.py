@@ -106,6 +106,11 @@ class _TensorScheme:
         assert isinstance(rank, tuple)
         return list(self.fold(shape).raised(rank))
 
+    def lower_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
+        """Return the next ranks down."""
+        assert isinstance(rank, tuple)
+        return list(self.fold(shape).lowered(rank))
+
 
 @dataclass(frozen=True, repr=False)
 class TensorTrain(_TensorScheme):

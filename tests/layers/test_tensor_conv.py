@@ -102,6 +102,21 @@ def test_every_setting_runs_alike_in_every_kind(setting: str, kind: str) -> None
         assert error(*(gradients(module, x, [x])[0] for module in (layer, dense))) < 1e-11
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_zero_still_receive_a_gradient(kind: str) -> None:
+    made = case("plain", kind, "auto")
+    dense, x = made.make_dense(), made.make_input(3)
+    with torch.no_grad():
+        dense.weight[:, 1] = 0  # one input channel alone, as pruning leaves it
+    layer = made.factorize(dense)
+    if layer.depthwise is not None:
+        assert layer.depthwise.flatten(1).norm(dim=1).min() > 0
+    nn.init.zeros_(dense.weight)
+    layer = made.factorize(dense)
+    assert layer.weight.abs().max() == 0
+    assert max(gradient.abs().max() for gradient in gradients(layer, x, list(layer.factors))) > 0
+
+
 @st.composite
 def drawn_layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
     """Draw a layer of any settings and an input that fits it."""

@@ -70,3 +70,21 @@ def test_gradients_per_example_are_those_of_each_example(tensor: TensorFormat) -
     for place, example in enumerate(examples):
         for actual, wanted in zip(together, torch.func.grad(loss)(cores, example), strict=True):
             torch.testing.assert_close(actual[place], wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("tensor", NEAR_FULL, ids=str)
+def test_a_backward_pass_under_autocast_is_the_one_outside(tensor: TensorFormat) -> None:
+    torch.manual_seed(0)
+    cores = [torch.randn(shape, requires_grad=True) for shape in tensor.core_shapes]
+    with torch.autocast("cpu", torch.bfloat16):
+        expanded = expand_for_training(tensor, cores)
+        inside = torch.autograd.grad(expanded, cores, torch.ones_like(expanded), retain_graph=True)
+    outside = torch.autograd.grad(expanded, cores, torch.ones_like(expanded))
+    for actual, wanted in zip(inside, outside, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_a_backward_pass_on_the_meta_device_gives_the_shapes() -> None:
+    cores = [torch.empty(shape, device="meta", requires_grad=True) for shape in NEAR_FULL[0].core_shapes]
+    found = torch.autograd.grad(expand_for_training(NEAR_FULL[0], cores).sum(), cores)
+    assert [gradient.shape for gradient in found] == [core.shape for core in cores]

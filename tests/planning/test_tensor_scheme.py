@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -81,6 +82,28 @@ def test_a_ratio_is_met_where_one_step_of_a_rank_costs_more_than_one_percent(
     for ratio in (0.5, 0.7, 0.97):
         made = plan(model, scheme, ratio=ratio)
         assert 0.99 * ratio < made.ratio <= ratio
+
+
+@pytest.mark.parametrize("scheme", [TensorTrain(), Tucker()], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [partial(nn.Linear, 1024, 1024), partial(nn.Linear, 768, 3072), partial(nn.Conv2d, 64, 128, 3, bias=False)],
+    ids=["1024x1024", "3072x768", "128x64x3x3"],
+)
+def test_a_ratio_of_a_single_layer_is_met_too(scheme: Any, layer: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(layer())
+    for ratio in (0.05, 0.15, 0.25, 0.33, 0.4, 0.5, 0.6):
+        made = plan(model, scheme, ratio=ratio, keep_first_and_last=False)
+        assert 0.99 * ratio < made.ratio <= ratio
+
+
+def test_ranks_that_meet_a_ratio_stay_near_each_other() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 1024))
+    for ratio in (0.05, 0.1, 0.2, 0.5):
+        (entry,) = plan(model, Tucker(), ratio=ratio, keep_first_and_last=False).selected
+        assert max(entry.rank) < 1.5 * min(entry.rank)  # type: ignore[arg-type, type-var, operator]
 
 
 def test_a_ratio_that_full_rank_does_not_reach_is_an_error() -> None:
