@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from factorized.maths.frobenius import without_autocast
 from factorized.maths.tensor_format import Cores, Indices, TensorFormat
 
 # Slices per tensor on the way to one of them, so many that all of these are well below the size of the whole.
@@ -141,7 +142,5 @@ class _LightExpansion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cores = ctx.saved_tensors  # type: ignore[attr-defined]
-        device = "cpu" if gradient.is_meta else gradient.device.type  # the meta device knows no autocast
-        # Slices are added up in the type of the cores, also where the backward pass runs under autocast.
-        with torch.autocast(device, enabled=False):
+        with without_autocast(gradient.device):  # slices are added up in the type of the cores
             return None, *light_gradients(ctx.indices, cores, gradient)  # type: ignore[attr-defined]

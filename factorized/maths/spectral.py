@@ -65,13 +65,15 @@ def spectral_factors(
 
     Above full rank (overcomplete layers) the surplus columns of ``U`` are zero and those of ``V`` are random
     directions as long as the smallest kept column: the product stays ``W``, yet every column of ``U``
-    receives a gradient, which zeros on both sides would never do.
+    receives a gradient, which zeros on both sides would never do. Of a ``W`` that is zero the same holds for all
+    columns, with directions of length 1: ``U`` then learns at the rate of a dense weight.
     """
     m, n = W.shape[-2:]
     kept = min(rank, m, n)
     U, S, V = truncated_svd(W, kept, method)
     root = S.sqrt().unsqueeze(-2)
-    U, V = U * root, V * root
+    is_zero = root.amax(dim=-1, keepdim=True) == 0
+    U, V = U * root, torch.where(is_zero, _gaussian(n, kept, V) / n**0.5, V * root)
     surplus = rank - kept
     if surplus > 0:
         U = torch.cat([U, U.new_zeros(*U.shape[:-1], surplus)], dim=-1)

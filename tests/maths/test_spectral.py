@@ -170,11 +170,14 @@ def test_surplus_columns_of_v_are_about_as_long_as_the_smallest_kept_one() -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_zero_matrix_has_zero_factors_and_surplus_columns_that_can_learn(method: str) -> None:
-    U, V = spectral_factors(torch.zeros(5, 4), 6, method)
-    assert (U == 0).all()
-    assert (V[:, :4] == 0).all()
-    assert (V[:, 4:] != 0).all()
+@pytest.mark.parametrize("rank", [3, 6])
+def test_a_zero_matrix_stays_zero_and_can_learn(rank: int, method: str) -> None:
+    other = gaussian(5, 4)
+    U, V = spectral_factors(torch.stack([torch.zeros_like(other), other]), rank, method)
+    assert (U[0] == 0).all()
+    assert ((V[0].norm(dim=0) > 0.1) & (V[0].norm(dim=0) < 3)).all()
+    alone = spectral_factors(other, rank, method)
+    torch.testing.assert_close(U[1] @ V[1].mT, alone[0] @ alone[1].mT)
 
 
 def test_a_decomposition_that_does_not_converge_in_float32_is_done_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
