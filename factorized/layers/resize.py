@@ -186,8 +186,10 @@ def _dense_multihead(module: ShrunkenMultiheadAttention) -> nn.MultiheadAttentio
 def grafted(module: nn.Module, changes: Mapping[str, object]) -> nn.Module:
     """Return a copy of ``module`` with the attributes at dotted paths changed; everything else is shared with it."""
     new = type(module).__new__(type(module))
-    # The containers are the copy's own, so that nothing put into it reaches the original.
-    new.__dict__ = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()}
+    # The containers are the copy's own, so that nothing put into it reaches the original; but for those of hooks, which
+    # the handles that were given out for them refer to.
+    own = {k for k, v in module.__dict__.items() if isinstance(v, (dict, set)) and "_hooks" not in k}
+    new.__dict__ = {k: v.copy() if k in own else v for k, v in module.__dict__.items()}
     new.__dict__.pop("_compiled_call_impl", None)  # of module.compile(): it would go on calling the original
     inner: dict[str, dict[str, object]] = {}
     for path, value in changes.items():
