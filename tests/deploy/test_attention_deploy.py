@@ -140,6 +140,11 @@ def test_a_model_on_the_meta_device_is_filled_too(tmp_path: Path) -> None:
     assert torch.equal(kind.run(loaded), kind.run(model))
 
 
+def test_a_checkpoint_of_attention_alone_holds_a_plan_of_low_rank(tmp_path: Path) -> None:
+    fz.save(shrunken(BERT), tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["plan"]["scheme"]["name"] == "low_rank"
+
+
 def test_layers_and_attention_are_saved_together(tmp_path: Path) -> None:
     model = fz.factorize(GPT2.make(), ratio=0.6, attention=True, keep_first_and_last=False)
     fz.save(model, tmp_path)
