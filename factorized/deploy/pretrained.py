@@ -52,8 +52,10 @@ def from_pretrained(
     from transformers import AutoConfig, GenerationConfig
 
     is_model = getattr(cls, "config_class", None) is not None
-    if not isinstance(cls, type) or not (is_model or callable(getattr(cls, "from_config", None))):
-        raise ValueError(f"cls must be a model class of transformers, got {_shown(cls)}")
+    if isinstance(cls, nn.Module):
+        raise ValueError(f"cls must be a model class of transformers, got a model: give {type(cls).__name__} itself")
+    if not (is_model or callable(getattr(cls, "from_config", None))):
+        raise ValueError(f"cls must be a model class of transformers, got {cls!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
     config = (cls.config_class if is_model else AutoConfig).from_pretrained(path)
@@ -65,10 +67,6 @@ def from_pretrained(
     if (path / GENERATION).is_file():
         filled.generation_config = GenerationConfig.from_pretrained(path)  # type: ignore[assignment]
     return filled
-
-
-def _shown(given: object) -> str:
-    return f"a {type(given).__name__}" if isinstance(given, nn.Module) else repr(given)
 
 
 def _widest_type(model: nn.Module) -> torch.dtype:

@@ -99,8 +99,8 @@ def test_what_is_no_model_class_of_transformers_or_no_type_is_refused(tmp_path: 
     fz.save_pretrained(model, tmp_path)
     with pytest.raises(ValueError, match="cls must be a model class of transformers"):
         fz.from_pretrained(Torch, tmp_path)
-    with pytest.raises(ValueError, match="cls must be a model class of transformers, got a BertModel"):
+    with pytest.raises(ValueError, match="got a model: give BertModel itself"):
         fz.from_pretrained(model, tmp_path)
     for dtype in ("float16", torch.int8):
-        with pytest.raises(ValueError, match="dtype must be a floating-point torch.dtype"):
+        with pytest.raises(ValueError, match="dtype must be a floating-point"):
             fz.from_pretrained(BertModel, tmp_path, dtype=dtype)  # type: ignore[arg-type]
