@@ -73,13 +73,14 @@ def plain_size(unit: AttentionUnit) -> int:
 
 
 def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn.Module:
-    new.train(old.module.training)
     trains: dict[nn.Parameter, bool] = {}  # a packed parameter does if one of those that go into it did
     for part, was in zip(_read(new).projections, old.projections, strict=True):
         trains[part.weight] = trains.get(part.weight, False) or was.weight.requires_grad
         if part.bias is not None:
             like = was.weight if was.bias is None else was.bias
             trains[part.bias] = trains.get(part.bias, False) or like.requires_grad
+        new.get_submodule(part.path).train(old.module.get_submodule(was.path).training)
+    new.training = old.module.training
     for parameter, does in trains.items():
         parameter.requires_grad_(does)
     if matrices is not None and not old.query.weight.is_meta:

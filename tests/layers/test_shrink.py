@@ -12,7 +12,17 @@ from factorized.adapters.table import find_attention
 from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
 from factorized.maths.frobenius import compose
-from tests.adapters.attention_zoo import BERT, EVERY, GPT2, LLAMA, MARIAN, OWN, TORCH, Kind, register_own
+from tests.adapters.attention_zoo import (
+    BERT,
+    EVERY,
+    GPT2,
+    LLAMA,
+    MARIAN,
+    OWN,
+    TORCH,
+    Kind,
+    register_own,
+)
 from tests.contract import error
 
 every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
@@ -209,19 +219,6 @@ def test_attention_that_was_compiled_in_place_runs_its_new_heads() -> None:
     BERT.run(model)
     fz.factorize_attention(model)
     assert error(BERT.run(model), BERT.run(expected)) < 1e-12
-
-
-@pytest.mark.parametrize("place", ["", "self"])
-def test_hooks_around_the_projections_go_on_and_their_handles_remove_them(place: str) -> None:
-    model, calls = BERT.make(), []
-    attention = model.encoder.layer[0].attention
-    handle = attention.get_submodule(place).register_forward_hook(lambda *_: calls.append(1))
-    fz.factorize_attention(model)
-    BERT.run(model)
-    assert len(calls) == 1
-    handle.remove()
-    BERT.run(model)
-    assert len(calls) == 1
 
 
 def test_the_same_module_at_two_places_stays_one_module() -> None:
