@@ -72,7 +72,8 @@ class Family:
             raise UnreadableAttention(f"heads {sorted(module.pruned_heads)} were pruned")  # type: ignore[arg-type]
         if self.width is not None and heads * size != attribute(module, self.width):
             raise UnreadableAttention(
-                f"{heads} heads of {size} are not its {self.width}, {attribute(module, self.width)}: heads were pruned"
+                f"{heads} heads of {size} are not its {self.width}, {attribute(module, self.width)}: heads were pruned "
+                "or lowered"
             )
 
 
