@@ -72,7 +72,8 @@ class Family:
             raise UnreadableAttention(f"heads {sorted(module.pruned_heads)} were pruned")  # type: ignore[arg-type]
         if self.width is not None and heads * size != attribute(module, self.width):
             raise UnreadableAttention(
-                f"{heads} heads of {size} are not its {self.width}, {attribute(module, self.width)}: heads were pruned"
+                f"{heads} heads of {size} are not its {self.width}, {attribute(module, self.width)}: heads were pruned "
+                "or lowered"
             )
 
 
@@ -97,9 +98,20 @@ def plain_weight(layer: nn.Module, path: str) -> nn.Parameter:
     known = isinstance(layer, nn.Linear) or is_transposed(layer) or type(layer).__module__ == "factorized.layers.heads"
     if weight is None or not known:
         raise UnreadableAttention(f"{path} is {type(layer).__name__}, whose weight is no plain parameter")
+    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+        raise UnreadableAttention(f"{path} is {type(layer).__name__}, whose forward is not that of Linear")
     if not weight.is_floating_point():
         raise UnreadableAttention(f"the weight of {path} is {str(weight.dtype).removeprefix('torch.')}")
     return weight
+
+
+def plain_bias(layer: nn.Module, path: str) -> nn.Parameter | None:
+    """Return the bias parameter that ``path`` ends with, or None where there is no bias; say why if it is computed."""
+    name = path.rpartition(".")[2]
+    bias = layer._parameters.get(name)
+    if bias is None and getattr(layer, name) is not None:
+        raise UnreadableAttention(f"{path} is computed by another rule (pruning, a parametrization)")
+    return bias
 
 
 def _weight(module: nn.Module, path: str) -> nn.Parameter:
@@ -111,9 +123,9 @@ def _dim(module: nn.Module, path: str, dim: int) -> int:
 
 
 def _projection(module: nn.Module, path: str, heads: int, size: int, start: int, is_output: bool = False) -> Projection:
-    layer = attribute(module, path)
-    bias = layer._parameters.get("bias")
-    return Projection(path, _weight(module, path), bias, heads, size, _dim(module, path, int(is_output)), start)
+    weight = _weight(module, path)
+    bias = plain_bias(attribute(module, path), f"{path}.bias")
+    return Projection(path, weight, bias, heads, size, _dim(module, path, int(is_output)), start)
 
 
 def _whole_number(module: nn.Module, path: str) -> int:

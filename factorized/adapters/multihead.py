@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from factorized.adapters.family import Family, UnreadableAttention, plain_weight
+from factorized.adapters.family import Family, UnreadableAttention, plain_bias, plain_weight
 from factorized.adapters.unit import AttentionUnit, Projection
 
 SHRUNKEN = Family("q_proj", "k_proj", "v_proj", "out_proj", heads="num_heads", one_size=False)
@@ -26,6 +26,7 @@ def read_multihead(module: nn.Module) -> AttentionUnit:
         )
     heads, size, width = module.num_heads, module.head_dim, module.embed_dim
     packed = module._qkv_same_embed_dim
+    bias = plain_bias(module, "in_proj_bias")
     names = ["in_proj_weight"] * 3 if packed else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
     inputs = []
     for index, name in enumerate(names):
@@ -33,10 +34,9 @@ def read_multihead(module: nn.Module) -> AttentionUnit:
         if weight is None:
             raise UnreadableAttention(f"{name} is computed by another rule (pruning, a parametrization)")
         start = index * width
-        inputs.append(Projection("", weight, module.in_proj_bias, heads, size, 0, start if packed else 0, start))
-    output = Projection(
-        "out_proj", plain_weight(module.out_proj, "out_proj"), module.out_proj._parameters["bias"], heads, size, 1
-    )
+        inputs.append(Projection("", weight, bias, heads, size, 0, start if packed else 0, start))
+    weight = plain_weight(module.out_proj, "out_proj")
+    output = Projection("out_proj", weight, plain_bias(module.out_proj, "out_proj.bias"), heads, size, 1)
     query, key, value = inputs
     return AttentionUnit(
         module,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from factorized.adapters.table import find_attention, read_attention
 from factorized.adapters.unit import KINDS, AttentionUnit
 from factorized.deploy.state import Shapes, named_slots
-from factorized.layers.attention import padded_matrices, spectral_matrices, write_matrices
+from factorized.layers.attention import Matrices, check_finite, padded_matrices, spectral_matrices
 from factorized.layers.multihead import ShrunkenMultiheadAttention
 from factorized.layers.nested import allow_nested_tensors
 from factorized.layers.resize import plain_module
@@ -74,8 +74,8 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 class DenseAttention:
     """A shrunken attention module and the dense one whose checkpoint it is to be filled from."""
 
-    def __init__(self, unit: AttentionUnit) -> None:
-        self.unit = unit
+    def __init__(self, unit: AttentionUnit, names: Sequence[str]) -> None:
+        self.unit, self.names = unit, names  # all of the places where the model holds it
         self.dense = plain_module(unit, unit.head_size, None)
         read = read_attention("", self.dense)
         assert read is not None
@@ -84,21 +84,37 @@ class DenseAttention:
         own = {id(tensor) for p in self.read.projections for tensor in (p.weight, p.bias) if tensor is not None}
         self.slots = {name: slot for name, _, _, slot in named_slots(self.dense) if id(slot) in own}
 
-    def shapes(self, prefix: str) -> Shapes:
-        """Return the names and shapes of what the dense checkpoint must hold."""
-        return {f"{prefix}.{name}" if prefix else name: tuple(slot.shape) for name, slot in self.slots.items()}
+    @property
+    def shapes(self) -> Shapes:
+        """The names and shapes of what the dense checkpoint holds."""
+        return {_inside(n, key): tuple(slot.shape) for n in self.names for key, slot in self.slots.items()}
+
+    def given_elsewhere(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Return the names that may be missing, because ``state`` gives the module under another of its names."""
+        given = self._given(state)
+        return [_inside(name, key) for name in self.names if name != given for key in self.slots]
 
     def owns(self, tensor: Tensor) -> bool:
         """Say whether a tensor of the shrunken module is one of its projections'."""
         return any(tensor is mine for p in self.unit.projections for mine in (p.weight, p.bias))
 
     @torch.no_grad()
-    def fill(self, prefix: str, state: Mapping[str, Tensor]) -> None:
-        """Take the best heads of this size for the matrices in ``state`` (section 3.1)."""
+    def best(self, state: Mapping[str, Tensor]) -> Matrices:
+        """Return the best heads of this size for the matrices in ``state`` (section 3.1)."""
         note = self.unit.shrunken
         assert note is not None
-        for name, slot in self.slots.items():
-            given = state.get(f"{prefix}.{name}" if prefix else name)
-            slot.zero_() if given is None else slot.copy_(given)
+        name = self._given(state)
+        for key, slot in self.slots.items():
+            slot.copy_(state[_inside(name, key)])
+        check_finite(self.read, name or "the model")
         kinds = tuple(k for k, rank in zip(KINDS, (note.qk, note.ov), strict=True) if rank < note.head_size)
-        write_matrices(self.unit, spectral_matrices(self.read, note.qk, note.ov, kinds, may_add_bias=True))
+        return spectral_matrices(self.read, note.qk, note.ov, kinds, may_add_bias=True)
+
+    def _given(self, state: Mapping[str, Tensor]) -> str:
+        """Return the first of the module's names under which ``state`` gives it."""
+        given = (name for name in self.names if all(_inside(name, key) in state for key in self.slots))
+        return next(given, self.names[0])
+
+
+def _inside(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from factorized.deploy.attention import DenseAttention, shrunken_attention
+from factorized.deploy.attention import DenseAttention, all_names, shrunken_attention
 from factorized.deploy.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
+from factorized.layers.attention import write_matrices
 from factorized.layers.batch import decompose_all
 from factorized.layers.composed import ComposedLayer
 
@@ -27,7 +28,11 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
         for name, module in inside.named_modules(remove_duplicate=False)
         if isinstance(module, ComposedLayer)
     }
-    attention = {plain_name(name): DenseAttention(unit) for name, unit in shrunken_attention(inside).items()}
+    places = all_names(inside)
+    attention = [
+        DenseAttention(unit, [plain_name(name) for name in places[unit.module]])
+        for unit in shrunken_attention(inside).values()
+    ]
     if not (layers or attention):
         raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")
     _check_real(inside)
@@ -35,15 +40,16 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     plain = {
         name: tensor
         for name, _, _, tensor in named_slots(inside)
-        if not (tensor in factors or any(unit.owns(tensor) for unit in attention.values()))
+        if not (tensor in factors or any(unit.owns(tensor) for unit in attention))
     }
     weights = {_weight_key(name): layer for name, layer in layers.items()}
     expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
     expected |= {key: layer.shape.weight_shape for key, layer in weights.items()}
-    for name, unit in attention.items():
-        expected |= unit.shapes(name)
-    found = {key: tuple(value.shape) for key, value in state.items()}
     optional = _given_elsewhere(plain, weights, state)
+    for unit in attention:
+        expected |= unit.shapes
+        optional += unit.given_elsewhere(state)
+    found = {key: tuple(value.shape) for key, value in state.items()}
     check_same("the dense checkpoint", expected, found, optional=optional)
 
     leaders: dict[nn.Parameter, str] = {}
@@ -51,10 +57,11 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
         if key in state:
             leaders.setdefault(layer.factors[0], key)
     dense = {key: state[key].to(weights[key].factors[0].device) for key in leaders.values()}
+    heads = [unit.best(state) for unit in attention]
     for key, values in decompose_all(dense, {key: weights[key] for key in dense}).items():
         weights[key].set_factors(*values)
-    for name, unit in attention.items():
-        unit.fill(name, state)
+    for unit, matrices in zip(attention, heads, strict=True):
+        write_matrices(unit.unit, matrices)
     with torch.no_grad():
         for name, tensor in plain.items():
             if name in state:

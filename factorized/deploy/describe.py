@@ -71,6 +71,8 @@ def _tensor(layer: TensorizedLayer) -> TensorEntry:
 
 
 def _scheme(layers: list[ComposedLayer]) -> Scheme:
+    if not layers:  # of attention alone
+        return LowRank()
     matrices = [layer for layer in layers if isinstance(layer, FactorizedLayer)]
     if not matrices:
         trains = all(isinstance(layer, TensorizedLayer) and layer.is_train for layer in layers)

@@ -52,8 +52,12 @@ def from_pretrained(
     from transformers import AutoConfig, GenerationConfig
 
     is_model = getattr(cls, "config_class", None) is not None
+    if isinstance(cls, nn.Module):
+        raise ValueError(f"cls must be a model class of transformers, got a model: give {type(cls).__name__} itself")
     if not (is_model or callable(getattr(cls, "from_config", None))):
         raise ValueError(f"cls must be a model class of transformers, got {cls!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
     config = (cls.config_class if is_model else AutoConfig).from_pretrained(path)
     dtype = dtype or config.dtype or torch.get_default_dtype()
     # Built in that type and not cast to it: rotary frequencies and the like stay in float32, as transformers has them.

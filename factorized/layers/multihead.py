@@ -41,6 +41,7 @@ class ShrunkenMultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_whole("num_heads", num_heads, least=1)
         check_whole("qk_size", qk_size, least=1)
         check_whole("ov_size", ov_size, least=1)
         if embed_dim % num_heads:

@@ -73,13 +73,14 @@ def plain_size(unit: AttentionUnit) -> int:
 
 
 def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn.Module:
-    new.train(old.module.training)
     trains: dict[nn.Parameter, bool] = {}  # a packed parameter does if one of those that go into it did
     for part, was in zip(_read(new).projections, old.projections, strict=True):
         trains[part.weight] = trains.get(part.weight, False) or was.weight.requires_grad
         if part.bias is not None:
             like = was.weight if was.bias is None else was.bias
             trains[part.bias] = trains.get(part.bias, False) or like.requires_grad
+        new.get_submodule(part.path).train(old.module.get_submodule(was.path).training)
+    new.training = old.module.training
     for parameter, does in trains.items():
         parameter.requires_grad_(does)
     if matrices is not None and not old.query.weight.is_meta:
@@ -186,8 +187,10 @@ def _dense_multihead(module: ShrunkenMultiheadAttention) -> nn.MultiheadAttentio
 def grafted(module: nn.Module, changes: Mapping[str, object]) -> nn.Module:
     """Return a copy of ``module`` with the attributes at dotted paths changed; everything else is shared with it."""
     new = type(module).__new__(type(module))
-    # The containers are the copy's own, so that nothing put into it reaches the original.
-    new.__dict__ = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()}
+    # The containers are the copy's own, so that nothing put into it reaches the original; but for those of hooks, which
+    # the handles that were given out for them refer to.
+    own = {k for k, v in module.__dict__.items() if isinstance(v, (dict, set)) and "_hooks" not in k}
+    new.__dict__ = {k: v.copy() if k in own else v for k, v in module.__dict__.items()}
     new.__dict__.pop("_compiled_call_impl", None)  # of module.compile(): it would go on calling the original
     inner: dict[str, dict[str, object]] = {}
     for path, value in changes.items():

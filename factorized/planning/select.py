@@ -173,6 +173,8 @@ def _why_never(module: nn.Module) -> str | None:
         return "max_norm renormalizes rows of the table, which a product has not"
     if any(getattr(module, hooks) for hooks in HOOKS):
         return "has hooks that a replacement would lose"
+    if "forward" in module.__dict__:
+        return "its forward was replaced, which a replacement would lose"
     return None
 
 

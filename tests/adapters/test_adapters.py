@@ -173,7 +173,35 @@ def integers() -> nn.Module:
     return model
 
 
+def masked_bias() -> nn.Module:
+    model = BERT.make()
+    prune.random_unstructured(model.encoder.layer[0].attention.self.value, "bias", 0.5)
+    return model
+
+
+def masked_biases(name: str) -> nn.Module:
+    model = Torch()
+    owner, _, key = name.rpartition(".")
+    prune.random_unstructured(model.attn.get_submodule(owner), key, 0.5)
+    return model
+
+
+class Doubling(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def own_forward() -> nn.Module:
+    model = BERT.make()
+    model.encoder.layer[0].attention.self.query = Doubling(24, 24, dtype=torch.float64)
+    return model
+
+
 BROKEN = [
+    (masked_bias, "self.value.bias is computed by another rule"),
+    (lambda: masked_biases("in_proj_bias"), "in_proj_bias is computed by another rule"),
+    (lambda: masked_biases("out_proj.bias"), "out_proj.bias is computed by another rule"),
+    (own_forward, "self.query is Doubling, whose forward is not that of Linear"),
     (pruned_bert, "heads were pruned"),
     (pruned_marian, "heads were pruned"),
     (pruned_llama, "heads were pruned"),

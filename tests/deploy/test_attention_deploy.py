@@ -140,6 +140,11 @@ def test_a_model_on_the_meta_device_is_filled_too(tmp_path: Path) -> None:
     assert torch.equal(kind.run(loaded), kind.run(model))
 
 
+def test_a_checkpoint_of_attention_alone_holds_a_plan_of_low_rank(tmp_path: Path) -> None:
+    fz.save(shrunken(BERT), tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["plan"]["scheme"]["name"] == "low_rank"
+
+
 def test_layers_and_attention_are_saved_together(tmp_path: Path) -> None:
     model = fz.factorize(GPT2.make(), ratio=0.6, attention=True, keep_first_and_last=False)
     fz.save(model, tmp_path)
@@ -159,6 +164,32 @@ def test_a_shared_attention_module_is_saved_and_comes_back_shared(tmp_path: Path
     assert loaded[0] is loaded[1]
     for plain in (fz.compose(loaded), fz.lower(loaded)):
         assert plain[0] is plain[1]
+
+
+@pytest.mark.parametrize("names", [("0.", "1."), ("0.",), ("1.",)])
+@torch.no_grad()
+def test_a_shared_attention_module_takes_a_dense_checkpoint_under_any_of_its_names(names: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2)
+    model = nn.ModuleList([module, module])
+    state = {key: value.clone() for key, value in model.state_dict().items() if key.startswith(names)}
+    expected = fz.factorize_attention(model)[0].state_dict()
+    expected = {key: value.clone() for key, value in expected.items()}
+    for parameter in model.parameters():
+        parameter.zero_()
+    fz.load_dense(model, state)
+    for key, value in model[1].state_dict().items():
+        torch.testing.assert_close(value, expected[key])
+
+
+def test_a_dense_checkpoint_that_is_not_finite_is_refused_before_anything_is_changed() -> None:
+    model = fz.factorize(GPT2.make(), ratio=0.6, attention=True)
+    state = {key: 2 * value for key, value in GPT2.make().state_dict().items()}
+    before = deepcopy(model.state_dict())
+    state["transformer.h.1.attn.c_attn.weight"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"transformer.h.1.attn: attention weights hold NaN .* nothing was changed"):
+        fz.load_dense(model, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("frozen", [("q_proj",), ("v_proj",), ("q_proj", "k_proj", "v_proj")])

@@ -92,7 +92,15 @@ def test_wrong_input_to_the_wrappers_is_refused(call: Any, message: str, tmp_pat
         call(tmp_path)
 
 
-def test_a_class_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
-    fz.save_pretrained(fz.factorize_attention(BERT.make()), tmp_path)
+def test_what_is_no_model_class_of_transformers_or_no_type_is_refused(tmp_path: Path) -> None:
+    from transformers import BertModel
+
+    model = fz.factorize_attention(BERT.make())
+    fz.save_pretrained(model, tmp_path)
     with pytest.raises(ValueError, match="cls must be a model class of transformers"):
         fz.from_pretrained(Torch, tmp_path)
+    with pytest.raises(ValueError, match="got a model: give BertModel itself"):
+        fz.from_pretrained(model, tmp_path)
+    for dtype in ("float16", torch.int8):
+        with pytest.raises(ValueError, match="dtype must be a floating-point"):
+            fz.from_pretrained(BertModel, tmp_path, dtype=dtype)  # type: ignore[arg-type]

@@ -198,6 +198,7 @@ def test_copies_pickles_and_states_keep_it_as_it_is() -> None:
     ("arguments", "message"),
     [
         ((12, 5, 2, 2), "num_heads must divide"),
+        ((12, 0, 2, 2), "num_heads must be"),
         ((12, 3, 0, 2), "qk_size must be"),
         ((12, 3, 2, 0.5), "ov_size must be"),
     ],

@@ -12,7 +12,17 @@ from factorized.adapters.table import find_attention
 from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
 from factorized.maths.frobenius import compose
-from tests.adapters.attention_zoo import BERT, EVERY, GPT2, LLAMA, MARIAN, OWN, TORCH, Kind, register_own
+from tests.adapters.attention_zoo import (
+    BERT,
+    EVERY,
+    GPT2,
+    LLAMA,
+    MARIAN,
+    OWN,
+    TORCH,
+    Kind,
+    register_own,
+)
 from tests.contract import error
 
 every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)

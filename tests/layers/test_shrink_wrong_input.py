@@ -70,6 +70,24 @@ def patched() -> nn.Module:
     return model
 
 
+def patched_inside(path: str) -> nn.Module:
+    model = BERT.make()
+    module = model.encoder.layer[0].attention.get_submodule(path)
+    module.forward = module.forward
+    return model
+
+
+def subclassed_linear() -> nn.Module:
+    class Named(nn.Linear):
+        def __init__(self, name: str) -> None:
+            super().__init__(24, 24, dtype=torch.float64)
+            self.name = name
+
+    model = BERT.make()
+    model.encoder.layer[0].attention.self.query = Named("query")
+    return model
+
+
 def subclassed() -> nn.Module:
     class Mine(nn.MultiheadAttention):
         pass
@@ -106,6 +124,10 @@ def not_finite() -> nn.Module:
         (hooked_backwards, {}, "its projections have hooks"),
         (tied, {}, "its weights are tied"),
         (patched, {}, "its forward was replaced"),
+        (lambda: patched_inside("self"), {}, "the forward of self was replaced"),
+        (lambda: patched_inside("self.query"), {}, "the forward of self.query was replaced"),
+        (lambda: patched_inside("output.dense"), {}, "the forward of output.dense was replaced"),
+        (subclassed_linear, {}, "self.query is Named, and a plain Linear in its place would lose what it adds"),
         (subclassed, {}, "Mine is not MultiheadAttention itself"),
         (not_finite, {}, "decoder.layers.0.encoder_attn: attention weights hold NaN"),
         (lambda: fz.factorize_attention(BERT.make()), {}, "already factorized"),

@@ -63,6 +63,7 @@ def ignore(*arguments: object) -> None:
         (changed(nn.Linear(64, 64), lambda layer: layer.register_forward_pre_hook(ignore)), "has hooks"),
         (changed(nn.Linear(64, 64), lambda layer: layer.register_full_backward_hook(ignore)), "has hooks"),
         (changed(nn.Linear(64, 64), lambda layer: layer.register_full_backward_pre_hook(ignore)), "has hooks"),
+        (changed(nn.Linear(64, 64), lambda layer: setattr(layer, "forward", layer.forward)), "forward was replaced"),
         (parametrizations.weight_norm(nn.Linear(64, 64)), "ParametrizedLinear is not a plain"),
         (parametrizations.orthogonal(nn.Linear(64, 64)), "ParametrizedLinear is not a plain"),
         (prune.random_unstructured(nn.Linear(64, 64), "weight", 0.5), "its weight is computed by another rule"),

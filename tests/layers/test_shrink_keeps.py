@@ -1,0 +1,75 @@
+"""What shrinking keeps of a module besides its matrices: modes, dropout, hooks, and biases wherever they are."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from tests.adapters.attention_zoo import BERT
+from tests.contract import error
+
+
+@pytest.mark.parametrize("place", ["", "self"])
+def test_hooks_around_the_projections_go_on_and_their_handles_remove_them(place: str) -> None:
+    model, calls = BERT.make(), []
+    attention = model.encoder.layer[0].attention
+    handle = attention.get_submodule(place).register_forward_hook(lambda *_: calls.append(1))
+    fz.factorize_attention(model)
+    BERT.run(model)
+    assert len(calls) == 1
+    handle.remove()
+    BERT.run(model)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_every_module_inside_keeps_its_own_mode(training: bool) -> None:
+    model = BERT.make().train(training)
+    attention = model.encoder.layer[0].attention
+    attention.output.dropout.train(not training)
+    modes = {name: module.training for name, module in attention.named_modules()}
+    fz.factorize_attention(model)
+    for changed in (model, fz.compose(model)):
+        now = changed.encoder.layer[0].attention
+        assert {name: module.training for name, module in now.named_modules()} == modes
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_torchs_module_keeps_its_dropout_and_its_mode_there_and_back(training: bool) -> None:
+    module = fz.factorize_attention(nn.MultiheadAttention(8, 2, dropout=0.25).train(training))
+    for changed in (module, fz.compose(module)):
+        assert changed.dropout == 0.25
+        assert all(part.training == training for part in changed.modules())
+
+
+class Uneven(nn.Module):
+    """Attention where some projections have a bias and others have none, as in Whisper."""
+
+    def __init__(self, biased: str) -> None:
+        super().__init__()
+        self.heads = 3
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24, bias=name in biased) for name in "qkvo")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("biased", ["q", "k", "v", "o", "qv", "ko"])
+@torch.no_grad()
+def test_any_of_the_projections_may_have_a_bias_and_none_is_lost(biased: str) -> None:
+    torch.manual_seed(0)
+    fz.register_attention(Uneven, query="q", key="k", value="v", output="o", heads="heads")
+    model, x = nn.Sequential(Uneven(biased)).double(), torch.randn(2, 6, 24, dtype=torch.float64)
+    expected, state = model(x), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert error(fz.factorize_attention(deepcopy(model), 1.0)(x), expected) < 1e-10
+    assert error(fz.spectral_init_attention(deepcopy(model))(x), expected) < 1e-10
+    small = fz.factorize_attention(model, {"qk": 0.5, "ov": 0.25})
+    for plain in (fz.compose(small), fz.lower(small)):
+        assert error(plain(x), small(x)) < 1e-10
+        assert plain.state_dict().keys() == state.keys()
+    assert error(fz.load_dense(deepcopy(small), state)(x), small(x)) < 1e-10
