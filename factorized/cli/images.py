@@ -24,7 +24,10 @@ def load_data(recipe: Recipe, data: str | None, *, quiet: bool = False) -> tuple
     elif data is not None:
         folder = Path(data).expanduser()
         if not folder.is_dir():
-            raise ValueError(f"--data: there is no file or folder {data}; give a folder of data sets, or a data set")
+            raise ValueError(
+                f"--data: there is no file or folder {data}; give a folder of data sets, or the path of one. A "
+                f"data set that has a name goes by it: --set data.name={data}"
+            )
     with progress_bar(quiet=quiet) as bar:
         return recipe, load_images(recipe.data.name, folder, bar)
 

@@ -78,6 +78,7 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
         (["--seeds", "2", "--seed", "1"], "not both"),
         (["--resume", "--overwrite"], "give one of them"),
         (["--device", "toaster"], "--device must be cpu, cuda or cuda:NUMBER, got 'toaster'"),
+        (["--device", "meta"], "--device must be cpu, cuda or cuda:NUMBER, got 'meta'"),
         (["--device", "cuda:99"], "number 99 was asked for"),
         (["--data", "/no/such/place"], "there is no file or folder /no/such/place"),
         (["--set", "schedule.epoch=3"], "did you mean 'epochs'?"),
