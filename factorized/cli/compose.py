@@ -55,7 +55,7 @@ def compose(
     from factorized.cli.images import load_data
     from factorized.planning.cost import count_parameters
     from factorized.vision.export import SUFFIXES, describe_network, logits_on_test, plain_network
-    from factorized.vision.trained import check_images, load_trained
+    from factorized.vision.trained import fit_images, load_trained
 
     where = pick_device(device)
     recipe, result, network = load_trained(run)
@@ -63,7 +63,7 @@ def compose(
     path = out or run / f"{'lowered' if lower else 'composed'}{suffix}"
     _check_path(path, suffix, overwrite)
     recipe, images = load_data(recipe, data)
-    check_images(result, images)
+    images = fit_images(result, images)
     trained, before = count_parameters(network), logits_on_test(network.to(where), images, where)
     plain = plain_network(network.cpu(), low_rank=lower)
     about = describe_network(recipe, images)

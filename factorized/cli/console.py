@@ -37,9 +37,10 @@ def write_page(path: Path, page: str, option: str) -> None:
 def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """Return an empty table with these headings; those among ``numbers`` are set to the right.
 
-    A narrow terminal breaks what comes after the first column, which is a name to be copied, and hides nothing.
+    A narrow terminal breaks what comes after the first column, which is a name to be copied, but for numbers: where
+    headings and figures are wider than 80 columns, break the heading by hand.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for place, column in enumerate(columns):
         number = column in numbers
         table.add_column(column, justify="right" if number else "left", no_wrap=number or place == 0, overflow="fold")

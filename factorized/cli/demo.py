@@ -77,7 +77,7 @@ def demo(
 
 
 def _print_table(variants: list[Variant]) -> None:
-    numbers = ("test accuracy, %", "parameters", "deployed", "seconds a run")
+    numbers = ("test\naccuracy, %", "parameters", "deployed", "seconds\na run")
     table = plain_table("variant", *numbers, "", numbers=numbers)
     for variant in variants:
         counts = (f"{variant.parameters:,}", f"{variant.deployed:,}", f"{variant.seconds.mean:.1f}")

@@ -12,8 +12,10 @@ def pick_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise ValueError(f"--device must be cpu, cuda or cuda:NUMBER, got {name!r}") from None
-    if device.type != "cuda":
+        device = torch.device("meta")  # as little use
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:NUMBER, got {name!r}")
+    if device.type == "cpu":
         return device
     count = torch.cuda.device_count()
     index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index

@@ -24,12 +24,12 @@ def evaluate(run: Run, data: Data = None, device: Device = None) -> None:
     from factorized.cli.images import load_data
     from factorized.vision.evaluate import Evaluator
     from factorized.vision.step import autocast_type
-    from factorized.vision.trained import check_images, load_trained
+    from factorized.vision.trained import fit_images, load_trained
 
     where = pick_device(device)
     recipe, result, network = load_trained(run)
     recipe, images = load_data(recipe, data)
-    check_images(result, images)
+    images = fit_images(result, images)
     loss, accuracy = Evaluator(network.to(where), images, autocast_type(recipe, where), graph=False)()
     recorded = result["accuracy"]
     say(f"test accuracy {accuracy:.2f} %, loss {loss:.4f}, on {len(images.y_test):,} images of {images.name}")

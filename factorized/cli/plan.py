@@ -43,25 +43,40 @@ def plan(
         str | None, typer.Option(help="low_rank, overcomplete, tensor_train, tucker.", show_default=False)
     ] = None,
     variant: Annotated[str | None, typer.Option(help="full, deep or wide.", show_default=False)] = None,
-    classes: Annotated[int, typer.Option(min=1, help="With --model: how many classes.")] = 10,
-    size: Annotated[int, typer.Option(min=1, help="With --model: height and width of its images.")] = 32,
-    channels: Annotated[int, typer.Option(min=1, help="With --model: channels of its images.")] = 3,
+    classes: Annotated[
+        int | None, typer.Option(min=1, help="With --model: how many classes; 10 unless given.", show_default=False)
+    ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --model: height and width of its images; 32 unless given.", show_default=False),
+    ] = None,
+    channels: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --model: channels of its images; 3 unless given.", show_default=False),
+    ] = None,
     changes: Changes = None,
     data: Data = None,
     html: Annotated[Path | None, typer.Option(help="Also draw the plan on this page.", show_default=False)] = None,
 ) -> None:
     """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
+    from factorized.cli.images import load_data
     from factorized.vision.network import build_dense, plan_network
-    from factorized.vision.recipes import check_recipe, load_recipe, merge
+    from factorized.vision.recipes import change_table, check_recipe, load_recipe, merge
 
     if (name is None) == (model is None):
         raise ValueError("give the name of a recipe, or a model with --model, and not both; see factorized plan --help")
+    if (classes or size or channels) and (name is not None or data is not None):
+        raise ValueError(
+            "--classes, --size and --channels are for a --model without images; a recipe and --data have their own"
+        )
     budgets = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     fields = {"scheme": scheme, "variant": variant, **budgets}
     given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
     if name is None:
         table = {"name": model, "model": {"name": model}, "factorize": {"scheme": "low_rank", **given}}
-        recipe, images = _without_data(check_recipe(table, f"--model {model}"), (classes, size, channels))
+        recipe = check_recipe(change_table(table, changes or ()), f"--model {model}")
+        shape = (classes or 10, size or 32, channels or 3)
+        recipe, images = _without_data(recipe, shape) if data is None else load_data(recipe, data)
     else:
         read = load_recipe(name, changes or ())
         recipe = check_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
@@ -97,7 +112,13 @@ def _without_data(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[Recipe, 
 
 
 def _weights_if_needed(recipe: Recipe) -> torch.device:
-    """Return the device to build the model on: one without memory, unless ranks depend on the weights."""
+    """Return the device to build the model on: one without memory, unless ranks depend on the weights.
+
+    Somebody else's function may look at numbers it made, and weights in a folder can only be read into memory.
+    """
     import torch
 
-    return torch.device("cpu" if recipe.factorize.depends_on_weights else "meta")
+    from factorized.vision.models.names import MODELS
+
+    without = recipe.model.name in MODELS and not recipe.factorize.depends_on_weights
+    return torch.device("meta" if without else "cpu")

@@ -28,6 +28,11 @@ class SharedWeights:
         return self._made.setdefault((layer.factors, role), made)
 
 
+def is_factorized(model: nn.Module) -> bool:
+    """Return whether ``model`` holds what ``compose`` undoes: factorized layers, or shrunken attention."""
+    return any(isinstance(module, ComposedLayer) for module in model.modules()) or bool(shrunken_attention(model))
+
+
 def compose(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from factorized.decay.forms import forms
 from factorized.deploy.checkpoint import load, save
-from factorized.deploy.compose import compose
+from factorized.deploy.compose import compose, is_factorized
 from factorized.deploy.lower import lower
 from factorized.planning.cost import count_parameters
 from factorized.reproduce.report import Check
@@ -50,7 +49,7 @@ def run_variants(
             where = folder / name
             results = train(recipe, images, where, seeds=seeds, device=CPU, overwrite=True, reporter=report())
             network = load_trained(where / f"seed-{seeds[0]}")[2]
-            deployed = count_parameters(lower(network)) if forms(network) else count_parameters(network)
+            deployed = count_parameters(lower(network)) if is_factorized(network) else count_parameters(network)
             variants.append(Variant(label, results, deployed))
             tell(variants[-1])
     return mark_best(variants)

@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from factorized.deploy.compose import compose
+from factorized.deploy.compose import compose, is_factorized
 from factorized.deploy.lower import lower
 from factorized.deploy.state import plain_state
-from factorized.layers.composed import ComposedLayer
 from factorized.vision.data.augment import normalize
 from factorized.vision.data.extras import need
 from factorized.vision.data.images import Images
@@ -34,7 +33,7 @@ BATCH = 500
 
 def plain_network(network: nn.Module, *, low_rank: bool) -> nn.Module:
     """Return the network as plain torch modules in evaluation mode: composed, or still low-rank; a dense one as is."""
-    if not any(isinstance(module, ComposedLayer) for module in network.modules()):
+    if not is_factorized(network):
         return network.eval()
     return (lower(network) if low_rank else compose(network)).eval()
 

@@ -45,6 +45,7 @@ def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | Non
         include=fields.include,
         exclude=fields.exclude,
         keep_first_and_last=fields.keep_first_and_last,
+        attention=fields.attention,
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 REFRESH = 20  # steps between two looks at the loss, each of which waits for the device
+ONE_LINE = 160  # columns that the longest name, the bar and the figures need side by side
 
 
 class Reporter:
@@ -18,12 +19,11 @@ class Reporter:
         self.console = console or Console()
         self.quiet = quiet
         self.live = self.console.is_terminal and not quiet
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-        )
+        title, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+        columns: tuple[ProgressColumn, ...] = (title, BarColumn(), figures, TimeRemainingColumn())
+        if self.console.width < ONE_LINE:  # a narrow terminal would cut off the time left first
+            both = TextColumn("{task.description}\n{task.fields[figures]}")
+            columns = (both, BarColumn(bar_width=10), TimeRemainingColumn(compact=True))
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
 
     def __enter__(self) -> Self:

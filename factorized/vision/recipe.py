@@ -65,6 +65,7 @@ class Factorize(Section):
     include: list[str] | None = None
     exclude: list[str] = []
     keep_first_and_last: bool = True
+    attention: bool | list[Literal["qk", "ov"]] = False  # of low_rank: shrink the heads too, or these forms of them
     init: Literal["spectral", "default", "kaiming", "normal"] | None = None
     execution: Literal["auto", "two_convs", "one_conv", "two_products"] = "auto"
 
@@ -168,7 +169,7 @@ class Schedule(Section):
 
 
 class Run(Section):
-    """How it runs; none of it changes what is computed beyond rounding."""
+    """How it runs; batch and label_smoothing aside, none of it changes what is computed beyond rounding."""
 
     batch: PositiveInt = 128
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)

@@ -37,9 +37,7 @@ def recipe_path(name: str) -> Path:
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
     """Return a recipe by name or path, checked; ``changes`` are ``"section.field=value"``, the value as TOML has it."""
-    table = read_recipe(name)
-    for change in changes:
-        table = merge(table, _parse_change(change))
+    table = change_table(read_recipe(name), changes)
     own = name.endswith(".toml")  # a file of the user: where it lies does not belong to its name
     return check_recipe({"name": Path(name).stem if own else name, **table}, name)
 
@@ -81,6 +79,13 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Table:
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = merge(merged[key], value) if both else value
     return merged
+
+
+def change_table(table: Table, changes: Sequence[str]) -> Table:
+    """Return ``table`` with ``changes``, each ``"section.field=value"``, made to it in order."""
+    for change in changes:
+        table = merge(table, _parse_change(change))
+    return table
 
 
 def _parse_change(change: str) -> Table:

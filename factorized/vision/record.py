@@ -99,13 +99,15 @@ def _processor() -> str:
 
 
 def describe_data(images: Images) -> Row:
-    """Return what a result says of the images, enough to build the network again."""
+    """Return what a result says of the images, enough to build the network again and to feed it."""
     return {
         "name": images.name,
         "checksum": images.checksum,
         "classes": list(images.classes),
         "channels": images.channels,
         "size": list(images.size),
+        "mean": list(images.mean),
+        "std": list(images.std),
     }
 
 

@@ -91,6 +91,8 @@ class Trainer:
         norms = self._norms(seed)
         self.step = TrainingStep(recipe, self.network, self.optimizer, self.source, images, norms, processes)
         self.evaluate = Evaluator(self.network, images, autocast_type(recipe, self.device))
+        buffers = self.network.named_buffers()
+        self.boundless = {name for name, buffer in buffers if not buffer.isfinite().all()}  # masks of -inf, say
         state = sum(tensor.nbytes for tensor in self.network.state_dict().values())
         # weights and momentum, the old file beside the new one, and the model at the end; the norms; room for logs
         self.bytes_to_write = 5 * state + (0 if norms is None else 3 * norms.nbytes) + 2**20
@@ -141,9 +143,13 @@ class Trainer:
 
     def _initial_state(self, seed: int, folder: Path, resume: bool) -> RunState:
         recipe, data = self.recipe.to_dict(), self.images.checksum
-        if not (resume and (folder / FILE).exists()):
+        if resume and (folder / FILE).exists():
+            state = load_state(folder)
+        elif resume and (folder / RESULT).is_file():  # it has ended, and somebody needed the checkpoint's room
+            ended = read_result(folder)
+            state = RunState(ended["recipe"], ended["seed"], ended["data"]["checksum"], self.recipe.schedule.epochs)
+        else:
             return RunState(recipe, seed, data, network=build_network(self.recipe, self.images, seed).state_dict())
-        state = load_state(folder)
         check_same_run(state, recipe, seed, data, folder)
         return state
 
@@ -223,8 +229,9 @@ class Trainer:
     def _check_finite(self, epoch: int, lr: float, steps: int) -> float:
         """Return the mean loss of the epoch's steps; raise if it, or what was learned, is not a number any more."""
         loss = self.processes.total(self.step.loss_sum) / (steps * self.processes.count)
-        state = [tensor for tensor in self.network.state_dict().values() if tensor.is_floating_point()]
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm(state, math.inf)])
+        state = self.network.state_dict().items()
+        learned = [t for name, t in state if t.is_floating_point() and t.numel() and name not in self.boundless]
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(learned, math.inf)])
         whole = largest.isfinite().all()
         lost = "" if self.processes.total(whole.int()) == self.processes.count else " and weights are not finite"
         if math.isfinite(loss) and not lost:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from factorized.decay.forms import forms
 from factorized.deploy.checkpoint import load, save
+from factorized.deploy.compose import is_factorized
 from factorized.vision.data.images import Images
 from factorized.vision.models.build import build_model
 from factorized.vision.recipe import Recipe
@@ -25,11 +27,13 @@ KEYS = ("recipe", "seed", "accuracy", "parameters", "seconds", "data", "history"
 def save_trained(network: nn.Module, run: Path) -> None:
     """Write the network into the folder of its run: as ``fz.save`` does, or plain where it holds no products."""
     folder = run / FOLDER
-    if forms(network):
+    if is_factorized(network):
         save(network, folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, folder / DENSE)
+    # cloned: the format has no place for weights that share memory
+    tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in network.state_dict().items()}
+    save_file(tensors, folder / DENSE)
 
 
 def load_trained(run: Path) -> tuple[Recipe, dict[str, Any], nn.Module]:
@@ -67,8 +71,8 @@ def read_result(run: Path) -> dict[str, Any]:
     return found
 
 
-def check_images(result: dict[str, Any], images: Images) -> None:
-    """Refuse images that the network of a run cannot classify."""
+def fit_images(result: dict[str, Any], images: Images) -> Images:
+    """Return images to be fed as those that the network of a run learned from; refuse what it cannot classify."""
     data = result["data"]
     expected = (len(data["classes"]), data["channels"], *data["size"])
     found = (len(images.classes), images.channels, *images.size)
@@ -77,3 +81,5 @@ def check_images(result: dict[str, Any], images: Images) -> None:
             f"the run knows (classes, channels, height, width) = {expected} of {data['name']}, and {images.name} has "
             f"{found}; name the data set it was trained on by --data"
         )
+    mean, std = (tuple(data.get(key, getattr(images, key))) for key in ("mean", "std"))  # older results have none
+    return images if (mean, std) == (images.mean, images.std) else replace(images, mean=mean, std=std)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from factorized.cli.demo import VARIANTS, _print_table
 from factorized.reproduce import demonstration
 from factorized.reproduce.report import Check
-from factorized.reproduce.variant import Variant
+from factorized.reproduce.variant import Variant, mark_best
 from tests.cli.conftest import Cli
 
 SHORT = ("--seeds", 1, "--set", "schedule.epochs=1")
@@ -31,6 +34,19 @@ def test_the_demo_compares_composes_checks_and_draws(cli: Cli, tmp_path: Path, m
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") > 7
     assert "low rank 0.1, SI &amp; FD" in page
+
+
+def test_the_table_fits_a_terminal_of_80_columns_with_the_best_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = {"name": "a", "factorize": {"scheme": "low_rank"}}
+    results = [{"accuracy": accuracy, "seconds": 123.4, "parameters": 512762, "recipe": recipe} for accuracy in (9, 99)]
+    variants = [Variant(label, results, 75002) for label in VARIANTS.values()]
+    shown = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr("factorized.cli.demo.console", lambda: shown)
+    _print_table(mark_best(variants))
+    assert isinstance(shown.file, io.StringIO)
+    words = shown.file.getvalue()
+    for label in (*VARIANTS.values(), "parameters", "deployed", "← best", "low-rank", "54.00 ± 63.64", "123.4"):
+        assert label in words
 
 
 def test_a_check_that_fails_is_exit_code_1(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

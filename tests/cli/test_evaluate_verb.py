@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from factorized.vision.data.digits import load_digits
 from tests.cli.conftest import Cli
 
 
@@ -36,6 +37,28 @@ def test_other_images_are_measured_and_not_compared(cli: Cli, trained: Path, npz
     assert said.code == 0
     assert "on 20 images of noise" in said.out
     assert "not comparable" in said.out
+
+
+def test_other_images_are_fed_as_those_that_were_learned_from(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    images = load_digits()
+    brighter = images.x_train // 2 + 100  # other statistics, and the same images to test on
+    parts = {"x_train": brighter, "y_train": images.y_train, "x_test": images.x_test, "y_test": images.y_test}
+    np.savez(tmp_path / "brighter.npz", **{name: tensor.numpy() for name, tensor in parts.items()})
+    recorded = json.loads((trained / "result.json").read_text())["accuracy"]
+    assert f"test accuracy {recorded:.2f} %" in cli("evaluate", trained, "--data", tmp_path / "brighter.npz").out
+    said = cli("compose", trained, "--data", tmp_path / "brighter.npz", "--out", tmp_path / "a.safetensors").out
+    assert f"after {recorded:.2f} %" in said
+    assert f"minus mean {images.mean[0]}, over std {images.std[0]}" in said
+
+
+def test_a_result_that_does_not_say_how_images_were_fed_is_still_evaluated(
+    cli: Cli, trained: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    result = json.loads((run / "result.json").read_text())
+    result["data"] = {key: value for key, value in result["data"].items() if key not in ("mean", "std")}
+    (run / "result.json").write_text(json.dumps(result))
+    assert "+0.00 points" in cli("evaluate", run).out
 
 
 def test_images_that_do_not_fit_are_refused(cli: Cli, trained: Path, tmp_path: Path) -> None:

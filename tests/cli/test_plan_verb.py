@@ -35,6 +35,12 @@ def test_an_overcomplete_plan_needs_no_budget(cli: Cli) -> None:
     assert "of 269,722 parameters" in " ".join(out.split())
 
 
+def test_a_model_is_planned_with_changes_and_for_images_at_hand(cli: Cli, npz: Path) -> None:
+    said = cli("plan", "--model", "resnet8", "--ratio", 0.2, "--set", "factorize.kind=channel", "--data", npz).out
+    assert "LowRank(kind='channel'), ratio=0.2" in said
+    assert "of 75,002 parameters" in said  # 8×8 and gray, of ten classes
+
+
 def test_a_plan_for_images_at_hand_takes_their_shape(cli: Cli, npz: Path) -> None:
     assert (
         "of 75,002 parameters"
@@ -64,6 +70,9 @@ def test_html_draws_the_plan(cli: Cli, tmp_path: Path) -> None:
         (["--model", "resnet9", "--ratio", "0.1"], "did you mean 'resnet"),
         (["--model", "resnet8", "--ratio", "0.00001"], "out of reach"),
         (["--model", "resnet8", "--scheme", "svd"], "factorize.scheme"),
+        (["--model", "resnet8", "--ratio", "0.1", "--set", "factorize.kid=channel"], "did you mean 'kind'?"),
+        (["digits/resnet8-lowrank-0.1", "--classes", "200"], "--classes, --size and --channels are for a --model"),
+        (["--model", "resnet8", "--ratio", "0.1", "--size", "8", "--data", "digits"], "--data have their own"),
         (["digits/resnet8-lowrank-0.1", "--html", "/no/such/folder/plan.html"], "No such file or directory"),
     ],
 )

@@ -54,6 +54,21 @@ def test_data_may_be_a_data_set_or_a_folder_of_them(cli: Cli, npz: Path, tmp_pat
     assert results[1]["recipe"]["data"]["name"] == str(npz.resolve())
 
 
+@pytest.mark.parametrize("name", ["digits", "noise.npz"])
+def test_a_folder_that_would_not_be_looked_into_is_refused(cli: Cli, npz: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "photos" / "cats").mkdir(parents=True)  # without train/ and test/
+    named = name if name == "digits" else str(npz)
+    change = ("--set", f"data.name={named}")
+    message = cli("train", "digits/resnet8", *SHORT, *change, "--data", tmp_path / "photos", "--out", tmp_path).error
+    assert f"'{named}' comes from no folder of data sets" in message
+    assert "photos is not a data set itself: expected train/CLASS/" in message
+
+
+def test_a_set_known_by_name_is_not_a_path(cli: Cli, tmp_path: Path) -> None:
+    message = cli("train", "digits/resnet8", *SHORT, "--data", "prepared", "--out", tmp_path).error
+    assert "--set data.name=prepared" in message
+
+
 def test_a_recipe_of_ones_own_lands_under_its_name_wherever_its_file_is(cli: Cli, tmp_path: Path) -> None:
     own = tmp_path / "deep" / "own.toml"
     own.parent.mkdir()
@@ -78,6 +93,7 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
         (["--seeds", "2", "--seed", "1"], "not both"),
         (["--resume", "--overwrite"], "give one of them"),
         (["--device", "toaster"], "--device must be cpu, cuda or cuda:NUMBER, got 'toaster'"),
+        (["--device", "meta"], "--device must be cpu, cuda or cuda:NUMBER, got 'meta'"),
         (["--device", "cuda:99"], "number 99 was asked for"),
         (["--data", "/no/such/place"], "there is no file or folder /no/such/place"),
         (["--set", "schedule.epoch=3"], "did you mean 'epochs'?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ def test_attention_without_factors_is_plain_already() -> None:
     network = Attentive()
     assert fz.forms(network)
     assert plain_network(network, low_rank=False) is network
+
+
+def test_shrunken_attention_alone_is_not_plain() -> None:
+    torch.manual_seed(0)
+    dense = Attentive()
+    network = fz.factorize_attention(deepcopy(dense), rank_scale=0.5)
+    plain = plain_network(network, low_rank=False)
+    assert {name: t.shape for name, t in plain.state_dict().items()} == {
+        name: t.shape for name, t in dense.state_dict().items()
+    }
+    images = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(plain(images), network.eval()(images))
 
 
 @pytest.mark.parametrize("scheme", [fz.LowRank(), fz.TensorTrain(), fz.Overcomplete("deep")], ids=str)

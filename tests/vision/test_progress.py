@@ -14,9 +14,9 @@ from tests.vision.small import digits, recipe
 ROW = {"epoch": 0, "loss": 1.25, "test_accuracy": 87.5, "images_per_second": 4321.0}
 
 
-def shown_in(terminal: bool, quiet: bool = False) -> tuple[Reporter, io.StringIO]:
+def shown_in(terminal: bool, quiet: bool = False, width: int = 160) -> tuple[Reporter, io.StringIO]:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=150, legacy_windows=False, color_system=None)
+    console = Console(file=file, force_terminal=terminal, width=width, legacy_windows=False, color_system=None)
     return Reporter(console, quiet=quiet), file
 
 
@@ -38,6 +38,18 @@ def test_a_terminal_sees_a_bar_with_epoch_loss_accuracy_speed_and_time_left() ->
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
     assert re.search(r"digits seed 3 .*━.* epoch 2/2  loss 1\.000  test 87\.50 %  1,234 images/s .*\d:\d\d", text)
     assert reporter.progress.tasks[0].completed == 80
+
+
+def test_a_terminal_of_80_columns_sees_all_of_it_on_two_lines() -> None:
+    reporter, file = shown_in(terminal=True, width=80)
+    name = "tiny-imagenet/resnet32x2-lowrank-0.15-si-fd seed 0"
+    with reporter:
+        reporter.begin(name, epochs=200, steps=390, done=0)
+        reporter.epoch({**ROW, "epoch": 198, "images_per_second": 43210.0})
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    first, second = (line.rpartition("\r")[2] for line in text.split("\n")[-3:-1])
+    assert re.fullmatch(rf"{name} +[━╸╺ ]+ [\d:-]+ *", first)
+    assert second.rstrip() == "epoch 199/200  loss 1.250  test 87.50 %  43,210 images/s"
 
 
 def test_the_bar_is_where_the_run_is_after_going_on_in_the_middle_of_an_epoch() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from factorized.vision.interrupt import Interrupted, StopRequest
 from factorized.vision.progress import Reporter
 from factorized.vision.state import FILE
 from factorized.vision.train import Trainer, train
+from factorized.vision.trained import read_result
 from tests.vision.small import STEPS, Signals, assert_same_run, digits, metrics, recipe, state_of
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +160,18 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_result_writes_it_when_
     [after] = train(recipe(), digits(), tmp_path, device="cpu", resume=True)
     assert (tmp_path / "seed-0" / "result.json").is_file()
     assert after == before
+
+
+def test_resuming_a_finished_run_without_its_checkpoint_trains_nothing(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "seed-0" / FILE).unlink()
+    monkeypatch.setattr(Trainer, "_begin", lambda *_: pytest.fail("it was trained again"))
+    result = train(recipe(), digits(), folder, device="cpu", resume=True)[0]
+    assert result == read_result(whole / "seed-0")
+    with pytest.raises(ValueError, match=r"holds a run with optimizer\.lr = 0\.\d+, and this recipe says 0\.7"):
+        train(recipe("optimizer.lr=0.7"), digits(), folder, device="cpu", resume=True)
 
 
 def test_resuming_several_seeds_goes_on_with_those_that_have_not_ended(tmp_path: Path) -> None:

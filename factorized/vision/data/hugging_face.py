@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -37,10 +39,11 @@ class Options:
 def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     """Return the data set at ``address``, OWNER/NAME or OWNER/NAME?label=COLUMN&test=SPLIT, under ``name``."""
     repository, options = parse_address(address)
+    place = str(Path(repository).expanduser()) if repository.startswith("~") else repository  # no shell saw it
     datasets = need("datasets", "datasets", f"the Hugging Face data set {repository}")
     try:
-        with _without_retries_told():
-            found = datasets.load_dataset(repository, options.config or None, revision=options.revision or None)
+        with _only_for_people(datasets):
+            found = datasets.load_dataset(place, options.config or None, revision=options.revision or None)
     except Exception as error:  # its own errors, those of the files it reads and those of the network: of any kind
         raise ValueError(
             f"the Hugging Face data set {repository} cannot be had: {error}. Give a local .npz, CIFAR folder or image "
@@ -60,15 +63,19 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
 
 
 @contextmanager
-def _without_retries_told() -> Iterator[None]:
-    """Keep two lines for each try of a network that is not there from the user, who is told once, at the end."""
+def _only_for_people(datasets: Any) -> Iterator[None]:
+    """Keep bars from files and pipes, and two lines for each try of a network that is not there from everybody."""
     logger = logging.getLogger("huggingface_hub")
-    level = logger.level
+    level, silent = logger.level, datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
         logger.setLevel(level)
+        if not silent:
+            datasets.enable_progress_bars()
 
 
 def parse_address(address: str) -> tuple[str, Options]:

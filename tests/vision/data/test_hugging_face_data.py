@@ -211,6 +211,25 @@ def test_whatever_the_library_raises_says_what_to_give_instead(
         load_hugging_face("b", "a/b", silent)
 
 
+def test_bars_are_not_written_into_files_and_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def load_dataset(place: str, *arguments: object, **options: object) -> None:
+        seen.append((place, datasets.are_progress_bars_disabled()))
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setenv("HOME", "/home/me")
+    datasets.enable_progress_bars()
+    for terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        with pytest.raises(ValueError, match="no network"):
+            load_hugging_face("b", "~/photos", silent)
+    assert seen == [("/home/me/photos", True), ("/home/me/photos", False)]
+    assert not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+
+
 def test_tries_of_a_network_that_is_not_there_are_not_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
