@@ -54,13 +54,13 @@ def compose(
     from factorized.cli.device import pick_device
     from factorized.cli.images import load_data
     from factorized.planning.cost import count_parameters
-    from factorized.vision.export import SUFFIXES, describe_network, logits_on_test, plain_network
+    from factorized.vision.export import COMPOSED, LOWERED, SUFFIXES, describe_network, logits_on_test, plain_network
     from factorized.vision.trained import fit_images, load_trained
 
     where = pick_device(device)
     recipe, result, network = load_trained(run)
     suffix = SUFFIXES[to.value]
-    path = out or run / f"{'lowered' if lower else 'composed'}{suffix}"
+    path = out or run / f"{LOWERED if lower else COMPOSED}{suffix}"
     _check_path(path, suffix, overwrite)
     recipe, images = load_data(recipe, data)
     images = fit_images(result, images)

@@ -28,6 +28,7 @@ from factorized.vision.recipe import Recipe
 Kind = Literal["plain", "onnx", "export"]
 Function = Callable[[Tensor], Tensor]  # images (n, channels, height, width) -> logits (n, classes)
 SUFFIXES: dict[Kind, str] = {"plain": ".safetensors", "onnx": ".onnx", "export": ".pt2"}
+COMPOSED, LOWERED = "composed", "lowered"  # what such a file in the folder of its run is called
 BATCH = 500
 
 

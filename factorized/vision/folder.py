@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from factorized.vision import norms, state, trained
+from factorized.vision.export import COMPOSED, LOWERED, SUFFIXES
 
 try:
     import fcntl
@@ -19,6 +20,7 @@ except ModuleNotFoundError:  # Windows has other locks
 
 METRICS = "metrics.jsonl"
 _LEFT = (state.FILE, METRICS, trained.RESULT, norms.FILE)
+_MADE_FROM_IT = tuple(f"{stem}{suffix}" for stem in (COMPOSED, LOWERED) for suffix in SUFFIXES.values())
 
 
 def prepare_folders(folders: Sequence[Path], needed: int, claims: ExitStack, *, resume: bool, overwrite: bool) -> None:
@@ -96,6 +98,6 @@ def _probe(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for path in (*(folder / name for name in _LEFT), *folder.glob("events.out.tfevents.*")):
+    for path in (*(folder / name for name in (*_LEFT, *_MADE_FROM_IT)), *folder.glob("events.out.tfevents.*")):
         path.unlink(missing_ok=True)
     shutil.rmtree(folder / trained.FOLDER, ignore_errors=True)

@@ -131,6 +131,8 @@ def test_overwriting_removes_what_the_earlier_run_left_and_nothing_else(tmp_path
     train(dense, digits(), tmp_path, device="cpu")
     (tmp_path / "seed-0" / "notes.txt").write_text("mine")
     before = {path.name for path in (tmp_path / "seed-0").iterdir()}
+    for made in ("composed.onnx", "lowered.safetensors"):
+        (tmp_path / "seed-0" / made).write_text("of the earlier network")
     train(recipe(), digits(), tmp_path, device="cpu", overwrite=True)
     train(recipe(), digits(), tmp_path / "fresh", device="cpu")
     assert_same_run(tmp_path, tmp_path / "fresh")
