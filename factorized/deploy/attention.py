@@ -16,6 +16,7 @@ from factorized.layers.nested import allow_nested_tensors
 from factorized.layers.resize import plain_module
 from factorized.layers.swap import replace_module
 from factorized.planning.attention import AttentionCost
+from factorized.planning.names import module_names
 from factorized.planning.plan import PlanEntry
 
 
@@ -27,7 +28,7 @@ def shrunken_attention(model: nn.Module) -> dict[str, AttentionUnit]:
 
 def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int]) -> nn.Module:
     """Put plain modules with heads of ``size`` in the place of all shrunken ones; return the model."""
-    places = all_names(model)
+    places = module_names(model)
     for unit in shrunken_attention(model).values():
         extent = size(unit)
         plain = plain_module(unit, extent, padded_matrices(unit, extent))
@@ -39,7 +40,7 @@ def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int])
 
 def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[PlanEntry]:
     """Return the plan entries that would shrink a dense model's attention as this model's is."""
-    places = all_names(model)
+    places = module_names(model)
     entries = []
     for unit in shrunken_attention(model).values():
         note, module = unit.shrunken, unit.module
@@ -61,14 +62,6 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[P
             )
         )
     return entries
-
-
-def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return every module with all of its dotted names."""
-    places: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(module, []).append(name)
-    return places
 
 
 class DenseAttention:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from factorized.deploy.attention import DenseAttention, all_names, shrunken_attention
+from factorized.deploy.attention import DenseAttention, shrunken_attention
 from factorized.deploy.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 from factorized.layers.attention import write_matrices
 from factorized.layers.batch import decompose_all
 from factorized.layers.composed import ComposedLayer
+from factorized.planning.names import module_names
 
 
 def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
@@ -28,7 +29,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
         for name, module in inside.named_modules(remove_duplicate=False)
         if isinstance(module, ComposedLayer)
     }
-    places = all_names(inside)
+    places = module_names(inside)
     attention = [
         DenseAttention(unit, [plain_name(name) for name in places[unit.module]])
         for unit in shrunken_attention(inside).values()

@@ -10,6 +10,7 @@ from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.tensor import TensorizedLayer
+from factorized.planning.names import module_names
 from factorized.planning.plan import Plan, PlanEntry, TensorEntry
 from factorized.planning.scheme import LowRank, Overcomplete, Scheme
 from factorized.planning.tensor_scheme import TensorTrain, Tucker
@@ -20,10 +21,11 @@ def describe(model: nn.Module) -> Plan:
 
     It holds however the layers came to be: by several calls of ``fz.factorize``, or by hand.
     """
-    places: dict[ComposedLayer, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, ComposedLayer):
-            places.setdefault(module, []).append(plain_name(name))
+    places = {
+        module: [plain_name(name) for name in names]
+        for module, names in module_names(model).items()
+        if isinstance(module, ComposedLayer)
+    }
     attention = attention_entries(model, plain_name)
     if not (places or attention):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")

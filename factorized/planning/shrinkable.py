@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from factorized.adapters.unit import AttentionUnit
+from factorized.planning.names import module_names, parameter_names
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # lost with a module
 PLAIN_LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second is torch's own, in nn.MultiheadAttention
@@ -44,13 +45,10 @@ def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module
 
     That may be its layer, its weight or its bias. A unit that is itself at several places is changed at all of them.
     """
-    places: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(module, []).append(name)
-    names = _all_names(model)
+    places, names = module_names(model), parameter_names(model)
     reasons = {}
     for unit in units:
-        inside = _all_names(unit.module)
+        inside = parameter_names(unit.module)
         for parameter in (
             p for projection in unit.projections for p in (projection.weight, projection.bias) if p is not None
         ):
@@ -59,10 +57,3 @@ def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module
                 reasons[unit.module] = f"its weights are tied: {' and '.join(names[parameter])} are one"
                 break
     return reasons
-
-
-def _all_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
