@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from factorized.decay.batch import Single, batches
 from factorized.decay.forms import AnyForm, Factor
+from factorized.decay.native import Native
 from factorized.decay.strength import Number
 from factorized.maths.frobenius import without_autocast
 
@@ -22,6 +23,7 @@ class FrobeniusEngine:
 
     def __init__(self, found: Sequence[AnyForm]) -> None:
         self.form_of: dict[Factor, AnyForm] = {factor: form for form in found for factor in form.factors}
+        self._parameters = list(dict.fromkeys(factor.parameter for factor in self.form_of))
         self.units = batches(found)
         self._made_for = self._places()
         self._turn = _turns(self.form_of)
@@ -45,6 +47,8 @@ class FrobeniusEngine:
             if all(tensor is None for tensor in targets):
                 continue
             numbers = [0.0 if t is None else coefficient(f) for f, t in zip(unit.factors, targets, strict=True)]
+            if isinstance(unit, Native) and unit.add_to(targets, numbers):
+                continue
             plain = [number for number in numbers if not isinstance(number, Tensor)]
             if isinstance(unit, Single) and unit.is_plain and len(plain) == 2 and not to_factors:
                 unit.add_to(targets, plain)
@@ -61,7 +65,7 @@ class FrobeniusEngine:
                 torch._foreach_add_(into, parts, alpha=number)
 
     def _places(self) -> list[tuple[torch.device, torch.dtype]]:
-        return [(factor.parameter.device, factor.parameter.dtype) for factor in self.form_of]
+        return [(parameter.device, parameter.dtype) for parameter in self._parameters]
 
 
 def _turns(factors: Iterable[Factor]) -> dict[Factor, int]:
@@ -76,8 +80,9 @@ def _turns(factors: Iterable[Factor]) -> dict[Factor, int]:
 
 def gradient_of(factor: Factor) -> Tensor | None:
     """Return the gradient of the factor's parameter; None where there is none to add to, as for any optimizer."""
-    gradient = factor.parameter.grad
-    if gradient is None or not factor.parameter.requires_grad:
+    parameter = factor.parameter
+    gradient = parameter.grad
+    if gradient is None or not parameter.requires_grad:
         return None
     if gradient.is_sparse:
         raise ValueError(

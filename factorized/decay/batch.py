@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from factorized.decay.arena import Arena
 from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, is_attention
 from factorized.decay.fused import Fused, is_fusible
+from factorized.decay.native import Native, is_native
 from factorized.decay.sharded import Sharded, is_sharded, own_rows, whole
 from factorized.decay.sharded_heads import ShardedHeads
 from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
@@ -113,11 +115,11 @@ class Tensors:
         ]
 
 
-Unit = Single | Batch | Fused | Arena | Sharded | ShardedHeads | Tensors
+Unit = Single | Batch | Native | Fused | Arena | Sharded | ShardedHeads | Tensors
 
 
 def batches(found: Sequence[AnyForm]) -> list[Unit]:
-    """Group forms that can be computed together; what is sharded, on a GPU, and of one shape on the CPU."""
+    """Group forms that can be computed together: what is sharded, what the kernels know, and what is of one shape."""
     tensors = [form for form in found if isinstance(form, TensorForm)]
     products = [form for form in found if isinstance(form, Form)]
     sharded = [form for form in products if any(is_sharded(factor.parameter) for factor in form.factors)]
@@ -127,16 +129,27 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
     units: list[Unit] = [Sharded(layers)] if layers else []
     units += [ShardedHeads(heads)] if heads else []
     units += tensor_units(tensors)
-    units += [Single(form) for form in local if not _shares(form)]
     alike: dict[tuple[Any, ...], list[Form]] = {}
+    held = Counter(factor.parameter for form in found for factor in form.factors)
     for form in local:
-        if _shares(form):
-            kind = Fused if is_fusible(form) else Arena if form.U.is_cuda else Batch
-            shape = (*form.U.shape[-2:], form.V.shape[-2]) if kind is Batch else ()
-            alike.setdefault((kind, form.U.dtype, form.U.device, *shape), []).append(form)
+        kind = _kind(form, held)
+        shape = (*form.U.shape[-2:], form.V.shape[-2])
+        apart = (form,) if kind is Single else shape if kind is Batch else ()
+        alike.setdefault((kind, form.U.dtype, form.U.device, *apart), []).append(form)
     for (kind, *_), members in alike.items():
-        units.append(Single(members[0]) if len(members) == 1 else kind(members))
+        alone = len(members) == 1 and kind is not Native
+        units.append(Single(members[0]) if alone else kind(members))
     return units
+
+
+def _kind(form: Form, held: Mapping[nn.Parameter, int]) -> type[Unit]:
+    """Return how to compute a form; ``held`` says in how many places a parameter is."""
+    shared = any(held[factor.parameter] > 1 for factor in form.factors)  # two threads may not write to one
+    if is_native(form) and not shared:
+        return Native
+    if not _shares(form):
+        return Single
+    return Fused if is_fusible(form) else Arena if form.U.is_cuda else Batch
 
 
 def tensor_units(found: Sequence[TensorForm]) -> list[Unit]:

@@ -157,6 +157,8 @@ class FrobeniusDecay(AttachedDecay):
         self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f], to_factors=True)
 
     def _numbers(self) -> dict[Factor, Number]:
+        if isinstance(self.strength, float):  # of all that are decayed
+            return dict.fromkeys(self._engine.form_of, self.strength)
         numbers = strengths(self.strength, self.forms, self.steps)
         of = dict(zip(self.forms, numbers, strict=True))
         return {factor: of[form] for factor, form in self._engine.form_of.items()}

@@ -19,13 +19,13 @@ Strength = Number | Mapping[str, Number] | Callable[[int], float]
 def strengths(strength: Strength, found: Sequence[AnyForm], step: int) -> list[Number]:
     """Return the strength of every form at ``step``."""
     if callable(strength):
-        number = strength(step)
-        check_number(f"strength at step {step}", number)
-        return [0.0 if form.kind == "qk" else _scalar(number) for form in found]
+        strength = strength(step)
+        check_number(f"strength at step {step}", strength)
     if isinstance(strength, Mapping):
         strength = {pattern: _scalar(number) for pattern, number in strength.items()}
         return [_by_pattern(strength, form) for form in found]
-    return [0.0 if form.kind == "qk" else _scalar(strength) for form in found]
+    number = _scalar(strength)
+    return [0.0 if form.kind == "qk" else number for form in found]
 
 
 def decayed_forms(strength: Strength, found: Sequence[AnyForm]) -> list[AnyForm]:

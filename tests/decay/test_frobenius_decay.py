@@ -69,6 +69,7 @@ class TestGradients:
         for one, other in zip(actual, expected, strict=True):
             assert error(one, other) < 1e-10
 
+    @pytest.mark.usefixtures("torch_alone")
     def test_the_model_these_tests_use_is_computed_both_together_and_one_by_one(self) -> None:
         assert {type(unit) for unit in batches(fz.forms(mixed()))} == {Batch, Single}
 

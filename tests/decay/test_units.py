@@ -1,4 +1,4 @@
-"""The ways of computing many Frobenius gradients: one by one, in batches, and as the GPU does it."""
+"""The ways of computing many Frobenius gradients with torch's own operations: one by one, in batches, padded."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def kinds(*modules: nn.Module) -> list[type]:
     return [type(unit) for unit in batches(fz.forms(nn.Sequential(*modules)))]
 
 
+@pytest.mark.usefixtures("torch_alone")
 def test_products_of_one_shape_are_computed_together() -> None:
     assert kinds(*OBLONG) == [Batch]
     assert kinds(*GROUPED) == [Batch]
@@ -85,6 +86,7 @@ def test_what_gains_nothing_from_sharing_is_computed_alone(module: nn.Module) ->
     assert kinds(module, deepcopy(module)) == [Single, Single]
 
 
+@pytest.mark.usefixtures("torch_alone")
 def test_products_of_two_types_do_not_share() -> None:
     assert kinds(deepcopy(SQUARE[0]).double(), deepcopy(SQUARE[1])) == [Single, Single]
 

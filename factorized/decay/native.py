@@ -1,0 +1,110 @@
+"""The Frobenius gradients of many forms on the CPU, by kernels of our own: one call for all."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from factorized.decay.build import MAX_RANK, NUMBERS, cpu_kernels
+from factorized.decay.forms import Factor, Form
+from factorized.decay.strength import Number
+from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
+
+ROWS = 512  # of a factor, in one tile
+ARRAYS: dict[torch.dtype, Literal["f", "d"]] = {torch.float32: "f", torch.float64: "d"}
+
+
+class Native:
+    """Forms ``U Vᵀ`` of any shapes and one type, which share no parameter."""
+
+    def __init__(self, members: Sequence[Form]) -> None:
+        # What takes long comes first, so that the threads end together.
+        ordered = sorted(members, key=lambda form: -(form.U.shape[-2] + form.V.shape[-2]) * form.U.shape[-1] ** 2)
+        self.factors: tuple[Factor, ...] = tuple(factor for form in ordered for factor in (form.left, form.right))
+        self.matrices = [factor.parameter for factor in self.factors]
+        self.dtype = self.matrices[0].dtype
+        tiles: list[tuple[int, int, int]] = []  # factor, first row, rows
+        factors: list[tuple[int, int, int, int]] = []  # rows, rank, first tile, tiles
+        for position, matrix in enumerate(self.matrices):
+            rows, rank = matrix.shape
+            own = [(position, first, min(ROWS, rows - first)) for first in range(0, rows, ROWS)]
+            factors.append((rows, rank, len(tiles), len(own)))
+            tiles += own
+        padded = -(-max(matrix.shape[1] for matrix in self.matrices) // 16) * 16
+        self._tiles, self._factors = torch.tensor(tiles), torch.tensor(factors)
+        self._sums = torch.empty(len(tiles), padded**2, dtype=self.dtype)
+
+    @torch.no_grad()
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``."""
+        if torch.compiler.is_compiling():  # the compiler knows no addresses, and makes kernels of its own
+            pairs = zip(self.matrices[::2], self.matrices[1::2], strict=True)
+            return [dX for U, V in pairs for dX in frobenius_gradients(computable(U), computable(V))[:2]]
+        results = [torch.zeros(matrix.shape, dtype=self.dtype) for matrix in self.matrices]
+        self.add_to(results, [1.0] * len(results))
+        return results
+
+    def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[Number]) -> bool:
+        """Add ``numbers`` times the gradients to ``targets``, which may be the parameters themselves.
+
+        Return False, with nothing done, where a target cannot be written as it lies.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        alphas: array[float] = array(ARRAYS[self.dtype])
+        places: array[int] = array("Q")
+        written = []
+        for target, number in zip(targets, numbers, strict=True):
+            alpha = float(number)
+            alphas.append(alpha)
+            if target is None or alpha == 0:
+                places.append(0)
+                continue
+            if target.dtype is not self.dtype or not target.is_contiguous() or target.is_neg():
+                return False
+            places.append(target.data_ptr())
+            written.append(target)
+        self._call(places, alphas)
+        if not torch.is_inference_mode_enabled():
+            torch.autograd.graph.increment_version(written)
+        return True
+
+    def _call(self, places: array[int], alphas: array[float]) -> None:
+        add_gradients = cpu_kernels(self.dtype)
+        assert add_gradients is not None, "is_native was asked before"
+        values = [matrix if matrix.is_contiguous() else matrix.contiguous() for matrix in self.matrices]
+        sources = array("Q", [value.data_ptr() for value in values])
+        add_gradients(
+            self._tiles.data_ptr(),
+            len(self._tiles),
+            self._factors.data_ptr(),
+            sources.buffer_info()[0],
+            places.buffer_info()[0],
+            alphas.buffer_info()[0],
+            self._sums.data_ptr(),
+            self._sums.shape[1],
+            torch.get_num_threads(),
+        )
+
+
+def is_native(form: Form) -> bool:
+    """Say whether the kernels can compute a form: two whole matrices on the CPU, of a rank and a type they know."""
+    (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
+    return (
+        not form.middle
+        and form.left.is_whole
+        and form.right.is_whole
+        and all(_is_plain(factor.parameter) for factor in form.factors)
+        and form.left.parameter.dtype is form.right.parameter.dtype
+        and rank <= MAX_RANK
+        and not product_is_cheaper(rows, columns, rank, 0, products=3)
+        and cpu_kernels(form.left.parameter.dtype) is not None
+    )
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.device.type == "cpu" and parameter.dtype in NUMBERS
