@@ -137,8 +137,7 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
         apart = (form,) if kind is Single else shape if kind is Batch else ()
         alike.setdefault((kind, form.U.dtype, form.U.device, *apart), []).append(form)
     for (kind, *_), members in alike.items():
-        alone = len(members) == 1 and kind is not Native
-        units.append(Single(members[0]) if alone else kind(members))
+        units.append(Single(members[0]) if len(members) == 1 else kind(members))
     return units
 
 

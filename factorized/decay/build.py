@@ -49,7 +49,7 @@ def load_kernels(dtype: torch.dtype, capability: str) -> Kernels:
         _build(path, flags)
     function = ctypes.CDLL(str(path)).add_gradients  # torch's OpenMP is loaded already: its threads serve here too
     address, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [address, number, address, address, address, address, address, number, ctypes.c_int]
+    function.argtypes = [address, number, address, address, address, ctypes.c_int]
     function.restype = None
     return function
 

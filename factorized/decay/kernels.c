@@ -1,9 +1,8 @@
 /* Frobenius decay on the CPU: adds alpha X (YᵀY) to a tensor of every factor X, where Y is the factor's partner. REAL is
    float or double.
 
-   As on the GPU (kernels.py) a factor is read where it is, tile by tile. The Gram matrix of a factor is left as one sum
-   per tile, which whoever needs it adds up: always in the same order, so that results depend on no number of threads.
-   All Gram matrices are there before the first tensor is written, so that it may be the factor itself.
+   A product is computed by one thread, so that results depend on no number of threads, and from factors where they
+   are. Its two Gram matrices are there before a tensor is written, so that it may be the factor itself.
 
    Rows are read in whole vectors, beyond their end: what is there makes columns that nobody reads. */
 #include <stdint.h>
@@ -27,12 +26,8 @@ typedef REAL Square[MAX_RANK * MAX_RANK] __attribute__((aligned(64)));
   else call(__VA_ARGS__, 1)
 
 typedef struct {
-  int64_t factor, first, rows;
-} Tile;
-
-typedef struct {
-  int64_t rows, rank, tile, tiles; /* its tiles stand side by side */
-} Factor;
+  int64_t rows[2], rank; /* of U and V */
+} Form;
 
 static int64_t padded(int64_t rank) { return (rank + LANES - 1) / LANES * LANES; }
 
@@ -69,22 +64,14 @@ static void add_gram(const REAL *x, int64_t rows, int64_t rank, REAL *gram) {
       }
 }
 
-/* The Gram matrix of rows after which there are `ahead` numbers that may be read. */
-static void write_gram(const REAL *x, int64_t rows, int64_t rank, int64_t ahead, REAL *gram) {
+static void write_gram(const REAL *x, int64_t rows, int64_t rank, REAL *gram) {
   int64_t width = padded(rank), wide = rows;
-  while (wide > 0 && (rows - wide + 1) * rank + ahead < width) wide--; /* these can be read in whole vectors */
+  while (wide > 0 && (rows - wide + 1) * rank < width) wide--; /* these can be read in whole vectors */
   REAL last[2 * MAX_RANK] = {0};
   memcpy(last, x + wide * rank, sizeof(REAL) * (rows - wide) * rank);
   memset(gram, 0, sizeof(REAL) * width * width);
   add_gram(x, wide, rank, gram);
   add_gram(last, rows - wide, rank, gram);
-}
-
-static void read_gram(const REAL *sums, int64_t tiles, int64_t size, int64_t rank, REAL *gram) {
-  int64_t width = padded(rank);
-  memcpy(gram, sums, sizeof(REAL) * rank * width);
-  for (int64_t tile = 1; tile < tiles; tile++)
-    for (int64_t k = 0; k < rank * width; k++) gram[k] += sums[tile * size + k];
   for (int64_t a = 0; a < rank; a++)
     for (int64_t b = a + 1; b < rank; b++) gram[b * width + a] = gram[a * width + b];
 }
@@ -117,24 +104,16 @@ static void add_product(const REAL *x, int64_t rows, int64_t rank, const REAL *g
   }
 }
 
-/* Factors stand in pairs. One whose target is NULL is left out. `sums` has `size` numbers for every tile. */
-void add_gradients(const Tile *tiles, int64_t count, const Factor *factors, const REAL *const *values,
-                   REAL *const *targets, const REAL *alphas, REAL *sums, int64_t size, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(dynamic)
-    for (int64_t n = 0; n < count; n++) {
-      int64_t own = tiles[n].factor, rank = factors[own].rank, first = tiles[n].first, rows = tiles[n].rows;
-      int64_t ahead = (factors[own].rows - first - rows) * rank;
-      if (targets[own ^ 1]) write_gram(values[own] + first * rank, rows, rank, ahead, sums + n * size);
-    }
-#pragma omp for schedule(dynamic)
-    for (int64_t n = 0; n < count; n++) {
-      int64_t own = tiles[n].factor, rank = factors[own].rank, begin = tiles[n].first * rank;
-      if (!targets[own]) continue;
-      Square gram;
-      read_gram(sums + factors[own ^ 1].tile * size, factors[own ^ 1].tiles, size, rank, gram);
-      add_product(values[own] + begin, tiles[n].rows, rank, gram, alphas[own], targets[own] + begin);
-    }
+/* A factor whose target is NULL is left out. */
+void add_gradients(const Form *forms, int64_t count, const REAL *const (*values)[2], REAL *const (*targets)[2],
+                   const REAL (*alphas)[2], int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+  for (int64_t n = 0; n < count; n++) {
+    const int64_t *rows = forms[n].rows, rank = forms[n].rank;
+    Square gram[2];
+    for (int own = 0; own < 2; own++)
+      if (targets[n][!own]) write_gram(values[n][own], rows[own], rank, gram[own]);
+    for (int own = 0; own < 2; own++)
+      if (targets[n][own]) add_product(values[n][own], rows[own], rank, gram[!own], alphas[n][own], targets[n][own]);
   }
 }

@@ -14,7 +14,7 @@ from factorized.decay.forms import Factor, Form
 from factorized.decay.strength import Number
 from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
 
-ROWS = 512  # of a factor, in one tile
+LARGEST = 2**18  # entries of both factors: what is larger is more than one thread should have
 ARRAYS: dict[torch.dtype, Literal["f", "d"]] = {torch.float32: "f", torch.float64: "d"}
 
 
@@ -27,16 +27,7 @@ class Native:
         self.factors: tuple[Factor, ...] = tuple(factor for form in ordered for factor in (form.left, form.right))
         self.matrices = [factor.parameter for factor in self.factors]
         self.dtype = self.matrices[0].dtype
-        tiles: list[tuple[int, int, int]] = []  # factor, first row, rows
-        factors: list[tuple[int, int, int, int]] = []  # rows, rank, first tile, tiles
-        for position, matrix in enumerate(self.matrices):
-            rows, rank = matrix.shape
-            own = [(position, first, min(ROWS, rows - first)) for first in range(0, rows, ROWS)]
-            factors.append((rows, rank, len(tiles), len(own)))
-            tiles += own
-        padded = -(-max(matrix.shape[1] for matrix in self.matrices) // 16) * 16
-        self._tiles, self._factors = torch.tensor(tiles), torch.tensor(factors)
-        self._sums = torch.empty(len(tiles), padded**2, dtype=self.dtype)
+        self._forms = torch.tensor([(*form.U.shape[-2:-1], *form.V.shape[-2:]) for form in ordered])  # rows, rank
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
@@ -79,14 +70,11 @@ class Native:
         values = [matrix if matrix.is_contiguous() else matrix.contiguous() for matrix in self.matrices]
         sources = array("Q", [value.data_ptr() for value in values])
         add_gradients(
-            self._tiles.data_ptr(),
-            len(self._tiles),
-            self._factors.data_ptr(),
+            self._forms.data_ptr(),
+            len(self._forms),
             sources.buffer_info()[0],
             places.buffer_info()[0],
             alphas.buffer_info()[0],
-            self._sums.data_ptr(),
-            self._sums.shape[1],
             torch.get_num_threads(),
         )
 
@@ -101,6 +89,7 @@ def is_native(form: Form) -> bool:
         and all(_is_plain(factor.parameter) for factor in form.factors)
         and form.left.parameter.dtype is form.right.parameter.dtype
         and rank <= MAX_RANK
+        and (rows + columns) * rank <= LARGEST
         and not product_is_cheaper(rows, columns, rank, 0, products=3)
         and cpu_kernels(form.left.parameter.dtype) is not None
     )

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 import factorized as fz
 from factorized.decay.build import MAX_RANK, cpu_kernels
-from factorized.decay.native import ROWS
 from tests.contract import error
 from tests.decay.models_for_decay import by_weights
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}
-# Ranks around the ends of vectors and of what a register block holds; one row; several tiles, the last one short.
+# Ranks around the ends of vectors and of what the registers hold; one row; blocks of rows, the last one short.
 SHAPES = [(1, 5, 1), (9, 7, 2), (20, 30, 7), (20, 30, 8), (40, 33, 9), (50, 60, 15), (50, 60, 16), (50, 60, 17)]
-SHAPES += [(768, 96, 37), (64, 2 * ROWS, 24), (ROWS + 1, 150, 48), (160, 3 * ROWS - 1, 49), (300, 300, 65)]
-SHAPES += [(400, 300, 100), (600, 500, MAX_RANK), (3 * ROWS, 10, 3)]
+SHAPES += [(768, 96, 37), (64, 1024, 24), (513, 150, 48), (160, 1535, 49), (300, 300, 65), (1, 7, 1), (3000, 10, 3)]
+SHAPES += [(400, 300, 100), (600, 500, MAX_RANK)]
 
 needs_kernels = pytest.mark.skipif(cpu_kernels(torch.float32) is None, reason="needs a C compiler, AVX2 and Linux")
 

@@ -15,8 +15,17 @@ from factorized.decay import native
 from factorized.decay.act import FrobeniusEngine
 from factorized.decay.batch import batches
 from factorized.decay.build import MAX_RANK
+from factorized.decay.native import LARGEST
 from tests.contract import error
-from tests.decay.native_products import TOLERANCE, error_of_applying, exact, needs_kernels, products, with_gradients
+from tests.decay.native_products import (
+    SHAPES,
+    TOLERANCE,
+    error_of_applying,
+    exact,
+    needs_kernels,
+    products,
+    with_gradients,
+)
 
 
 @needs_kernels
@@ -36,19 +45,25 @@ class TestWhoComputesWhat:
             pytest.param(fz.FactorizedConv2d(8, 12, 3, 2, groups=2), id="groups"),
             pytest.param(fz.FactorizedLinear(9, 7, 2).bfloat16(), id="half"),
             pytest.param(fz.FactorizedLinear(900, 900, MAX_RANK + 1), id="rank"),
+            pytest.param(fz.FactorizedLinear(LARGEST // 2, 9, 2, bias=False, init=None), id="large"),
             pytest.param(fz.FactorizedLinear(9, 7, 2, device="meta", init=None), id="meta"),
         ],
     )
     def test_what_they_do_not_know_is_left_to_torch(self, module: nn.Module) -> None:
-        assert self.kinds(module) == ["Single"]
+        assert "Native" not in self.kinds(nn.ModuleList([module, deepcopy(module)]))
+
+    def test_a_lone_product_is_left_to_torch(self) -> None:
+        assert self.kinds(products(shapes=SHAPES[:1])) == ["Single"]
+        assert self.kinds(products(shapes=SHAPES[:2])) == ["Native"]
 
     def test_two_types_in_one_product_are_left_to_torch(self) -> None:
-        layer = fz.FactorizedLinear(9, 7, 2)
-        layer.U = nn.Parameter(layer.U.detach().double())
-        assert self.kinds(layer) == ["Single"]
+        model = products(shapes=[(9, 7, 2)] * 2)
+        for layer in model:
+            layer.U = nn.Parameter(layer.U.detach().double())
+        assert "Native" not in self.kinds(model)
 
     def test_a_parameter_in_two_places_is_left_to_torch(self) -> None:
-        model = products(torch.float64, [(12, 12, 3)] * 3)
+        model = products(torch.float64, [(12, 12, 3)] * 4)
         model[1].U = model[0].V
         assert sorted(self.kinds(model)) == ["Batch", "Native"]
         assert error_of_applying(model) < 1e-14
@@ -57,9 +72,10 @@ class TestWhoComputesWhat:
         class Marked(nn.Parameter):
             pass
 
-        layer = fz.FactorizedLinear(9, 7, 2)
-        layer.U = Marked(layer.U.detach())
-        assert self.kinds(layer) == ["Single"]
+        model = products(shapes=[(9, 7, 2)] * 2)
+        for layer in model:
+            layer.U = Marked(layer.U.detach())
+        assert "Native" not in self.kinds(model)
 
 
 @needs_kernels
