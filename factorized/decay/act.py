@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from factorized.decay.batch import Single, batches
+from factorized.decay.batch import Single, Unit, batches
 from factorized.decay.forms import AnyForm, Factor
 from factorized.decay.native import Native
 from factorized.decay.strength import Number
@@ -28,27 +28,27 @@ class FrobeniusEngine:
         self._made_for = self._places()
         self._turn = _turns(self.form_of)
 
-    @torch.no_grad()
     def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
         """Add ``coefficient(factor)`` times every factor's gradient to its ``target``.
 
         ``to_factors`` says that the targets are the factors themselves: then none is changed before all are read.
         """
-        if self.form_of:
-            with without_autocast(next(iter(self.form_of)).parameter.device):
-                self._add(target, coefficient, to_factors)
-
-    def _add(self, target: Target, coefficient: Callable[[Factor], Number], to_factors: bool) -> None:
         if self._places() != self._made_for:  # the model, or a part of it, was moved or changed its type
             self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._places()
+        others = [unit for unit in self.units if not _added_by_kernels(unit, target, coefficient)]
+        if others:
+            with torch.no_grad(), without_autocast(self._parameters[0].device):
+                self._add(others, target, coefficient, to_factors)
+
+    def _add(
+        self, units: Sequence[Unit], target: Target, coefficient: Callable[[Factor], Number], to_factors: bool
+    ) -> None:
         additions: dict[tuple[int, Number], tuple[list[Tensor], list[Tensor]]] = {}
-        for unit in self.units:
+        for unit in units:
             targets = [target(factor) for factor in unit.factors]
             if all(tensor is None for tensor in targets):
                 continue
             numbers = [0.0 if t is None else coefficient(f) for f, t in zip(unit.factors, targets, strict=True)]
-            if isinstance(unit, Native) and unit.add_to(targets, numbers):
-                continue
             plain = [number for number in numbers if not isinstance(number, Tensor)]
             if isinstance(unit, Single) and unit.is_plain and len(plain) == 2 and not to_factors:
                 unit.add_to(targets, plain)
@@ -66,6 +66,15 @@ class FrobeniusEngine:
 
     def _places(self) -> list[tuple[torch.device, torch.dtype]]:
         return [(parameter.device, parameter.dtype) for parameter in self._parameters]
+
+
+def _added_by_kernels(unit: Unit, target: Target, coefficient: Callable[[Factor], Number]) -> bool:
+    """Add the gradients of what the CPU kernels can; say whether they could."""
+    if not isinstance(unit, Native) or torch.compiler.is_compiling():  # a compiler knows no addresses
+        return False
+    targets = [target(factor) for factor in unit.factors]
+    numbers = [0.0 if t is None else coefficient(f) for f, t in zip(unit.factors, targets, strict=True)]
+    return unit.add_to(targets, numbers)
 
 
 def _turns(factors: Iterable[Factor]) -> dict[Factor, int]:

@@ -44,13 +44,11 @@ class Native:
 
         Return False, with nothing done, where a target cannot be written as it lies.
         """
-        if torch.compiler.is_compiling():
-            return False
         alphas: array[float] = array(ARRAYS[self.dtype])
         places: array[int] = array("Q")
         written = []
         for target, number in zip(targets, numbers, strict=True):
-            alpha = float(number)
+            alpha = number.item() if isinstance(number, Tensor) else number
             alphas.append(alpha)
             if target is None or alpha == 0:
                 places.append(0)
