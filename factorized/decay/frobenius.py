@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +25,7 @@ from factorized.decay.strength import (
     strengths,
 )
 from factorized.layers.base import check_whole
-from factorized.maths.frobenius import computable, without_autocast
+from factorized.maths.frobenius import computable, on_one_device, without_autocast
 
 
 class FrobeniusDecay(AttachedDecay):
@@ -77,7 +76,8 @@ class FrobeniusDecay(AttachedDecay):
         numbers = strengths(self.strength, found, step)
         with without_autocast(found[0].factors[0].parameter.device):
             norms = [form.norm_squared([computable(value) for value in form.values]).sum() for form in found]
-        return torch.stack([number * norm / 2 for number, norm in zip(numbers, norms, strict=True)]).sum()
+            halves = [_near(number, norm) * norm / 2 for number, norm in zip(numbers, norms, strict=True)]
+        return on_one_device(halves).sum()
 
     def apply_(self, lr: Number | None = None) -> None:
         """Act once, by hand: on the gradients that are there; with ``decoupled=True`` on the parameters, at ``lr``."""
@@ -162,6 +162,10 @@ class FrobeniusDecay(AttachedDecay):
         numbers = strengths(self.strength, self.forms, self.steps)
         of = dict(zip(self.forms, numbers, strict=True))
         return {factor: of[form] for factor, form in self._engine.form_of.items()}
+
+
+def _near(number: Number, norm: Tensor) -> Number:
+    return number.to(norm.device) if isinstance(number, Tensor) else number
 
 
 def decoupled_frobenius(optimizer: Optimizer, model: nn.Module, strength: Strength) -> FrobeniusDecay:

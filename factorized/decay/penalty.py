@@ -16,7 +16,7 @@ from factorized.decay.forms import AnyForm, TensorForm, forms, unread_attention
 from factorized.decay.sharded import add_whole
 from factorized.decay.step import Arguments, Step, act_before_update
 from factorized.decay.strength import check_number, unless_named
-from factorized.maths.frobenius import computable, without_autocast
+from factorized.maths.frobenius import computable, on_one_device, without_autocast
 from factorized.maths.spectral import factor_spectrum, nuclear_gradients
 
 
@@ -48,7 +48,7 @@ class ProductPenalty(AttachedDecay):
     def penalty(self) -> Tensor:
         """Return Σ fn(W), differentiable."""
         with without_autocast(self.forms[0].factors[0].parameter.device):
-            return torch.stack([self._of(form, form.values) for form in self.forms]).sum()
+            return on_one_device([self._of(form, form.values) for form in self.forms]).sum()
 
     def apply_(self) -> None:
         """Add the gradient to those that are there, once."""

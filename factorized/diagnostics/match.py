@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from factorized.decay.forms import AnyForm, Factor, forms
 from factorized.decay.guard import check_hookable
 from factorized.decay.strength import check_number
-from factorized.maths.frobenius import computable, without_autocast
+from factorized.maths.frobenius import computable, on_one_device, without_autocast
 
 Norms = dict[str, float]  # by form name
 
@@ -44,9 +44,9 @@ class NormMatcher:
 
     @torch.no_grad()
     def norms(self) -> Tensor:  # (forms,)
-        """Return the norm of every product, in the order of ``forms``, on their device."""
+        """Return the norm of every product, in the order of ``forms``, on the first one's device."""
         with without_autocast(self.forms[0].factors[0].parameter.device):
-            return torch.stack([_norm(form) for form in self.forms])
+            return on_one_device([_norm(form) for form in self.forms])
 
     @torch.no_grad()
     def rescale(
@@ -57,7 +57,7 @@ class NormMatcher:
         ratios = norms / self.norms()
         for factor, exponents in self._exponents():
             for index, exponent in exponents.items():
-                factor.value.mul_(ratios[index] ** exponent)
+                factor.value.mul_((ratios[index] ** exponent).to(factor.parameter.device))
 
     def _exponents(self) -> list[tuple[Factor, dict[int, float]]]:
         """Return the free factors, each once, with the powers of the forms' ratios that they are rescaled by."""

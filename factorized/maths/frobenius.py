@@ -24,6 +24,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
+def on_one_device(numbers: Sequence[Tensor]) -> Tensor:  # (numbers,)
+    """Return single numbers, which may lie on several devices, as one tensor on the first one's."""
+    return torch.stack([number.to(numbers[0].device) for number in numbers])
+
+
 def compose(
     U: Tensor,  # (..., m, r)
     V: Tensor,  # (..., n, r)
