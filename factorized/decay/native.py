@@ -15,6 +15,7 @@ from factorized.decay.strength import Number
 from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
 
 LARGEST = 2**18  # entries of both factors: what is larger is more than one thread should have
+GRAIN = 2**20  # multiplications: less is done, by one thread, before others have heard of it
 ARRAYS: dict[torch.dtype, Literal["f", "d"]] = {torch.float32: "f", torch.float64: "d"}
 
 
@@ -22,8 +23,8 @@ class Native:
     """Forms ``U Vᵀ`` of any shapes and one type, which share no parameter."""
 
     def __init__(self, members: Sequence[Form]) -> None:
-        # What takes long comes first, so that the threads end together.
-        ordered = sorted(members, key=lambda form: -(form.U.shape[-2] + form.V.shape[-2]) * form.U.shape[-1] ** 2)
+        ordered = sorted(members, key=_work, reverse=True)  # what takes long comes first: the threads end together
+        self._is_work_for_many = sum(map(_work, members)) >= GRAIN
         self.factors: tuple[Factor, ...] = tuple(factor for form in ordered for factor in (form.left, form.right))
         self.matrices = [factor.parameter for factor in self.factors]
         self.dtype = self.matrices[0].dtype
@@ -73,7 +74,7 @@ class Native:
             sources.buffer_info()[0],
             places.buffer_info()[0],
             alphas.buffer_info()[0],
-            torch.get_num_threads(),
+            torch.get_num_threads() if self._is_work_for_many else 1,
         )
 
 
@@ -91,6 +92,11 @@ def is_native(form: Form) -> bool:
         and not product_is_cheaper(rows, columns, rank, 0, products=3)
         and cpu_kernels(form.left.parameter.dtype) is not None
     )
+
+
+def _work(form: Form) -> int:
+    (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
+    return 2 * (rows + columns) * rank**2  # multiplications
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -133,12 +133,16 @@ class TestAroundThem:
         fz.FrobeniusDecay(model, 0).apply_()
         assert all(torch.equal(p.grad, start) for p, start in zip(model.parameters(), before, strict=True))
 
-    def test_they_are_given_as_many_threads_as_torch_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_much_work_is_given_as_many_threads_as_torch_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[tuple[object, ...]] = []
         monkeypatch.setattr(native, "cpu_kernels", lambda dtype: lambda *arguments: calls.append(arguments))
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
         fz.FrobeniusDecay(with_gradients(products()), 1.0).apply_()
-        assert [arguments[-1] for arguments in calls] == [7]
+        fz.FrobeniusDecay(with_gradients(products(shapes=[(50, 50, 3)] * 9)), 1.0).apply_()
+        assert [arguments[-1] for arguments in calls] == [
+            7,
+            1,
+        ]
 
     def test_memory_that_moves_is_found_again(self) -> None:
         model = products()
