@@ -59,8 +59,7 @@ class Native:
             places.append(target.data_ptr())
             written.append(target)
         self._call(places, alphas)
-        if not torch.is_inference_mode_enabled():
-            torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version(written)
         return True
 
     def _call(self, places: array[int], alphas: array[float]) -> None:
