@@ -92,8 +92,7 @@ def decay() -> str:
     lines = ["| ResNet-32x2, low rank, ratio 0.1 | ms | `apply_()` takes of it |", "| --- | ---: | ---: |"]
     for way, found in rows.items():
         ms, share = ([row[field] for row in found] for field in ("ms", "apply_over_this"))
-        of_it = "" if way == "apply_" else f"{min(share):.2f} to {max(share):.2f}"
-        lines.append(f"| {names[way]} | {min(ms):.2f} to {max(ms):.2f} | {of_it} |")
+        lines.append(f"| {names[way]} | {_range(ms)} | {'' if way == 'apply_' else _range(share)} |")
     note = (
         f"{_machine(report)}, float32; medians of n = {report['rounds']} shuffled rounds, least and most of "
         f"{len(report['runs'])} runs."
@@ -148,6 +147,11 @@ def _runs(table: int) -> dict[str, list[dict[str, Any]]]:
 
 def _mean(rows: list[dict[str, Any]], field: str) -> float:
     return mean(row[field] for row in rows)
+
+
+def _range(numbers: list[float]) -> str:
+    least, most = (f"{number:.2f}" for number in (min(numbers), max(numbers)))
+    return least if least == most else f"{least} to {most}"
 
 
 def _accuracy(seeds: list[dict[str, Any]]) -> str:
