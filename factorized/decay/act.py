@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from factorized.maths.frobenius import without_autocast
 
 # What the gradient of a factor is added to, shaped like its parameter; None leaves the factor out.
 Target = Callable[[Factor], Tensor | None]
+Place = tuple[torch.device, torch.dtype, torch.Size]  # of a parameter: what units depend on
 
 
 class FrobeniusEngine:
@@ -25,19 +27,23 @@ class FrobeniusEngine:
         self.form_of: dict[Factor, AnyForm] = {factor: form for form in found for factor in form.factors}
         self._parameters = list(dict.fromkeys(factor.parameter for factor in self.form_of))
         self.units = batches(found)
-        self._made_for = self._places()
+        self._made_for: list[Place] = self._places()
         self._turn = _turns(self.form_of)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles carry: who computes what is found out where they are used."""
+        return {**self.__dict__, "units": [], "_made_for": []}
 
     def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
         """Add ``coefficient(factor)`` times every factor's gradient to its ``target``.
 
         ``to_factors`` says that the targets are the factors themselves: then none is changed before all are read.
         """
-        if self._places() != self._made_for:  # the model, or a part of it, was moved or changed its type
+        if self._places() != self._made_for:  # parameters were moved, or changed their type or shape
             self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._places()
         others = [unit for unit in self.units if not _added_by_kernels(unit, target, coefficient)]
         if others:
-            with torch.no_grad(), without_autocast(self._parameters[0].device):
+            with torch.no_grad(), without_autocast(*(parameter.device for parameter in self._parameters)):
                 self._add(others, target, coefficient, to_factors)
 
     def _add(
@@ -64,8 +70,8 @@ class FrobeniusEngine:
             elif number != 0:
                 torch._foreach_add_(into, parts, alpha=number)
 
-    def _places(self) -> list[tuple[torch.device, torch.dtype]]:
-        return [(parameter.device, parameter.dtype) for parameter in self._parameters]
+    def _places(self) -> list[Place]:
+        return [(parameter.device, parameter.dtype, parameter.shape) for parameter in self._parameters]
 
 
 def _added_by_kernels(unit: Unit, target: Target, coefficient: Callable[[Factor], Number]) -> bool:

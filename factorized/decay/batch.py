@@ -124,6 +124,8 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
     products = [form for form in found if isinstance(form, Form)]
     sharded = [form for form in products if any(is_sharded(factor.parameter) for factor in form.factors)]
     local = [form for form in products if form not in sharded]
+    for form in local:
+        _check_matrices(form)
     heads = [form for form in sharded if is_attention(form)]
     layers = [form for form in sharded if not is_attention(form)]
     units: list[Unit] = [Sharded(layers)] if layers else []
@@ -149,6 +151,20 @@ def _kind(form: Form, held: Mapping[nn.Parameter, int]) -> type[Unit]:
     if not _shares(form):
         return Single
     return Fused if is_fusible(form) else Arena if form.U.is_cuda else Batch
+
+
+def _check_matrices(form: Form) -> None:
+    """Raise unless the factors of a layer are matrices that fit each other, whatever was done to them since."""
+    if form.layer is None:
+        return
+    shapes = [tuple(factor.parameter.shape) for factor in form.factors]
+    if any(len(shape) != 2 for shape in shapes):
+        raise ValueError(
+            f"the factors of {form.name!r} must be matrices, got shapes {shapes}; FSDP1 flattens parameters so: use "
+            "torch.distributed.fsdp.fully_shard, which does not"
+        )
+    if len({rank for _, rank in shapes}) > 1:
+        raise ValueError(f"the factors of {form.name!r} must have as many columns as each other, got shapes {shapes}")
 
 
 def tensor_units(found: Sequence[TensorForm]) -> list[Unit]:

@@ -34,7 +34,7 @@ def cpu_kernels(dtype: torch.dtype) -> Kernels | None:
         return None
     try:
         return load_kernels(dtype, capability)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
+    except Exception as error:  # whatever a compiler that is not there, or a user without a home, leads to
         said = getattr(error, "stderr", None) or error
         logger.info("the decay's CPU kernels cannot be built, torch's own operations take their place: %s", said)
         return None
@@ -42,23 +42,34 @@ def cpu_kernels(dtype: torch.dtype) -> Kernels | None:
 
 def load_kernels(dtype: torch.dtype, capability: str) -> Kernels:
     """Return ``add_gradients`` for one type and kind of processor, built now unless it was before."""
-    flags = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-fopenmp", *VECTORS[capability]]
-    flags += [f"-DREAL={NUMBERS[dtype]}", f"-DMAX_RANK={MAX_RANK}"]
-    path = _library_path(flags)
+    flags = compiler_flags(dtype, capability)
+    path = library_path(flags)
     if not path.exists():
         _build(path, flags)
-    function = ctypes.CDLL(str(path)).add_gradients  # torch's OpenMP is loaded already: its threads serve here too
+    try:
+        library = ctypes.CDLL(str(path))  # torch's OpenMP is loaded already: where it is GNU's, its threads serve here
+    except OSError:  # what was kept is broken
+        _build(path, flags)
+        library = ctypes.CDLL(str(path))
+    function = library.add_gradients
     address, number = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = [address, number, address, address, address, ctypes.c_int]
     function.restype = None
     return function
 
 
-def _library_path(flags: Sequence[str]) -> Path:
+def compiler_flags(dtype: torch.dtype, capability: str) -> list[str]:
+    """Return how the kernels are built for one type and kind of processor."""
+    flags = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-fopenmp", *VECTORS[capability]]
+    return [*flags, f"-DREAL={NUMBERS[dtype]}", f"-DMAX_RANK={MAX_RANK}"]
+
+
+def library_path(flags: Sequence[str]) -> Path:
     """Return where the kernels built with ``flags`` are kept: among the user's caches."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    caches = Path(named) if Path(named).is_absolute() else Path("~/.cache").expanduser()
     digest = hashlib.sha256(SOURCE.read_bytes() + "\0".join(flags).encode()).hexdigest()[:16]
-    return Path(caches).expanduser() / "factorized" / f"decay-{digest}.so"
+    return caches / "factorized" / f"decay-{digest}.so"
 
 
 def _build(path: Path, flags: Sequence[str]) -> None:
@@ -68,6 +79,8 @@ def _build(path: Path, flags: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         command = [*compiler, *flags, str(SOURCE), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=SECONDS)
         ctypes.CDLL(str(built))  # what does not load is not kept
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
         built.replace(path)

@@ -74,7 +74,7 @@ class FrobeniusDecay(AttachedDecay):
     def _penalty(self, step: int) -> Tensor:
         found = self._decayed or self.forms[:1]
         numbers = strengths(self.strength, found, step)
-        with without_autocast(found[0].factors[0].parameter.device):
+        with without_autocast(*(form.factors[0].parameter.device for form in found)):
             norms = [form.norm_squared([computable(value) for value in form.values]).sum() for form in found]
             halves = [_near(number, norm) * norm / 2 for number, norm in zip(numbers, norms, strict=True)]
         return on_one_device(halves).sum()
@@ -157,8 +157,9 @@ class FrobeniusDecay(AttachedDecay):
         self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f], to_factors=True)
 
     def _numbers(self) -> dict[Factor, Number]:
-        if isinstance(self.strength, float):  # of all that are decayed
-            return dict.fromkeys(self._engine.form_of, self.strength)
+        if isinstance(self.strength, float):  # as ``strengths`` does, in a fifth of its time
+            number = self.strength
+            return {factor: 0.0 if form.kind == "qk" else number for factor, form in self._engine.form_of.items()}
         numbers = strengths(self.strength, self.forms, self.steps)
         of = dict(zip(self.forms, numbers, strict=True))
         return {factor: of[form] for factor, form in self._engine.form_of.items()}

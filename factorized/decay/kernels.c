@@ -2,7 +2,7 @@
    float or double.
 
    A product is computed by one thread, so that results depend on no number of threads, and from factors where they
-   are. Its two Gram matrices are there before a tensor is written, so that it may be the factor itself.
+   are. Its two Gram matrices are there before a tensor is written, so that this may be the factor that it belongs to.
 
    Rows are read in whole vectors, beyond their end: what is there makes columns that nobody reads. */
 #include <stdint.h>
@@ -21,13 +21,18 @@ typedef REAL Square[MAX_RANK * MAX_RANK] __attribute__((aligned(64)));
 #define INLINE static inline __attribute__((always_inline)) void
 /* Call with the number of vectors as a constant. */
 #define WITH(q, call, ...) \
-  if (q == 3) call(__VA_ARGS__, 3); \
-  else if (q == 2) call(__VA_ARGS__, 2); \
-  else call(__VA_ARGS__, 1)
+  do { \
+    if (q == 3) call(__VA_ARGS__, 3); \
+    else if (q == 2) call(__VA_ARGS__, 2); \
+    else call(__VA_ARGS__, 1); \
+  } while (0)
 
 typedef struct {
-  int64_t rows[2], rank; /* of U and V */
+  int64_t rows[2]; /* of U and V */
+  int64_t rank;
 } Form;
+
+static _Thread_local Square grams[2]; /* too much for the stacks that threads may have */
 
 static int64_t padded(int64_t rank) { return (rank + LANES - 1) / LANES * LANES; }
 
@@ -109,11 +114,11 @@ void add_gradients(const Form *forms, int64_t count, const REAL *const (*values)
                    const REAL (*alphas)[2], int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t n = 0; n < count; n++) {
-    const int64_t *rows = forms[n].rows, rank = forms[n].rank;
-    Square gram[2];
+    const int64_t *rows = forms[n].rows;
+    int64_t rank = forms[n].rank;
     for (int own = 0; own < 2; own++)
-      if (targets[n][!own]) write_gram(values[n][own], rows[own], rank, gram[own]);
+      if (targets[n][!own]) write_gram(values[n][own], rows[own], rank, grams[own]);
     for (int own = 0; own < 2; own++)
-      if (targets[n][own]) add_product(values[n][own], rows[own], rank, gram[!own], alphas[n][own], targets[n][own]);
+      if (targets[n][own]) add_product(values[n][own], rows[own], rank, grams[!own], alphas[n][own], targets[n][own]);
   }
 }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from factorized.decay.build import MAX_RANK, NUMBERS, cpu_kernels
 from factorized.decay.forms import Factor, Form
 from factorized.decay.strength import Number
-from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
+from factorized.maths.frobenius import frobenius_gradients, product_is_cheaper
 
 LARGEST = 2**18  # entries of both factors: what is larger is more than one thread should have
 GRAIN = 2**20  # multiplications: less is done, by one thread, before others have heard of it
@@ -24,57 +24,53 @@ class Native:
 
     def __init__(self, members: Sequence[Form]) -> None:
         ordered = sorted(members, key=_work, reverse=True)  # what takes long comes first: the threads end together
-        self._is_work_for_many = sum(map(_work, members)) >= GRAIN
         self.factors: tuple[Factor, ...] = tuple(factor for form in ordered for factor in (form.left, form.right))
         self.matrices = [factor.parameter for factor in self.factors]
         self.dtype = self.matrices[0].dtype
-        self._forms = torch.tensor([(*form.U.shape[-2:-1], *form.V.shape[-2:]) for form in ordered])  # rows, rank
+        self._count = len(ordered)
+        self._shapes = array("q", [n for form in ordered for n in (*form.U.shape[-2:-1], *form.V.shape[-2:])])
+        self._is_work_for_many = sum(map(_work, members)) >= GRAIN
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``."""
-        if torch.compiler.is_compiling():  # the compiler knows no addresses, and makes kernels of its own
-            pairs = zip(self.matrices[::2], self.matrices[1::2], strict=True)
-            return [dX for U, V in pairs for dX in frobenius_gradients(computable(U), computable(V))[:2]]
-        results = [torch.zeros(matrix.shape, dtype=self.dtype) for matrix in self.matrices]
-        self.add_to(results, [1.0] * len(results))
-        return results
+        results = [torch.zeros_like(matrix, memory_format=torch.contiguous_format) for matrix in self.matrices]
+        if not torch.compiler.is_compiling() and self.add_to(results, [1.0] * len(results)):
+            return results
+        pairs = zip(self.matrices[::2], self.matrices[1::2], strict=True)
+        return [dX for U, V in pairs for dX in frobenius_gradients(U, V)[:2]]
 
     def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[Number]) -> bool:
-        """Add ``numbers`` times the gradients to ``targets``, which may be the parameters themselves.
+        """Add ``numbers`` times the gradients to ``targets``, each of which may be its parameter itself.
 
         Return False, with nothing done, where a target cannot be written as it lies.
         """
-        alphas: array[float] = array(ARRAYS[self.dtype])
+        values = [m if m.is_contiguous() and not m.is_neg() else _plain_copy(m) for m in self.matrices]
+        sources = array("Q", [value.data_ptr() for value in values])
         places: array[int] = array("Q")
+        alphas: array[float] = array(ARRAYS[self.dtype])
         written = []
-        for target, number in zip(targets, numbers, strict=True):
+        for value, target, number in zip(values, targets, numbers, strict=True):
             alpha = number.item() if isinstance(number, Tensor) else number
             alphas.append(alpha)
             if target is None or alpha == 0:
                 places.append(0)
                 continue
-            if target.dtype is not self.dtype or not target.is_contiguous() or target.is_neg():
+            if type(target) is not Tensor or target.dtype is not self.dtype or target.numel() != value.numel():
+                return False
+            if not target.is_contiguous() or target.is_neg():
                 return False
             places.append(target.data_ptr())
             written.append(target)
-        self._call(places, alphas)
-        torch.autograd.graph.increment_version(written)
-        return True
-
-    def _call(self, places: array[int], alphas: array[float]) -> None:
+        if not _are_apart(places, sources, len(written)):
+            return False
         add_gradients = cpu_kernels(self.dtype)
         assert add_gradients is not None, "is_native was asked before"
-        values = [matrix if matrix.is_contiguous() else matrix.contiguous() for matrix in self.matrices]
-        sources = array("Q", [value.data_ptr() for value in values])
-        add_gradients(
-            self._forms.data_ptr(),
-            len(self._forms),
-            sources.buffer_info()[0],
-            places.buffer_info()[0],
-            alphas.buffer_info()[0],
-            torch.get_num_threads() if self._is_work_for_many else 1,
-        )
+        arrays = (array.buffer_info()[0] for array in (sources, places, alphas))
+        threads = torch.get_num_threads() if self._is_work_for_many else 1
+        add_gradients(self._shapes.buffer_info()[0], self._count, *arrays, threads)
+        torch.autograd.graph.increment_version(written)
+        return True
 
 
 def is_native(form: Form) -> bool:
@@ -91,6 +87,19 @@ def is_native(form: Form) -> bool:
         and not product_is_cheaper(rows, columns, rank, 0, products=3)
         and cpu_kernels(form.left.parameter.dtype) is not None
     )
+
+
+def _plain_copy(matrix: Tensor) -> Tensor:
+    return matrix.detach().contiguous().resolve_neg()
+
+
+def _are_apart(places: array[int], sources: array[int], count: int) -> bool:
+    """Say whether ``count`` places are written, each once, and none of them that another factor is read from."""
+    if 0 not in places and len({*places, *sources}) == count + len(sources):  # as almost always
+        return True
+    different = set(places) - {0}
+    own = sum(place == source for place, source in zip(places, sources, strict=True))
+    return len(different) == count and len(different & set(sources)) == own
 
 
 def _work(form: Form) -> int:

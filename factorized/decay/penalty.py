@@ -47,7 +47,7 @@ class ProductPenalty(AttachedDecay):
 
     def penalty(self) -> Tensor:
         """Return Σ fn(W), differentiable."""
-        with without_autocast(self.forms[0].factors[0].parameter.device):
+        with without_autocast(*(form.factors[0].parameter.device for form in self.forms)):
             return on_one_device([self._of(form, form.values) for form in self.forms]).sum()
 
     def apply_(self) -> None:

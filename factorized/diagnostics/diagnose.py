@@ -42,7 +42,7 @@ def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Dia
     found = forms(model)
     if not found:
         raise ValueError(f"{type(model).__name__} holds no products to diagnose; call fz.factorize first")
-    with torch.no_grad(), without_autocast(found[0].factors[0].parameter.device):
+    with torch.no_grad(), without_autocast(*(form.factors[0].parameter.device for form in found)):
         return [_diagnose(form, float(lr), spectrum) for form in found]
 
 

@@ -45,7 +45,7 @@ class NormMatcher:
     @torch.no_grad()
     def norms(self) -> Tensor:  # (forms,)
         """Return the norm of every product, in the order of ``forms``, on the first one's device."""
-        with without_autocast(self.forms[0].factors[0].parameter.device):
+        with without_autocast(*(form.factors[0].parameter.device for form in self.forms)):
             return on_one_device([_norm(form) for form in self.forms])
 
     @torch.no_grad()

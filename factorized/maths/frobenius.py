@@ -7,7 +7,7 @@ dimensions broadcast: one matrix may be a factor of several products, and its gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -18,10 +18,16 @@ def computable(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context whose products keep their digits, also where autocast would round them to a half type."""
-    is_on = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
+    """Return a context whose products on ``devices`` keep their digits, where autocast would round them."""
+    kinds = {device.type for device in devices} - {"meta"}
+    off = [torch.autocast(kind, enabled=False) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+    if len(off) < 2:
+        return off[0] if off else nullcontext()
+    stack = ExitStack()
+    for context in off:
+        stack.enter_context(context)
+    return stack
 
 
 def on_one_device(numbers: Sequence[Tensor]) -> Tensor:  # (numbers,)

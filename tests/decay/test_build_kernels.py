@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from factorized.decay import build
-from factorized.decay.build import cpu_kernels
+from factorized.decay.build import compiler_flags, cpu_kernels, library_path
 from tests.decay.native_products import TOLERANCE, error_of_applying, needs_kernels, products
 
 
@@ -26,7 +25,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     cpu_kernels.cache_clear()
 
 
-@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false", f"{sys.executable} -c 'raise SystemExit(1)'"])
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false", "gcc '", "sh -c 'printf \\377 >&2; exit 1'"])
 def test_torch_takes_their_place(
     compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,6 +57,7 @@ def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
     def homeless(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "expanduser", homeless)
     assert cpu_kernels(torch.float32) is None
 
@@ -88,6 +88,25 @@ def test_what_was_built_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("CC", "false")
     assert cpu_kernels(torch.float32) is not None
     assert cpu_kernels(torch.float64) is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("kept", [b"", b"\x7fELF\x02 and no more"])
+def test_what_was_kept_and_is_broken_is_built_again(kept: bytes) -> None:
+    path = library_path(compiler_flags(torch.float32, torch.backends.cpu.get_cpu_capability()))
+    path.parent.mkdir()
+    path.write_bytes(kept)
+    assert cpu_kernels(torch.float32) is not None
+    assert path.stat().st_size > 1000
+
+
+@needs_kernels
+def test_a_cache_that_is_named_relatively_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    assert cpu_kernels(torch.float32) is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 @needs_kernels
