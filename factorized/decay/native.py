@@ -34,7 +34,7 @@ class Native:
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``."""
-        results = [torch.zeros_like(matrix, memory_format=torch.contiguous_format) for matrix in self.matrices]
+        results = [torch.zeros_like(matrix) for matrix in self.matrices]
         if not torch.compiler.is_compiling() and self.add_to(results, [1.0] * len(results)):
             return results
         pairs = zip(self.matrices[::2], self.matrices[1::2], strict=True)
@@ -56,7 +56,7 @@ class Native:
             if target is None or alpha == 0:
                 places.append(0)
                 continue
-            if type(target) is not Tensor or target.dtype is not self.dtype or target.numel() != value.numel():
+            if target.dtype is not self.dtype or target.numel() != value.numel():
                 return False
             if not target.is_contiguous() or target.is_neg():
                 return False
@@ -66,9 +66,9 @@ class Native:
             return False
         add_gradients = cpu_kernels(self.dtype)
         assert add_gradients is not None, "is_native was asked before"
-        arrays = (array.buffer_info()[0] for array in (sources, places, alphas))
+        shapes, *arrays = (each.buffer_info()[0] for each in (self._shapes, sources, places, alphas))
         threads = torch.get_num_threads() if self._is_work_for_many else 1
-        add_gradients(self._shapes.buffer_info()[0], self._count, *arrays, threads)
+        add_gradients(shapes, self._count, *arrays, threads)
         torch.autograd.graph.increment_version(written)
         return True
 
