@@ -79,20 +79,6 @@ def test_both_kinds_may_be_decayed_at_once_where_there_are_no_rotary_embeddings(
     assert_gradients(model, by_hand(model, kind, ov=LAMBDA, qk=0.2))
 
 
-def test_a_strength_that_is_given_later_means_what_it_does_at_first() -> None:
-    torch.manual_seed(0)
-    attention = nn.MultiheadAttention(16, 4).double()
-    decay = fz.FrobeniusDecay(attention, {"qk": 0.1, "ov": 0.1})
-    decay.strength = 0.2
-    expected = torch.autograd.grad(decay.penalty(), list(attention.parameters()), materialize_grads=True)
-    for parameter in attention.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    decay.apply_()
-    assert not attention.in_proj_weight.grad[:32].any()  # queries and keys
-    for parameter, gradient in zip(attention.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
 def test_a_shared_head_is_decayed_by_the_sum_over_its_query_heads() -> None:
     model = LLAMA.make()
     zero_gradients(model)

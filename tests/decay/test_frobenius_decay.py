@@ -97,6 +97,15 @@ class TestGradients:
 
 
 class TestStrength:
+    def test_one_that_is_given_later_leaves_queries_and_keys_alone_too(self) -> None:
+        attention = nn.MultiheadAttention(16, 4).double()
+        decay = fz.FrobeniusDecay(attention, {"qk": 0.1, "ov": 0.1})
+        decay.strength = 0.2
+        expected = torch.autograd.grad(decay.penalty(), list(attention.parameters()), materialize_grads=True)
+        gradients = added(attention, decay)
+        assert not gradients["in_proj_weight"][:32].any()
+        torch.testing.assert_close(list(gradients.values()), list(expected))
+
     def test_a_kind_or_a_glob_names_the_forms_and_the_rest_is_left_alone(self) -> None:
         assert acts_on(mixed(), {"conv": 0.5, "up.*": 2.0}) == {"conv": 0.5, "grouped": 0.5, "up.0": 2.0, "up.1": 2.0}
 
