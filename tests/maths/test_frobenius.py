@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from factorized.maths import frobenius
-from factorized.maths.frobenius import compose, frobenius_gradients, frobenius_norm_squared, product_is_cheaper
+from factorized.maths.frobenius import (
+    compose,
+    frobenius_gradients,
+    frobenius_norm_squared,
+    on_one_device,
+    product_is_cheaper,
+    without_autocast,
+)
 
 # (m, n, rank): below, the ways to the norm and to the gradients that are cheaper there
 BY_GRAMS = [(20, 30, 3), (30, 20, 4), (11, 7, 1)]
@@ -173,3 +180,21 @@ def test_the_gram_way_never_holds_a_tensor_larger_than_its_factors() -> None:
         with Sizes() as sizes:
             function(U, V, inner)
         assert max(map(prod, sizes.seen)) <= V.numel()
+
+
+@pytest.mark.parametrize("kinds", [(), ("cpu",), ("cuda",), ("cpu", "cuda"), ("meta", "cpu", "cpu")])
+def test_autocast_is_off_on_the_devices_that_are_named_and_on_again_after(kinds: tuple[str, ...]) -> None:
+    before = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    try:
+        for kind in before:
+            torch.set_autocast_enabled(kind, True)
+        with without_autocast(*map(torch.device, kinds)):
+            assert {kind for kind in before if not torch.is_autocast_enabled(kind)} == set(kinds) - {"meta"}
+        assert all(torch.is_autocast_enabled(kind) for kind in before)
+    finally:
+        for kind, was_on in before.items():
+            torch.set_autocast_enabled(kind, was_on)
+
+
+def test_numbers_are_put_side_by_side() -> None:
+    assert on_one_device([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1, 2]
