@@ -45,12 +45,12 @@ def show_recipe(
     name: RecipeName,
     whole: Annotated[bool, typer.Option("--whole", help="With what it extends and every default.")] = False,
 ) -> None:
-    """Show a recipe: its file, or all that it comes to."""
-    from factorized.vision.recipes import load_recipe, recipe_path
+    """Show a recipe: its file or its cell of a table, or all that it comes to."""
+    from factorized.vision.recipes import load_recipe, recipe_text
     from factorized.vision.toml import to_toml
 
     recipe = load_recipe(name)
-    say(to_toml(recipe.to_dict()) if whole else recipe_path(name).read_text().rstrip())
+    say(to_toml(recipe.to_dict()) if whole else recipe_text(name))
 
 
 def paper_figure(paper: dict[str, float | None] | None) -> tuple[str, str]:

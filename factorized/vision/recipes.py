@@ -1,10 +1,11 @@
-"""Finding, reading and checking recipes: TOML files, shipped with the package or the user's own."""
+"""Finding, reading and checking recipes: cells of the paper's tables, shipped files and the user's own."""
 
 from __future__ import annotations
 
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache, reduce
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -12,6 +13,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from factorized.vision.recipe import BUDGETS, Recipe, Section
+from factorized.vision.tables import Cell, read_cells
+from factorized.vision.toml import to_toml
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 Table = dict[str, Any]
@@ -19,20 +22,40 @@ Table = dict[str, Any]
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package, such as ``"cifar10/resnet32x2"``."""
-    return sorted(path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.toml"))
+    files = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.glob("*/*.toml"))
+    return sorted((*files, *_recipes_of_tables()))
+
+
+@cache
+def paper_cells() -> tuple[Cell, ...]:
+    """Return every figure of the paper's tables, its own and those it quotes, with the recipes that aim at them."""
+    return tuple(cell for path in sorted(SHIPPED.glob("*.toml")) for cell in read_cells(path))
+
+
+@cache
+def _recipes_of_tables() -> Mapping[str, Cell]:
+    return {cell.recipe: cell for cell in paper_cells() if cell.recipe is not None}
 
 
 def recipe_path(name: str) -> Path:
-    """Return the file of a shipped recipe, or the user's own file."""
+    """Return the file of a shipped recipe that is no cell of a table, or the user's own file."""
     own = Path(name)
     if own.suffix == ".toml":
         if not own.is_file():
             raise ValueError(f"there is no recipe file {own}")
         return own
-    shipped = SHIPPED / f"{name}.toml"
     if name in recipe_names():
-        return shipped
+        return SHIPPED / f"{name}.toml"
     raise ValueError(f"there is no recipe {name!r}{_nearest(name, recipe_names())}; `factorized recipes ls` lists them")
+
+
+def recipe_text(name: str) -> str:
+    """Return a recipe as TOML, below the command that trains it: its file, or a table's cell written out."""
+    if name not in _recipes_of_tables():
+        return recipe_path(name).read_text().rstrip()
+    table = read_recipe(name)
+    ordered = {key: table[key] for key in Recipe.model_fields if key in table}
+    return f"# factorized train {name} --data DIR\n{to_toml(ordered)}"
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
@@ -52,6 +75,8 @@ def check_recipe(table: Mapping[str, Any], source: str) -> Recipe:
 
 def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
     """Return a recipe's table with those it ``extends`` below it."""
+    if name in _recipes_of_tables():
+        return reduce(merge, _recipes_of_tables()[name].layers, {})
     path = recipe_path(name)
     if path.resolve() in seen:
         raise ValueError(f"{name}: extends itself, by way of {' -> '.join(p.stem for p in seen)}")

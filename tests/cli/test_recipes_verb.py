@@ -31,6 +31,15 @@ def test_show_prints_the_file_and_whole_prints_what_it_comes_to(cli: Cli) -> Non
     assert check_recipe(whole, name) == load_recipe(name)
 
 
+def test_show_writes_a_cell_of_a_table_out(cli: Cli, tmp_path: Path) -> None:
+    name = "cifar10/resnet32x2-lowrank-0.1-si-fd"
+    shown = cli("recipes", "show", name).out
+    assert shown.startswith(f'# factorized train {name} --data DIR\ntitle = "ResNet-32x2 on CIFAR-10, ')
+    own = tmp_path / "own.toml"
+    own.write_text(shown)
+    assert load_recipe(str(own)).model_copy(update={"name": name}) == load_recipe(name)
+
+
 def test_whole_recipes_survive_toml_whatever_they_hold(cli: Cli, tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text('extends = "cifar10/resnet32x2"\ntitle = "Größe \\"2\\""\n[factorize]\nexclude = ["a", "b.c"]\n')

@@ -1,8 +1,10 @@
-"""Every recipe, found by glob: it names itself, is valid, can be planned, and trains."""
+"""Every recipe: it names itself, is valid, can be planned, and trains."""
 
 from __future__ import annotations
 
 import math
+import tomllib
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,10 @@ from factorized.planning.cost import count_parameters
 from factorized.vision.data.stand_in import known_shape, stand_in
 from factorized.vision.network import build_dense, plan_network
 from factorized.vision.recipe import Recipe
-from factorized.vision.recipes import SHIPPED, load_recipe, recipe_names
+from factorized.vision.recipes import check_recipe, load_recipe, merge, read_recipe, recipe_names, recipe_text
 from factorized.vision.train import train
 
-PATHS = sorted(SHIPPED.rglob("*.toml"))
-NAMES = [path.relative_to(SHIPPED).with_suffix("").as_posix() for path in PATHS]
+NAMES = recipe_names()
 RECIPES = {name: load_recipe(name) for name in NAMES}
 HEAVY = ("vgg19", "wrn28-10", "resnet110", "resnet56")
 BATCH = 2
@@ -36,22 +37,44 @@ def one_of_each_kind() -> list[str]:
 LIGHT = one_of_each_kind()
 
 
-def test_the_recipes_of_the_paper_are_there() -> None:
-    assert recipe_names() == sorted(NAMES)
-    assert len(NAMES) >= 159
-    for task in ("cifar10", "cifar100", "tiny-imagenet"):
-        assert f"{task}/resnet32x2-lowrank-0.1-si-fd" in NAMES
-    for depth in (20, 32, 56, 110):
-        variants = [f"{variant}-{decay}" for variant in ("full", "deep", "wide") for decay in ("wd", "fd")]
-        assert {f"cifar10/resnet{depth}", *(f"cifar10/resnet{depth}-{v}" for v in variants)} <= set(NAMES)
+def named(text: str) -> list[str]:
+    """Return the names that ``text`` stands for: words in a row, each ``a|b`` for one or the other."""
+    return ["".join(words) for words in product(*(part.split("|") for part in text.split()))]
 
 
-@pytest.mark.parametrize("path", PATHS, ids=NAMES)
-def test_a_recipe_opens_with_its_launch_command(path: Path) -> None:
-    name = path.relative_to(SHIPPED).with_suffix("").as_posix()
-    first = path.read_text().splitlines()[0]
+def test_these_are_the_recipes() -> None:
+    ours = "|-si|-fd|-si-fd"
+    over = "|-full-wd|-full-fd|-deep-wd|-deep-fd|-wide-wd|-wide-fd"
+    expected = [
+        *named("cifar10/|cifar100/|tiny-imagenet/ vgg19|resnet32x2"),
+        *(f"{name}{way}" for name in named("cifar10/|cifar100/ vgg19|resnet32x2 -lowrank- 0.1|0.05|0.02")
+          for way in ours.split("|")),
+        *(f"{name}{way}" for name in named("tiny-imagenet/vgg19-lowrank- 0.1|0.05|0.02") for way in ours.split("|")),
+        *(f"{name}{way}" for name in named("tiny-imagenet/resnet32x2-lowrank- 0.15|0.1|0.05")
+          for way in ours.split("|")),
+        "cifar10/wrn28-10",
+        *(f"{name}{si}" for name in named("cifar10/wrn28-10- lowrank|tt|tucker - 0.01667|0.06667 - wd|crs|fd")
+          for si in ("", "-si")),
+        *(f"{name}{way}" for name in named("cifar10/|cifar100/ resnet20|resnet32|resnet56|resnet110")
+          for way in over.split("|")),
+        *named("cifar10/resnet20-lowrank- wd|fd|si|si-fd|none|normalized"),
+        *(f"digits/resnet8-lowrank-0.1{way}" for way in ours.split("|")),
+        *named("digits/resnet8- wide-fd|tt-0.1-si-fd|tucker-0.1-si-fd"),
+        "digits/resnet8",
+    ]  # fmt: skip
+    assert sorted(expected) == NAMES
+    assert len(NAMES) == len(set(NAMES)) == 185
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_shown_below_its_launch_command_as_a_recipe_of_its_own(name: str) -> None:
+    text = recipe_text(name)
     embedded = RECIPES[name].data.name == "digits"
-    assert first == f"# factorized train {name}" + ("" if embedded else " --data DIR")
+    assert text.splitlines()[0] == f"# factorized train {name}" + ("" if embedded else " --data DIR")
+    table = tomllib.loads(text)
+    parent = table.pop("extends", None)
+    below = {} if parent is None else read_recipe(parent)
+    assert check_recipe({"name": name, **merge(below, table)}, name) == RECIPES[name]
 
 
 @pytest.mark.parametrize("name", NAMES)

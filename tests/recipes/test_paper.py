@@ -1,104 +1,122 @@
 """Every recipe of the paper aims at the paper's figure and trains as its appendix C says.
 
-Tables 1, 2 and 3 of the paper, with the deviations of its appendix (where table 2 is as errors in percent).
+The tables' files hold all figures of the paper's tables, those of others that it quotes included.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from factorized.vision.recipe import Recipe
-from factorized.vision.recipes import load_recipe, recipe_names
+from factorized.vision.recipes import load_recipe, paper_cells, recipe_names
 
-LOW_RANK = ("", "-si", "-fd", "-si-fd")  # a row for each, a column for each ratio
-TABLE_1 = {
-    ("cifar10/vgg19", "0.1 0.05 0.02"): """93.75±0.48
-        90.71±0.42 88.08±0.14 80.81±0.85
-        90.99±0.34 88.61±0.95 82.53±0.14
-        91.57±0.26 88.16±0.50 82.81±0.37
-        91.58±0.27 88.98±0.18 83.27±0.56""",
-    ("cifar100/vgg19", "0.1 0.05 0.02"): """73.42±0.17
-        62.32±0.26 54.97±5.28 42.80±3.14
-        63.77±0.93 58.51±1.90 45.02±3.24
-        64.07±1.58 59.34±2.97 45.73±2.62
-        65.61±1.48 60.10±1.29 46.43±1.26""",
-    ("tiny-imagenet/vgg19", "0.1 0.05 0.02"): """62.19±0.74
-        48.50±3.43 46.98±1.68 36.57±1.03
-        49.87±1.39 46.73±2.83 37.25±0.19
-        53.93±0.66 47.95±1.13 35.63±0.71
-        53.53±0.45 47.60±0.51 35.68±0.64""",
-    ("cifar10/resnet32x2", "0.1 0.05 0.02"): """94.49±0.29
-        93.59±0.12 92.45±0.69 87.95±0.91
-        92.52±0.66 91.72±0.63 87.36±0.65
-        92.92±0.29 89.44±0.25 83.05±1.02
-        94.34±0.34 92.90±0.43 87.97±0.86""",
-    ("cifar100/resnet32x2", "0.1 0.05 0.02"): """75.41±1.26
-        72.71±0.43 67.86±0.91 61.08±0.76
-        71.71±1.46 67.41±1.12 60.79±0.26
-        71.85±0.39 66.89±0.73 55.31±0.61
-        74.41±0.67 70.22±0.64 61.40±0.96""",
-    ("tiny-imagenet/resnet32x2", "0.15 0.1 0.05"): """63.02±0.94
-        60.82±0.72 58.72±0.53 55.39±1.02
-        59.53±1.41 57.60±0.88 55.00±0.90
-        59.45±0.82 57.24±0.61 54.15±1.22
-        62.24±0.39 60.25±1.02 55.97±0.48""",
-}
-# columns wd, crs, fd; a second row with SI
-TABLE_2 = {
-    "lowrank-0.01667": "7.62±0.08 8.63±0.87 7.23±0.32  7.72±0.11 8.83±0.17 7.26±0.45",
-    "tt-0.01667": "8.55±4.22 7.01±0.35 7.26±0.73  7.72±0.46 6.52±0.17 6.22±0.50",
-    "tucker-0.01667": "10.67±7.68 8.28±0.05 8.65±0.27  9.91±6.71 6.79±0.34 7.07±0.28",
-    "lowrank-0.06667": "5.31±0.06 5.86±0.22 3.89±0.17  5.49±0.42 5.53±0.72 3.86±0.22",
-    "tt-0.06667": "7.33±0.27 5.20±0.37 5.02±0.15  6.49±0.30 4.79±0.15 5.10±0.35",
-    "tucker-0.06667": "5.64±0.19 5.30±0.35 5.30±0.12  5.61±0.46 5.15±0.23 5.24±0.21",
-}
-# columns unfactorized, full, deep, wide with WD; full, deep, wide with FD
-TABLE_3 = {
-    "cifar10/resnet32": "92.66±0.34 92.11±0.36 91.37±0.09 92.26±0.35 93.32±0.07 93.11±0.13 93.36±0.11",
-    "cifar10/resnet56": "93.15±0.56 92.95±0.24 92.52±0.13 93.08±0.23 94.13±0.16 93.89±0.13 93.83±0.10",
-    "cifar10/resnet110": "93.61±0.28 93.73±0.16 93.25±0.07 93.53±0.07 94.28±0.05 94.42±0.09 94.13±0.05",
-    "cifar100/resnet32": "68.17±0.48 68.84±0.27 67.84±0.50 69.23±0.32 70.32±0.41 70.25±0.46 70.53±0.07",
-    "cifar100/resnet56": "70.25±0.30 70.60±0.53 69.62±0.35 70.69±0.21 72.79±0.37 72.28±0.26 73.01±0.39",
-    "cifar100/resnet110": "72.11±0.37 72.33±0.57 71.28±0.62 71.70±0.55 73.98±0.22 74.17±0.23 73.69±0.72",
-}
-
-
-def figures(text: str) -> list[tuple[float, float]]:
-    return [(float(mean), float(spread)) for mean, _, spread in (word.partition("±") for word in text.split())]
-
-
-def in_the_tables() -> dict[str, tuple[int, float, float]]:
-    """Return table, accuracy and deviation of every recipe that the tables have."""
-    found: dict[str, tuple[int, float, float]] = {}
-    for (model, columns), text in TABLE_1.items():
-        dense, *cells = figures(text)
-        names = [f"{model}-lowrank-{ratio}{way}" for way in LOW_RANK for ratio in columns.split()]
-        found |= {model: (1, *dense), **{name: (1, *cell) for name, cell in zip(names, cells, strict=True)}}
-    found["cifar10/wrn28-10"] = (2, 100 - 3.21, 0.22)
-    for scheme, text in TABLE_2.items():
-        names = [f"cifar10/wrn28-10-{scheme}-{decay}{si}" for si in ("", "-si") for decay in ("wd", "crs", "fd")]
-        found |= {name: (2, 100 - e, spread) for name, (e, spread) in zip(names, figures(text), strict=True)}
-    for model, text in TABLE_3.items():
-        ways = ["", *(f"-{way}-{decay}" for decay in ("wd", "fd") for way in ("full", "deep", "wide"))]
-        found |= {f"{model}{way}": (3, *cell) for way, cell in zip(ways, figures(text), strict=True)}
-    return found
-
-
-PAPER = in_the_tables()
 OURS = {name: load_recipe(name) for name in recipe_names()}
+CELLS = paper_cells()
 
 
-def test_every_cell_of_the_tables_has_a_recipe_with_its_figure() -> None:
-    assert len(PAPER) == 78 + 37 + 42
-    for name, (table, accuracy, deviation) in PAPER.items():
-        paper = OURS[name].paper
+def test_every_figure_of_the_papers_tables_is_there() -> None:
+    counted = Counter((cell.table, cell.metric, cell.quoted) for cell in CELLS if cell.figure is not None)
+    assert counted == {
+        (1, "accuracy", False): 2 * 3 * (1 + 4 * 3),  # models, data sets; dense, four ways at three ratios
+        (1, "accuracy", True): 2 * 3 * 4 * 3,
+        (2, "error", False): 1
+        + 2 * 3 * 6,  # dense; ratios, decompositions (Tucker's of table 7), decays with and without SI
+        (3, "accuracy", False): 2 * 3 * 7,  # data sets, depths, columns; deviations of table 8
+        (3, "accuracy", True): 4,
+        (3, "training parameters (M)", False): 2 * 3 * 7,
+        (3, "testing parameters (M)", False): 2 * 3 * 7,
+        (3, "testing parameters (M)", True): 2 * 3,
+        (4, "", False): 7 * 3,
+        (5, "accuracy", True): 3 * (2 + 10 * 3) + 2 * 2 * 3,  # two baselines, ten methods; two more on CIFAR
+        (6, "accuracy", True): 3 * (2 + 10 * 3) + 2 * 2 * 3 - 1,  # one is N/A
+        (8, "training time (hours)", False): 2 * 3 * 7,
+        (9, "", False): 6 * 3,
+        (9, "", True): 16 * 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("table", "metric", "grid", "row", "column", "figure", "deviation", "source"),
+    [
+        (1, "accuracy", "ResNet-32x2 on CIFAR-10", "Low-Rank (SI & FD)", "0.1", 94.34, 0.34, None),
+        (1, "accuracy", "VGG-19 NFC on CIFAR-100", "Low-Rank (SI & FD)", "0.05", 60.1, 1.29, None),
+        (1, "accuracy", "ResNet-32x2 on Tiny-ImageNet", "Low-Rank (FD)", "0.05", 54.15, 1.22, None),
+        (1, "accuracy", "VGG-19 NFC on Tiny-ImageNet", "Dynamic Sparsity", "0.02", 58.36, None, "wang:20a"),
+        (2, "error", "WideResNet-28-10 on CIFAR-10", "Tensor-Train 0.01667", "FD & SI", 6.22, 0.5, None),
+        (2, "error", "WideResNet-28-10 on CIFAR-10", "Tucker 0.01667", "WD", 10.67, 7.68, None),
+        (3, "accuracy", "CIFAR-100", "110", "deep FD", 74.17, 0.23, None),
+        (3, "accuracy", "CIFAR-100", "56", "DO-Conv", 70.78, None, "cao:20"),
+        (3, "training parameters (M)", "CIFAR-10", "110", "wide FD", 10.39, None, None),
+        (4, "", "BERT large", "FLAMBé (SI & FD), 0.5", "F1", 90.55, None, None),
+        (5, "accuracy", "VGG-19 NFC on CIFAR-10", "LR Rewinding (renda:20)", "0.02", 10.0, 0.0, "su:20"),
+        (6, "accuracy", "ResNet-32x2 on CIFAR-100", "baseline", "uncompressed", 74.57, None, "su:20"),
+        (8, "training time (hours)", "CIFAR-10", "56", "full FD", 2.22, 0.07, None),
+        (9, "", "ResNet-32 on CIFAR-100", "SD, self", "change", 2.79, None, "xu:19"),
+    ],
+)
+def test_a_figure_stands_where_the_paper_has_it(
+    table: int,
+    metric: str,
+    grid: str,
+    row: str,
+    column: str,
+    figure: float,
+    deviation: float | None,
+    source: str | None,
+) -> None:
+    place = (table, metric, grid, row, column, source)
+    (cell,) = [c for c in CELLS if (c.table, c.metric, c.grid, c.row, c.column, c.source) == place]
+    assert (cell.figure, cell.deviation) == (figure, deviation)
+
+
+BEST_OF = {
+    "Pruning": ("OBD", "MLPrune"),
+    "Lottery (w. hybrid/rewind)": ("LT", "LR Rewinding", "Hybrid Tickets"),
+    "Dynamic Sparsity": ("DSR", "SET", "Deep-R"),
+    "Fixed Sparsity": ("SNIP", "GraSP", "Random Tickets"),
+}
+
+
+def test_what_table_1_quotes_is_the_best_of_tables_5_and_6() -> None:
+    for cell in CELLS:
+        if cell.table == 1 and cell.quoted:
+            place, methods = (cell.grid, cell.column), BEST_OF[cell.row]
+            single = [c for c in CELLS if c.table in (5, 6) and (c.grid, c.column) == place]
+            assert cell.figure == max(c.figure or 0 for c in single if c.row.startswith(methods)), cell
+
+
+def test_table_9_repeats_table_3_and_its_changes_are_differences() -> None:
+    third = {
+        (f"ResNet-{c.row} on {c.grid}", c.column): c.figure for c in CELLS if (c.table, c.metric) == (3, "accuracy")
+    }
+    ninth = {(c.grid, c.row, c.source): {} for c in CELLS if c.table == 9}
+    for cell in CELLS:
+        if cell.table == 9:
+            ninth[cell.grid, cell.row, cell.source][cell.column] = cell.figure
+    for (grid, row, source), told in ninth.items():
+        assert told["change"] == pytest.approx(told["distilled"] - told["baseline"]), (grid, row)
+        if source is None:
+            assert told["baseline"] == third[grid, "unfactorized"]
+            assert told["distilled"] == third[grid, f"{row.split()[0]} FD"]
+
+
+def test_every_cell_of_the_papers_own_has_a_recipe_with_its_figure() -> None:
+    own = [c for c in CELLS if c.metric in ("accuracy", "error") and not c.quoted and c.figure is not None]
+    assert len(own) == 78 + 37 + 42
+    for cell in own:
+        paper = OURS[cell.recipe or ""].paper
         assert paper is not None
-        assert (paper.table, paper.deviation) == (table, pytest.approx(deviation)), name
-        assert paper.accuracy == pytest.approx(accuracy, abs=1e-9), name
+        assert cell.figure is not None
+        accuracy = 100 - cell.figure if cell.metric == "error" else cell.figure
+        assert (paper.table, paper.deviation) == (cell.table, cell.deviation)
+        assert paper.accuracy == pytest.approx(accuracy, abs=1e-9)
 
 
 def test_no_other_recipe_claims_a_figure_of_a_table() -> None:
-    assert {name for name, recipe in OURS.items() if recipe.paper and recipe.paper.table} == set(PAPER)
+    claimed = {name for name, recipe in OURS.items() if recipe.paper and recipe.paper.table}
+    assert claimed == {cell.recipe for cell in CELLS if cell.recipe and cell.figure is not None}
 
 
 def learning_rates(recipe: Recipe) -> list[tuple[int, float]]:

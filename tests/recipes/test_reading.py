@@ -30,6 +30,15 @@ def test_a_recipe_of_ones_own_extends_a_shipped_one_without_its_figure(tmp_path:
     assert (recipe.name, recipe.schedule.epochs, recipe.data.name) == ("own", 3, "cifar10")
 
 
+def test_a_recipe_of_ones_own_extends_a_cell_of_a_table(tmp_path: Path) -> None:
+    text = 'extends = "cifar10/resnet32x2-lowrank-0.1-si-fd"\n[factorize]\nrank_scale = 0.5\n'
+    recipe = load_recipe(write(tmp_path, "own", text))
+    assert (recipe.name, recipe.paper, recipe.decay.kind) == ("own", None, "frobenius")
+    assert recipe.factorize.budget == {"rank_scale": 0.5}
+    assert recipe.factorize.init == "spectral"
+    assert load_recipe("cifar10/resnet32x2-lowrank-0.1-si-fd").factorize.budget == {"ratio": 0.1}
+
+
 def test_recipes_that_extend_each_other_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "a", 'extends = "b.toml"\n')
     with pytest.raises(ValueError, match="extends itself, by way of a -> b"):
