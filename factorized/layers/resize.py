@@ -11,6 +11,7 @@ from factorized.adapters.family import is_transposed
 from factorized.adapters.table import read_attention
 from factorized.adapters.unit import KINDS, AttentionUnit, Projection, Shrunken
 from factorized.layers.attention import Matrices, check_finite, drawn_matrices, spectral_matrices, write_matrices
+from factorized.layers.composed import added_attributes
 from factorized.layers.draw import Init
 from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
@@ -79,13 +80,25 @@ def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn
         if part.bias is not None:
             like = was.weight if was.bias is None else was.bias
             trains[part.bias] = trains.get(part.bias, False) or like.requires_grad
-        new.get_submodule(part.path).train(old.module.get_submodule(was.path).training)
+        layer, replaced = new.get_submodule(part.path), old.module.get_submodule(was.path)
+        layer.train(replaced.training)
+        for name, value in _added(replaced).items():
+            setattr(layer, name, value)
+        vars(part.weight).update(vars(was.weight))
+        if part.bias is not None and was.bias is not None:
+            vars(part.bias).update(vars(was.bias))
     new.training = old.module.training
     for parameter, does in trains.items():
         parameter.requires_grad_(does)
     if matrices is not None and not old.query.weight.is_meta:
         write_matrices(_read(new), matrices)
     return new
+
+
+def _added(layer: nn.Module) -> dict[str, object]:
+    # Those of this package are padded: what was set on the layers they replace is not known any more.
+    own = isinstance(layer, (HeadsIn, HeadsOut, ShrunkenMultiheadAttention))
+    return {} if own else added_attributes(layer)
 
 
 def _read(module: nn.Module) -> AttentionUnit:

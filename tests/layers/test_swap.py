@@ -92,13 +92,14 @@ def shared_weight() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("init", ["spectral", "kaiming", nn.init.ones_])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_is_named_and_nothing_changes(value: float) -> None:
+def test_a_weight_that_is_not_finite_is_named_and_nothing_changes(value: float, init: Any) -> None:
     model = stack()
     with torch.no_grad():
         model[4].weight[3, 5] = value
     with unchanged(model), pytest.raises(ValueError, match=r"^4: weight holds NaN or infinite.*nothing was changed"):
-        fz.factorize(model, rank=2)
+        fz.factorize(model, rank=2, init=init)
 
 
 def test_a_failure_in_the_second_batch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +259,106 @@ def test_a_compiled_layer_is_replaced_inside_its_wrapper() -> None:
     assert isinstance(model.get_submodule("3._orig_mod"), fz.FactorizedLinear)
     torch.testing.assert_close(model(x), plain(x))
     assert not torch.allclose(stack()(x), plain(x))
+
+
+def test_plain_attributes_of_a_weight_go_to_its_factors_and_those_of_a_layer_to_the_new_one_and_back() -> None:
+    model = stack()
+    model[3].weight.no_weight_decay = True
+    model[3].weight.optim = {"lr": 0.1}
+    model[3].role = "bottleneck"
+    fz.factorize(model, fz.LowRank(), rank=2)
+    for factor in model[3].factors:
+        assert factor.no_weight_decay is True
+        assert factor.optim == {"lr": 0.1}
+    assert model[3].role == "bottleneck"
+    assert vars(model[4].U) == {}
+    assert not hasattr(model[4], "role")
+    assert fz.compose(model)[3].role == "bottleneck"
+    assert fz.lower(model)[3].role == "bottleneck"
+
+
+def test_hooks_around_a_factorized_layer_go_on_in_what_it_is_composed_to() -> None:
+    model = fz.factorize(stack(), rank=2)
+    seen: list[str] = []
+    model[3].register_forward_hook(lambda module, _, keys, out: seen.append("after"), with_kwargs=True)
+    model[3].register_forward_pre_hook(lambda *_: seen.append("before"))
+    model[3].register_full_backward_hook(lambda *_: seen.append("backward"))
+    for plain in (fz.compose(model), fz.lower(model)):
+        plain(torch.randn(2, 3, 8)).sum().backward()
+        assert seen == ["before", "after", "backward"]
+        seen.clear()
+
+
+def hook_on_the_weight(layer: nn.Module) -> None:
+    layer.weight.register_hook(lambda gradient: gradient)
+
+
+def hook_on_the_layer(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda *_: None)
+
+
+def attribute_of_the_tensor(layer: nn.Module) -> None:
+    layer.weight.tensor_model_parallel = True
+
+
+def attribute_with_a_taken_name(layer: nn.Module) -> None:
+    layer.rank = 3
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (hook_on_the_weight, "3: its weight has a gradient hook.*register one on the factors afterwards"),
+        (hook_on_the_layer, "3: has hooks that a replacement would lose"),
+        (attribute_of_the_tensor, "3: its weight has the attribute 'tensor_model_parallel'.*delete the attribute"),
+        (attribute_with_a_taken_name, "3: its attribute 'rank' has the name of one that FactorizedLinear has"),
+    ],
+)
+def test_what_was_put_on_a_layer_after_planning_and_would_be_lost_is_refused(put: Any, message: str) -> None:
+    model = stack()
+    plan = fz.plan(model, rank=2)
+    put(model[3])
+    with unchanged(model), pytest.raises(ValueError, match=f"^{message}.*Nothing was changed"):
+        fz.factorize(model, plan)
+
+
+def test_factorizing_twice_says_how_to_start_anew() -> None:
+    model = fz.factorize(stack(), rank=2)
+    with pytest.raises(ValueError, match=r"already factorized; to choose its rank anew, fz\.compose"):
+        fz.factorize(model, rank=1)
+
+
+NO_MODELS = [
+    (nn.Linear, r"got the class Linear; make one first: Linear\(...\)"),
+    ({"weight": torch.ones(2, 2)}, "got a dict; load a state dict into a model first"),
+    ([nn.Linear(2, 2)], "got a list; put several modules into one"),
+    (None, "got None; pass the model itself"),
+]
+CALLS = {
+    "plan": lambda model: fz.plan(model, rank=1),
+    "factorize": lambda model: fz.factorize(model, rank=1),
+    "factorize_attention": lambda model: fz.factorize_attention(model),
+    "spectral_init_attention": lambda model: fz.spectral_init_attention(model),
+    "compose": lambda model: fz.compose(model),
+    "lower": lambda model: fz.lower(model),
+    "forms": lambda model: fz.forms(model),
+    "parameter_groups": lambda model: fz.parameter_groups(model, 1e-4),
+    "FrobeniusDecay": lambda model: fz.FrobeniusDecay(model, 1e-4),
+    "NuclearDecay": lambda model: fz.NuclearDecay(model, 1e-4),
+    "NormMatcher": lambda model: fz.NormMatcher(model),
+    "diagnose": lambda model: fz.diagnose(model, 0.1),
+    "margin_bounds": lambda model: fz.margin_bounds(model, []),
+    "autotune": lambda model: fz.autotune(model, torch.ones(1)),
+    "drop_connect": lambda model: fz.drop_connect(model, 0.5),
+    "save": lambda model: fz.save(model, "no/such/folder"),
+    "load": lambda model: fz.load("no/such/folder", model),
+    "load_dense": lambda model: fz.load_dense(model, {}),
+    "save_pretrained": lambda model: fz.save_pretrained(model, "no/such/folder"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize(("given", "message"), NO_MODELS, ids=["class", "state dict", "list", "None"])
+def test_what_is_no_model_is_refused_by_every_call_that_takes_one(given: Any, message: str, call: Any) -> None:
+    with pytest.raises(ValueError, match=f"^model must be an nn.Module, {message}"):
+        call(given)
