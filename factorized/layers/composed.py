@@ -170,7 +170,7 @@ class ComposedLayer(nn.Module):
 
     def carry(self, dense: nn.Module) -> None:
         """Take over the attributes set on a dense layer, and let every factor have those set on its weight."""
-        added = added_attributes(dense)
+        added = added_attributes(dense, *(1,) * (3 if isinstance(dense, _ConvNd) else 2))
         taken = sorted(name for name in added if hasattr(self, name))
         if taken:
             raise ValueError(
@@ -198,11 +198,10 @@ class ComposedLayer(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"  # one line: the lists of factors are in the sizes
 
 
-def added_attributes(module: nn.Module) -> dict[str, object]:
-    """Return the attributes that were set on a module after it was made: those that a fresh one has not."""
-    sizes = 3 if isinstance(module, _ConvNd) else 2
+def added_attributes(module: nn.Module, *arguments: object) -> dict[str, object]:
+    """Return the attributes that were set on a module after it was made: those that one of these arguments has not."""
     with torch.device("meta"):
-        fresh = type(module)(*(1,) * sizes)
+        fresh = type(module)(*arguments)
     standard = {*vars(fresh), "_compiled_call_impl"}  # the latter, of module.compile(), would go on calling the old one
     return {name: value for name, value in vars(module).items() if name not in standard}
 

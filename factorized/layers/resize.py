@@ -17,6 +17,13 @@ from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
 from factorized.planning.plan import PlanEntry
 
+# Arguments for the smallest module of each class that takes more than two sizes.
+SMALLEST: dict[type[nn.Module], tuple[object, ...]] = {
+    HeadsIn: (1, ((1, 1),), 1),
+    HeadsOut: (1, 1, 1, 1),
+    ShrunkenMultiheadAttention: (1, 1, 1, 1),
+}
+
 
 def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
     """Return a module like the unit's with heads of these sizes, holding ``matrices``; None leaves them unfilled.
@@ -82,11 +89,13 @@ def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn
             trains[part.bias] = trains.get(part.bias, False) or like.requires_grad
         layer, replaced = new.get_submodule(part.path), old.module.get_submodule(was.path)
         layer.train(replaced.training)
-        for name, value in _added(replaced).items():
-            setattr(layer, name, value)
+        if layer is not new and replaced is not old.module:
+            _copy_added(replaced, layer)
         vars(part.weight).update(vars(was.weight))
         if part.bias is not None and was.bias is not None:
             vars(part.bias).update(vars(was.bias))
+    if type(new) is not type(old.module):  # nn.MultiheadAttention; a copy of any other class has them
+        _copy_added(old.module, new)
     new.training = old.module.training
     for parameter, does in trains.items():
         parameter.requires_grad_(does)
@@ -95,10 +104,10 @@ def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn
     return new
 
 
-def _added(layer: nn.Module) -> dict[str, object]:
-    # Those of this package are padded: what was set on the layers they replace is not known any more.
-    own = isinstance(layer, (HeadsIn, HeadsOut, ShrunkenMultiheadAttention))
-    return {} if own else added_attributes(layer)
+def _copy_added(old: nn.Module, new: nn.Module) -> None:
+    for name, value in added_attributes(old, *SMALLEST.get(type(old), (1, 1))).items():
+        if not hasattr(new, name):
+            setattr(new, name, value)
 
 
 def _read(module: nn.Module) -> AttentionUnit:

@@ -16,7 +16,7 @@ from factorized.layers.swap import build_layers, install, refuse_wrapped
 from factorized.planning.assemble import attention_plan
 from factorized.planning.model import check_model
 from factorized.planning.plan import Plan
-from factorized.planning.replaceable import why_tied
+from factorized.planning.replaceable import why_not_decomposed, why_tied
 from factorized.planning.select import find_candidates
 
 
@@ -122,6 +122,9 @@ def _checked_unit(read: Found, kinds: Sequence[FormKind]) -> AttentionUnit:
         )
     if any(isinstance(projection.weight, DTensor) for projection in unit.projections):
         raise ValueError(f"{name}: its weights are sharded over processes; do this before fully_shard")
+    for projection in unit.projections:
+        if (reason := why_not_decomposed(projection.weight)) is not None:
+            raise ValueError(f"{name}: of its projections, {reason}. Nothing was changed")
     if not unit.query.weight.is_meta:
         check_finite(unit, name)
     return unit

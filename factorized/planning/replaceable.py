@@ -42,17 +42,24 @@ def why_not_replaced(module: nn.Module) -> str | None:
     return why_weight_stays(weight) if weight is not None else None
 
 
-def why_weight_stays(weight: Tensor) -> str | None:
-    """Return why other tensors cannot take the place of a weight, or None.
-
-    Attributes that are plain values (``weight.no_weight_decay = True``) say how to train it, and go to the new tensors.
-    """
+def why_not_decomposed(weight: Tensor) -> str | None:
+    """Return why a weight has no singular value decomposition here, by its class and type, or None."""
     if type(weight) not in KNOWN_TENSORS:
         return f"its weight is a {type(weight).__name__}, not a plain parameter"
     if weight.dtype not in FLOATS:
         kind = str(weight.dtype).removeprefix("torch.")
         plain = "not floating point" if not weight.is_floating_point() else "which cannot be decomposed; cast it first"
         return f"its weight is {kind}, {plain}"
+    return None
+
+
+def why_weight_stays(weight: Tensor) -> str | None:
+    """Return why other tensors cannot take the place of a weight, or None.
+
+    Attributes that are plain values (``weight.no_weight_decay = True``) say how to train it, and go to the new tensors.
+    """
+    if (reason := why_not_decomposed(weight)) is not None:
+        return reason
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return (
             "its weight has a gradient hook, which means nothing for factors; remove the hook, and register one on the "
