@@ -9,16 +9,16 @@ import typing
 
 if typing.TYPE_CHECKING:
     from factorized.public import *  # noqa: F403
+else:  # a type checker would take any name for one that this function finds
 
-
-def __getattr__(name: str) -> object:
-    if name.startswith("__") and name not in ("__all__", "__version__"):
-        raise AttributeError(f"module 'factorized' has no attribute {name!r}")
-    public = vars(importlib.import_module("factorized.public"))
-    if name != "__all__" and name not in public["__all__"]:
-        raise AttributeError(f"module 'factorized' has no attribute {name!r}")
-    globals().update({shared: public[shared] for shared in ("__all__", *public["__all__"])})
-    return public[name]
+    def __getattr__(name: str) -> object:
+        if name.startswith("__") and name not in ("__all__", "__version__"):
+            raise AttributeError(f"module 'factorized' has no attribute {name!r}")
+        public = vars(importlib.import_module("factorized.public"))
+        if name != "__all__" and name not in public["__all__"]:
+            raise AttributeError(f"module 'factorized' has no attribute {name!r}")
+        globals().update({shared: public[shared] for shared in ("__all__", *public["__all__"])})
+        return public[name]
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ import typer
 
 from factorized.cli.arguments import Data, Device, Run, examples
 from factorized.cli.console import say
+from factorized.vision.data.extras import install_command
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ def _write_checked(
             raise ValueError(f"cannot write {path}: {problem.strerror}; name another file by --out") from problem
         function = read_network(to.value, temporary, plain, device)
         if function is None:
-            say(f"accuracy before {expected:.2f} %; the file was written and not run: pip install onnxruntime")
+            say(f"accuracy before {expected:.2f} %; the file was written and not run: {install_command('onnx')}")
         else:
             after = logits_on_test(function, images, device)
             accuracy, error = accuracy_of(after, images), (after - before).abs().max().item()

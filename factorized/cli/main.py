@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from factorized.cli.processes import process_number
+from factorized.vision.data.extras import install_command
 from factorized.vision.interrupt import Interrupted
 
 STOPPED = 128 + signal.SIGINT
@@ -46,7 +47,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
         return error.exit_code
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS and "pip install" not in str(error):
-        _complain(f"this needs {missing}, which is not installed: pip install 'factorized[vision]'")
+        _complain(f"this needs {missing}, which is not installed: {install_command('vision')}")
     elif isinstance(error, (ValueError, OSError, ImportError)):
         _complain(str(error))
     elif (misused := _misuse(error)) is not None:

@@ -21,6 +21,7 @@ from factorized.layers.tensor import TensorizedLayer
 from factorized.maths.frobenius import compose, frobenius_norm_squared
 from factorized.maths.kernel import KernelShape, grouped, to_matrix
 from factorized.maths.tensor_format import TensorFormat
+from factorized.planning.model import check_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +169,7 @@ def forms(model: nn.Module) -> list[AnyForm]:
     Attention is two products a module, of the kinds ``"qk"`` and ``"ov"``, where an adapter can read it: see
     ``fz.register_attention``.
     """
+    check_model(model)
     found: dict[tuple[object, ...], AnyForm] = {}
     attention = {read.module: read.unit for read in find_attention(model)}
     for name, module in model.named_modules():

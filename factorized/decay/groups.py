@@ -11,6 +11,7 @@ from factorized.adapters.unit import are_kinds
 from factorized.decay.forms import AnyForm, factor_parameters, forms, is_attention
 from factorized.decay.rest import REST_DECAY, packed_parameters
 from factorized.decay.strength import check_number
+from factorized.planning.model import check_model
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -42,6 +43,7 @@ def parameter_groups(
     are decayed by ``weight_decay`` times their share of the dense weight's parameters, and attention like any weight.
     Frozen parameters are left out.
     """
+    check_model(model)
     check_number("weight_decay", weight_decay)
     if not are_kinds(attention):
         raise ValueError(f'attention must be a list of "ov" and "qk", got {attention!r}')

@@ -16,7 +16,7 @@ from factorized.layers.nested import allow_nested_tensors
 from factorized.layers.resize import plain_module
 from factorized.layers.swap import replace_module
 from factorized.planning.attention import AttentionCost
-from factorized.planning.names import module_names
+from factorized.planning.model import module_names
 from factorized.planning.plan import PlanEntry
 
 

@@ -36,6 +36,7 @@ from factorized.deploy.state import (
 from factorized.deploy.whole_file import write_whole
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import build_layers, install, refuse_wrapped, replace_module
+from factorized.planning.model import check_model
 from factorized.planning.plan import Plan
 from factorized.version import __version__
 
@@ -49,6 +50,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     Models wrapped by ``torch.compile`` or ``DistributedDataParallel`` are saved as what they wrap. Of a sharded model
     (``fully_shard``) every rank calls this: the shards are gathered, rank 0 writes, and all return when it has.
     """
+    check_model(model)
     model = unwrapped(model)
     plan = describe(model)
     tensors, aliases = distinct_tensors(plain_state(model))
@@ -93,6 +95,7 @@ def load(
     The weights end up on ``device`` and in ``dtype``, or where and as the model is; one on the meta device becomes
     real. The file is compared with the model before anything is changed.
     """
+    check_model(model)
     refuse_wrapped(model)
     inside = unwrapped(model)
     manifest = _read_manifest(Path(folder))

@@ -13,6 +13,7 @@ from factorized.deploy.attention import shrunken_attention, with_plain_attention
 from factorized.deploy.state import is_sharded
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import replace_module
+from factorized.planning.model import check_model
 
 
 class SharedWeights:
@@ -61,6 +62,7 @@ def convert(
 
     Shrunken attention is replaced by its own class with heads of ``head_size``.
     """
+    check_model(model)
     if is_sharded(model):
         raise ValueError(
             f"{type(model).__name__} is sharded over processes and cannot be copied; fz.save it, which gathers, and "
@@ -76,6 +78,7 @@ def convert(
     shared = SharedWeights()
     for layer, names in places.items():
         plain = to_plain(layer, shared)
+        layer.hand_back(plain)
         for name in names:
             copy = replace_module(copy, name, plain)
     return with_plain_attention(copy, head_size)

@@ -12,7 +12,7 @@ from factorized.deploy.state import Shapes, check_same, is_sharded, named_slots,
 from factorized.layers.attention import write_matrices
 from factorized.layers.batch import decompose_all
 from factorized.layers.composed import ComposedLayer
-from factorized.planning.names import module_names
+from factorized.planning.model import check_model, module_names
 
 
 def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
@@ -22,6 +22,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
     understood; of tied weights one name is enough. Names, shapes and values are checked before anything is changed.
     """
+    check_model(model)
     inside = unwrapped(model)
     state = {plain_name(key): value for key, value in state_dict.items()}
     layers = {

@@ -10,7 +10,7 @@ from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
 from factorized.layers.tensor import TensorizedLayer
-from factorized.planning.names import module_names
+from factorized.planning.model import check_model, module_names
 from factorized.planning.plan import Plan, PlanEntry, TensorEntry
 from factorized.planning.scheme import LowRank, Overcomplete, Scheme
 from factorized.planning.tensor_scheme import TensorTrain, Tucker
@@ -21,6 +21,7 @@ def describe(model: nn.Module) -> Plan:
 
     It holds however the layers came to be: by several calls of ``fz.factorize``, or by hand.
     """
+    check_model(model)
     places = {
         module: [plain_name(name) for name in names]
         for module, names in module_names(model).items()

@@ -14,12 +14,14 @@ from torch import nn
 
 from factorized.deploy.checkpoint import MANIFEST, load, save
 from factorized.deploy.state import unwrapped
+from factorized.planning.model import check_model
 
 GENERATION = "generation_config.json"
 
 
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Write a factorized transformers model: its config files as transformers does, weights and plan as ``fz.save``."""
+    check_model(model)
     inside: Any = unwrapped(model)
     config = getattr(inside, "config", None)
     if config is None or not callable(getattr(config, "save_pretrained", None)):

@@ -15,6 +15,7 @@ from factorized.layers.composed import ComposedLayer
 from factorized.maths.frobenius import computable, without_autocast
 from factorized.maths.kernel import KernelShape, grouped, to_matrix
 from factorized.maths.spectral import factor_spectrum
+from factorized.planning.model import check_model
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def margin_bounds(
     each layer's own norm is used, which is the same theorem and sharper. (As printed, corollary A.1 has both σ²ᴸ and
     the product of the norms; the theorem that it applies has the product alone.)
     """
+    check_model(model)
     if gamma is not None and not (_is_number(gamma) and gamma > 0):
         raise ValueError(f"the margin gamma must be a finite number above 0, got {gamma!r}")
     if not (_is_number(delta) and 0 < delta < 1):

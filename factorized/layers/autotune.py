@@ -15,6 +15,7 @@ from factorized.layers.tensor_linear import TensorizedLinear
 from factorized.layers.timing import median_milliseconds, training_step
 from factorized.layers.transposed import FactorizedTransposedLinear
 from factorized.planning.cost import ExampleInput, run_once
+from factorized.planning.model import check_model
 
 Tunable = FactorizedConv | FactorizedLinear | FactorizedTransposedLinear | TensorizedConv2d | TensorizedLinear
 
@@ -33,6 +34,7 @@ def autotune(
     that see the same are timed once. ``compiled=True`` times them compiled, as they would run in a compiled model
     (inside a CUDA graph on CUDA): slower to tune, and it often chooses differently.
     """
+    check_model(model)
     names = {module: name for name, module in model.named_modules() if isinstance(module, Tunable)}
     if not names:
         raise ValueError(

@@ -13,12 +13,17 @@ from factorized.layers.composed import ComposedLayer
 STACKED_ENTRIES = 2**25
 
 
+def refuse_not_finite(weights: Mapping[str, Tensor]) -> None:
+    """Raise with the name of the first weight that holds NaN or infinite values."""
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"{name or 'the model'}: weight holds NaN or infinite values; nothing was changed")
+
+
 @torch.no_grad()
 def decompose_all(weights: Mapping[str, Tensor], layers: Mapping[str, ComposedLayer]) -> dict[str, tuple[Tensor, ...]]:
     """Return the factors of every weight for the layer of the same name; weights of one shape in a batch."""
-    for name, weight in weights.items():
-        if not torch.isfinite(weight).all():
-            raise ValueError(f"{name}: weight holds NaN or infinite values; nothing was changed")
+    refuse_not_finite(weights)
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, weight in weights.items():
         alike.setdefault((layers[name].alike, weight.dtype, weight.device), []).append(name)

@@ -11,9 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 from factorized.layers.draw import Init, check_init, draw_bias, draw_dense
 from factorized.maths.kernel import KernelShape
+
+CALL_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 
 
 class ComposedLayer(nn.Module):
@@ -25,6 +37,7 @@ class ComposedLayer(nn.Module):
         super().__init__()
         self.shape = shape
         self.drop_connect = 0.0  # share of the product's entries dropped in training, see fz.drop_connect
+        self.carried: tuple[str, ...] = ()  # attributes that were set on the dense layer, see ``carry``
         self.decay_in_backward = 0.0  # added to the gradient of a composed weight, see fz.FrobeniusDecay
 
     @property
@@ -155,12 +168,42 @@ class ComposedLayer(nn.Module):
             self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
         self.train(dense.training)
 
+    def carry(self, dense: nn.Module) -> None:
+        """Take over the attributes set on a dense layer, and let every factor have those set on its weight."""
+        added = added_attributes(dense, *(1,) * (3 if isinstance(dense, _ConvNd) else 2))
+        taken = sorted(name for name in added if hasattr(self, name))
+        if taken:
+            raise ValueError(
+                f"its attribute {taken[0]!r} has the name of one that {type(self).__name__} has; rename it. Nothing "
+                "was changed"
+            )
+        for name, value in added.items():
+            setattr(self, name, value)
+        self.carried = tuple(added)
+        for factor in self.factors:
+            vars(factor).update(vars(dense.weight))
+
+    def hand_back(self, plain: nn.Module) -> None:
+        """Give the plain module in this layer's place what was set on the dense one, and the hooks of this layer."""
+        for name in self.carried:
+            setattr(plain, name, getattr(self, name))
+        for name in CALL_HOOKS:
+            plain.__dict__[name] = self.__dict__[name]
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles carry: no decay is attached to an optimizer of theirs."""
         return {**self.__dict__, "decay_in_backward": 0.0}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # one line: the lists of factors are in the sizes
+
+
+def added_attributes(module: nn.Module, *arguments: object) -> dict[str, object]:
+    """Return the attributes that were set on a module after it was made: those that one of these arguments has not."""
+    with torch.device("meta"):
+        fresh = type(module)(*arguments)
+    standard = {*vars(fresh), "_compiled_call_impl"}  # the latter, of module.compile(), would go on calling the old one
+    return {name: value for name, value in vars(module).items() if name not in standard}
 
 
 def check_dense(dense: nn.Module, expected: type[nn.Module]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from factorized.layers.composed import ComposedLayer
+from factorized.planning.model import check_model
 
 
 def drop_connect(model: nn.Module, share: float) -> nn.Module:
@@ -13,6 +14,7 @@ def drop_connect(model: nn.Module, share: float) -> nn.Module:
     DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion asks for. The layers compose their
     weight for it in training; in evaluation they run as before. ``share=0`` turns it off.
     """
+    check_model(model)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
         raise ValueError(f"share must be in [0, 1), got {share!r}")
     layers = [module for module in model.modules() if isinstance(module, ComposedLayer)]

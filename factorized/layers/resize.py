@@ -11,10 +11,18 @@ from factorized.adapters.family import is_transposed
 from factorized.adapters.table import read_attention
 from factorized.adapters.unit import KINDS, AttentionUnit, Projection, Shrunken
 from factorized.layers.attention import Matrices, check_finite, drawn_matrices, spectral_matrices, write_matrices
+from factorized.layers.composed import added_attributes
 from factorized.layers.draw import Init
 from factorized.layers.heads import HeadsIn, HeadsOut
 from factorized.layers.multihead import ShrunkenMultiheadAttention
 from factorized.planning.plan import PlanEntry
+
+# Arguments for the smallest module of each class that takes more than two sizes.
+SMALLEST: dict[type[nn.Module], tuple[object, ...]] = {
+    HeadsIn: (1, ((1, 1),), 1),
+    HeadsOut: (1, 1, 1, 1),
+    ShrunkenMultiheadAttention: (1, 1, 1, 1),
+}
 
 
 def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
@@ -79,13 +87,27 @@ def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn
         if part.bias is not None:
             like = was.weight if was.bias is None else was.bias
             trains[part.bias] = trains.get(part.bias, False) or like.requires_grad
-        new.get_submodule(part.path).train(old.module.get_submodule(was.path).training)
+        layer, replaced = new.get_submodule(part.path), old.module.get_submodule(was.path)
+        layer.train(replaced.training)
+        if layer is not new and replaced is not old.module:
+            _copy_added(replaced, layer)
+        vars(part.weight).update(vars(was.weight))
+        if part.bias is not None and was.bias is not None:
+            vars(part.bias).update(vars(was.bias))
+    if type(new) is not type(old.module):  # nn.MultiheadAttention; a copy of any other class has them
+        _copy_added(old.module, new)
     new.training = old.module.training
     for parameter, does in trains.items():
         parameter.requires_grad_(does)
     if matrices is not None and not old.query.weight.is_meta:
         write_matrices(_read(new), matrices)
     return new
+
+
+def _copy_added(old: nn.Module, new: nn.Module) -> None:
+    for name, value in added_attributes(old, *SMALLEST.get(type(old), (1, 1))).items():
+        if not hasattr(new, name):
+            setattr(new, name, value)
 
 
 def _read(module: nn.Module) -> AttentionUnit:

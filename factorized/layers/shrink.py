@@ -14,9 +14,10 @@ from factorized.layers.attention import check_finite, spectral_matrices, write_m
 from factorized.layers.draw import Init, check_init
 from factorized.layers.swap import build_layers, install, refuse_wrapped
 from factorized.planning.assemble import attention_plan
+from factorized.planning.model import check_model
 from factorized.planning.plan import Plan
+from factorized.planning.replaceable import why_not_decomposed, why_tied
 from factorized.planning.select import find_candidates
-from factorized.planning.shrinkable import why_tied
 
 
 def factorize_attention(
@@ -98,6 +99,7 @@ def _checked_scales(rank_scale: float | Mapping[FormKind, float], kinds: Sequenc
 
 def _units(model: nn.Module, kinds: Sequence[FormKind]) -> dict[str, AttentionUnit]:
     """Return every attention module of ``model``, read, or raise with what stands against changing one of them."""
+    check_model(model)
     refuse_wrapped(model)
     found = list(find_attention(model))
     if not found:
@@ -120,6 +122,9 @@ def _checked_unit(read: Found, kinds: Sequence[FormKind]) -> AttentionUnit:
         )
     if any(isinstance(projection.weight, DTensor) for projection in unit.projections):
         raise ValueError(f"{name}: its weights are sharded over processes; do this before fully_shard")
+    for projection in unit.projections:
+        if (reason := why_not_decomposed(projection.weight)) is not None:
+            raise ValueError(f"{name}: of its projections, {reason}. Nothing was changed")
     if not unit.query.weight.is_meta:
         check_finite(unit, name)
     return unit

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from factorized.adapters.family import is_transposed
+from factorized.adapters.table import read_attention
 from factorized.adapters.unit import FormKind
-from factorized.layers.batch import decompose_all
+from factorized.layers.batch import decompose_all, refuse_not_finite
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv, FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
 from factorized.layers.draw import Init, check_init
@@ -23,9 +24,11 @@ from factorized.layers.tensor_conv import TensorizedConv2d
 from factorized.layers.tensor_linear import TensorizedLinear
 from factorized.layers.transposed import FactorizedTransposedLinear
 from factorized.planning.cost import ExampleInput
+from factorized.planning.model import check_model, named
 from factorized.planning.plan import Plan, PlanEntry, TensorEntry
 from factorized.planning.planner import Allocate
 from factorized.planning.planner import plan as make_plan
+from factorized.planning.replaceable import why_not_replaced, why_not_shrunken
 from factorized.planning.scheme import Scheme
 from factorized.planning.select import Pattern
 
@@ -61,8 +64,11 @@ def factorize(
     ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for
     ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance these give a dense one). Every
     new layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself
-    one layer cannot be changed in place: use what is returned.
+    one layer cannot be changed in place: use what is returned. Attributes set on a layer go to the new one, and plain
+    values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter, as it
+    does those of any parameter.
     """
+    check_model(model)
     if not isinstance(plan, Plan):
         plan = make_plan(
             model,
@@ -101,13 +107,18 @@ def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, n
     """Return the new module of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
     dense = _matching_layers(model, plan, same_ties=init is not None)
     layers = {entry.name: _build(dense[entry.name], entry) for entry in plan.layers}
+    for name, layer in layers.items():
+        with named(name):
+            layer.carry(dense[name])
     leaders = [entry.name for entry in plan.layers if entry.tied_to is None]
     filled = {name: layers[name] for name in leaders if not layers[name].factors[0].is_meta}
+    weights = {name: _weight(dense[name]) for name in filled}
     if init == "spectral":
-        factors = decompose_all({name: _weight(dense[name]) for name in filled}, filled)
+        factors = decompose_all(weights, filled)
         for name, layer in filled.items():
             layer.set_factors(*factors[name])
     elif init is not None:
+        refuse_not_finite(weights)  # they are not used, yet a model that holds them is not what its user thinks
         for layer in filled.values():
             layer.draw_factors(init)
     for entry in plan.layers:
@@ -224,7 +235,18 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
             f"{sharded[0]}: its weight is sharded over processes and would be needed whole; factorize the model before "
             "fully_shard. Nothing was changed"
         )
+    for entry in plan.selected:
+        with named(entry.name):
+            _refuse_loss(modules[entry.name])
     return {entry.name: modules[entry.name] for entry in plan.selected}
+
+
+def _refuse_loss(module: nn.Module) -> None:
+    """Raise if a replacement would lose something that was put on ``module`` after the plan was made."""
+    found = read_attention("", module)
+    lost = why_not_replaced(module) if found is None or found.unit is None else why_not_shrunken(found.unit)
+    if lost is not None:
+        raise ValueError(f"{lost}. Nothing was changed")
 
 
 def _difference(entry: PlanEntry, modules: dict[str, nn.Module], places: dict[nn.Module, set[str]]) -> str | None:

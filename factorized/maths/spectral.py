@@ -13,14 +13,15 @@ from factorized.maths.frobenius import summed_like
 
 Method = Literal["auto", "exact", "randomized"]
 
-# Power iterations and surplus columns of the randomized way. On Gaussian matrices, whose flat spectrum is the
-# hardest case, they leave the error within 0.5 % of the optimum (docs/log.md has the grid that was measured).
+# Power iterations of the randomized way, and of matrices more than four times as long as wide, whose spectrum is
+# flatter. On Gaussian matrices, the hardest case, they leave the error within 0.5 % of the optimum (docs/log.md has
+# the grids that were measured).
 POWER_ITERATIONS = 4
-# Below this size an exact decomposition takes milliseconds; above it, it must be this many times dearer.
+POWER_ITERATIONS_LONG = 5
+# Below this size an exact decomposition takes milliseconds.
 SMALLEST_RANDOMIZED = 256
-WORTHWHILE = 4.0
-# Measured: one multiply-accumulate of a LAPACK SVD takes as long as this many of a matrix product.
-EXACT_MAC_COST = 8.0
+# Measured: the randomized way is faster as long as its sketch has at most this share of the shorter side as columns.
+FASTER_UP_TO = 0.4
 
 
 def truncated_svd(
@@ -31,8 +32,8 @@ def truncated_svd(
     """Return the leading ``rank`` singular triplets of ``W``: ``W ≈ U diag(S) Vᵀ``.
 
     ``"exact"`` is ``torch.linalg.svd``; ``"randomized"`` is shifted subspace iteration, which touches ``W`` through
-    matrix products only; ``"auto"`` takes the randomized way where it is at least four times cheaper. Half types are
-    computed, and returned, in float32. The result does not depend on, or advance, torch's random state.
+    matrix products only; ``"auto"`` takes the one that is faster on a CPU. Half types are computed,
+    and returned, in float32. The result does not depend on, or advance, torch's random state.
     """
     m, n = W.shape[-2:]
     if not 1 <= rank <= min(m, n):
@@ -118,9 +119,7 @@ def nuclear_gradients(
 
 def _randomized_is_worthwhile(m: int, n: int, rank: int) -> bool:
     smallest = min(m, n)
-    randomized = 2 * (POWER_ITERATIONS + 1) * m * n * _sketch_width(rank, smallest)
-    exact = EXACT_MAC_COST * m * n * smallest
-    return smallest >= SMALLEST_RANDOMIZED and exact > WORTHWHILE * randomized
+    return smallest >= SMALLEST_RANDOMIZED and _sketch_width(rank, smallest) <= FASTER_UP_TO * smallest
 
 
 def _sketch_width(rank: int, smallest: int) -> int:
@@ -128,6 +127,9 @@ def _sketch_width(rank: int, smallest: int) -> int:
 
 
 def _exact_svd(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    if W.shape[-2] < W.shape[-1]:  # LAPACK takes up to three times as long for a wide matrix as for its transpose
+        V, S, U = _exact_svd(W.mT, rank)
+        return U, S, V
     try:
         U, S, Vh = torch.linalg.svd(W, full_matrices=False)
     except LinAlgError:  # divide and conquer can fail to converge in float32
@@ -148,7 +150,7 @@ def _randomized_svd(
     width = _sketch_width(rank, min(m, n))
     Q = torch.linalg.qr(W @ _gaussian(n, width, W)).Q
     shift = W.new_zeros(*W.shape[:-2], 1, 1)
-    for _ in range(POWER_ITERATIONS):
+    for _ in range(POWER_ITERATIONS_LONG if max(m, n) > 4 * min(m, n) else POWER_ITERATIONS):
         Q, R = torch.linalg.qr(W @ (W.mT @ Q) - shift * Q)
         smallest = torch.linalg.svdvals(R)[..., -1, None, None]
         shift = torch.maximum(shift, (smallest + shift) / 2)

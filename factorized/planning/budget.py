@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from factorized.planning.scheme import LowRank, Scheme
+from factorized.planning.scheme import LARGEST_SCALE, LowRank, Scheme
+
+LARGEST = 10**18  # of any budget
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
             f"{budget.name} must be one number for all layers, got {value!r}; the ranks of one tensor are for "
             "TensorizedLinear or TensorizedConv2d"
         )
+    if isinstance(value, int) and abs(value) > LARGEST:  # too long to be shown
+        raise ValueError(f"{budget.name} must be below {LARGEST:.0e}, got a number of more than 18 digits")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
         raise ValueError(f"{budget.name} must be a number, got {value!r}")
     if budget.name == "rank":
@@ -57,6 +61,8 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
         return
     if value <= 0:
         raise ValueError(f"{budget} is not positive; {_allowed(scheme, budget)}")
+    if budget.name == "rank_scale" and value > LARGEST_SCALE:
+        raise ValueError(f"{budget} is above {LARGEST_SCALE}, and multiplies full rank; ask for less")
     if budget.name in ("energy", "macs") and not isinstance(scheme, LowRank):
         none = ", or none" if scheme.rank_scale is not None else ""
         raise ValueError(f"{budget} is for LowRank; {type(scheme).__name__} takes ratio=, rank_scale= or rank={none}")

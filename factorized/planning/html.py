@@ -86,7 +86,7 @@ def plan_page(plan: Plan) -> str:
 </dl>
 <table>
 <thead><tr><th>layer</th><th>type and shape</th><th class="number">rank</th>
-<th class="key"><i></i>dense<i class="kept"></i>kept</th><th class="number">parameters</th>{macs}</tr></thead>
+<th class="key"><i></i>dense<i class="kept"></i>factorized</th><th class="number">parameters</th>{macs}</tr></thead>
 <tbody>
 {rows}
 </tbody>

@@ -15,6 +15,7 @@ from factorized.planning.assemble import Cost, Tied, assemble, cost_of
 from factorized.planning.attention import AttentionCost
 from factorized.planning.budget import Budget, read_budget
 from factorized.planning.cost import ExampleInput, Measured, count_parameters, measure
+from factorized.planning.model import check_model
 from factorized.planning.plan import Plan
 from factorized.planning.ranks import (
     Item,
@@ -71,6 +72,7 @@ def plan(
         attention: spend the budget on attention modules too, each one unit whose heads get fewer dimensions: True for
             both of its forms (OV alone under rotary embeddings), or the forms, ``("qk", "ov")`` or one of them.
     """
+    check_model(model)
     scheme = LowRank() if scheme is None else scheme
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given)

@@ -19,6 +19,7 @@ from factorized.planning.tensor_scheme import (
 )
 
 Variant = Literal["full", "deep", "wide"]
+LARGEST_SCALE = 1000  # of full rank: far above any use, and far below what no memory holds
 
 
 class _MatrixScheme(ABC):
@@ -113,8 +114,8 @@ class Overcomplete(_MatrixScheme):
     def __post_init__(self) -> None:
         _check("variant", self.variant, ("full", "deep", "wide"))
         _check("kind", self.kind, ("spatial", "channel"))
-        if not self.width >= 1:
-            raise ValueError(f"width must be at least 1 (it multiplies full rank), got {self.width!r}")
+        if not 1 <= self.width <= LARGEST_SCALE:
+            raise ValueError(f"width must be in 1..{LARGEST_SCALE} (it multiplies full rank), got {self.width!r}")
 
     @property
     def depth(self) -> int:
@@ -141,7 +142,12 @@ class Overcomplete(_MatrixScheme):
         return scaled_rank(shape, scale)
 
     def checked_rank(self, shape: KernelShape, name: str, rank: int) -> int:
-        """Return a rank that was asked for: any will do."""
+        """Return a rank that was asked for; raise if nothing could hold it."""
+        if rank > LARGEST_SCALE * shape.full_rank:
+            raise ValueError(
+                f"rank must be in 1..{LARGEST_SCALE * shape.full_rank} for layer {name!r} ({shape}), {LARGEST_SCALE} "
+                f"times its full rank, got {rank}"
+            )
         return rank
 
 

@@ -16,10 +16,11 @@ from factorized.adapters.family import is_transposed
 from factorized.adapters.table import Found, adapter_of, find_attention
 from factorized.adapters.unit import AttentionUnit, FormKind
 from factorized.maths.kernel import KernelShape, Kind
-from factorized.planning.shrinkable import HOOKS, why_not_shrunken, why_tied
+from factorized.planning.replaceable import why_not_replaced, why_not_shrunken, why_tied
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 Pattern = str | type[nn.Module]
+ALREADY = "already factorized; to choose its rank anew, fz.compose the model first"
 
 
 @dataclass
@@ -90,7 +91,7 @@ def _walk(model: nn.Module, kind: Kind, include: Sequence[Pattern] | None) -> li
     candidates = [_inspect(module, found, kind, known.get(module)) for module, found in names.items()]
     for candidate in candidates:
         if candidate.module in parts:
-            candidate.reason = f"is {parts[candidate.module]} as well, which is no layer of its own"
+            candidate.reason = f"is also {parts[candidate.module]}, a part of another layer"
     for outer, module in strange.items():
         _spare_inside(candidates, outer, type(module).__name__, include)
     return candidates
@@ -116,9 +117,9 @@ def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequ
             continue
         candidate.kinds = tuple(kind for kind in attention if not (kind == "qk" and unit.rotary))
         if unit.shrunken is not None:
-            candidate.reason = "already factorized"
+            candidate.reason = ALREADY
         elif not attention:
-            candidate.reason = "attention is one unit; attention=True shrinks its heads"
+            candidate.reason = "attention is one unit; fz.LowRank() with attention=True shrinks its heads"
         elif not candidate.kinds:
             candidate.reason = "rotary embeddings turn its queries and keys, so that QK is no single form"
         else:
@@ -153,7 +154,7 @@ def _why_never(module: nn.Module) -> str | None:
     """Return why this module can never be factorized, or None."""
     kind = type(module).__name__
     if _is_factorized(module):
-        return "already factorized"
+        return ALREADY
     if isinstance(module, _ConvTransposeNd):
         return "transposed convolution"
     weight = module._parameters.get("weight")
@@ -163,19 +164,13 @@ def _why_never(module: nn.Module) -> str | None:
         return f"{kind} is not a plain Linear, Conv or Embedding"
     if weight is None:
         return "its weight is computed by another rule (weight norm, pruning)"
-    if not weight.is_floating_point():
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not floating point"
     if weight.numel() == 0:
         return "its weight has no entries"
     if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "max_norm renormalizes rows of the table, which a product has not"
-    if any(getattr(module, hooks) for hooks in HOOKS):
-        return "has hooks that a replacement would lose"
-    if "forward" in module.__dict__:
-        return "its forward was replaced, which a replacement would lose"
-    return None
+    return why_not_replaced(module)
 
 
 def _keep_ends(candidates: list[Candidate], include: Sequence[Pattern] | None) -> None:

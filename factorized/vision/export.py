@@ -67,7 +67,7 @@ def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, abou
         path.write_bytes(buffer.getbuffer())
         return
     for package in ("onnx", "onnxscript"):
-        need(package, package, "an ONNX file")
+        need(package, package, "an ONNX file", "onnx")
     with _quiet_exporter():
         written = torch.onnx.export(
             program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
@@ -107,7 +107,7 @@ def read_network(kind: Kind, path: Path, like: nn.Module, device: torch.device) 
         with _quiet_exporter():
             return torch.export.load(path).module().to(device)
     try:
-        session = need("onnxruntime", "onnxruntime", "reading an ONNX file").InferenceSession(str(path))
+        session = need("onnxruntime", "onnxruntime", "reading an ONNX file", "onnx").InferenceSession(str(path))
     except ModuleNotFoundError:
         return None
     return lambda x: torch.from_numpy(session.run(None, {"images": x.cpu().numpy()})[0])

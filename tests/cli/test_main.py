@@ -16,6 +16,7 @@ from factorized.cli import plan
 from factorized.cli.app import app
 from factorized.cli.main import main
 from factorized.version import __version__
+from factorized.vision.data.extras import install_command
 from factorized.vision.interrupt import Interrupted
 from tests.cli.conftest import Cli
 
@@ -125,7 +126,7 @@ def test_without_the_extra_it_says_what_to_install(package: str) -> None:
         "from factorized.cli.main import main; sys.exit(main(['recipes', 'ls']))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    line = f"factorized: this needs {package}, which is not installed: pip install 'factorized[vision]'\n"
+    line = f"factorized: this needs {package}, which is not installed: {install_command('vision')}\n"
     assert (found.returncode, found.stderr) == (2, line)
 
 

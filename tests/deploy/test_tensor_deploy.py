@@ -10,6 +10,7 @@ from torch import nn
 
 import factorized as fz
 from factorized.layers.composed import ComposedLayer
+from factorized.planning.select import ALREADY
 from tests.composed_contract import error
 from tests.models.tensorized import SCHEMES, dense, images, layers, tensorized
 from tests.models.unchanged import unchanged
@@ -147,7 +148,7 @@ def test_a_model_on_the_meta_device_is_planned_built_and_loaded(kind: str, tmp_p
 def test_tensorized_layers_are_not_tensorized_again() -> None:
     model = tensorized("train")
     made = fz.plan(model, fz.Tucker(), rank=1, keep_first_and_last=False)
-    assert {entry.reason for entry in made.skipped} == {"already factorized"}
+    assert {entry.reason for entry in made.skipped} == {ALREADY}
     assert all(not isinstance(model.get_submodule(entry.name), ComposedLayer) for entry in made.selected)
 
 

@@ -26,6 +26,23 @@ def test_hooks_around_the_projections_go_on_and_their_handles_remove_them(place:
     assert len(calls) == 1
 
 
+def test_plain_attributes_of_projections_and_of_their_weights_go_to_the_new_ones() -> None:
+    model = BERT.make()
+    query = model.encoder.layer[0].attention.self.query
+    query.role, query.weight.no_weight_decay, query.bias.lr_scale = "query", True, 2.0
+    fz.factorize_attention(model)
+    now = model.encoder.layer[0].attention.self.query
+    assert now is not query
+    assert fz.compose(model).encoder.layer[0].attention.self.query.role == "query"
+    assert (now.role, now.weight.no_weight_decay, now.bias.lr_scale) == ("query", True, 2.0)
+    packed = nn.Sequential(nn.MultiheadAttention(16, 2))
+    packed[0].role, packed[0].in_proj_weight.no_weight_decay = "first", True
+    fz.factorize_attention(packed)
+    assert packed[0].role == fz.compose(packed)[0].role == "first"
+    assert all(part.no_weight_decay for part in packed.parameters() if hasattr(part, "no_weight_decay"))
+    assert sum(hasattr(part, "no_weight_decay") for part in packed.parameters()) == 3
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_every_module_inside_keeps_its_own_mode(training: bool) -> None:
     model = BERT.make().train(training)

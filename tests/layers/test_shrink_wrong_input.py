@@ -17,6 +17,18 @@ def hooked() -> nn.Module:
     return model
 
 
+def hooked_gradient() -> nn.Module:
+    model = BERT.make()
+    model.encoder.layer[0].attention.self.query.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def quantized() -> nn.Module:
+    model = BERT.make()
+    model.encoder.layer[0].attention.output.dense.to(torch.float8_e4m3fn)
+    return model
+
+
 def hooked_backwards() -> nn.Module:
     model = nn.Sequential(nn.MultiheadAttention(8, 2))
     model[0].register_full_backward_pre_hook(lambda *_: None)
@@ -122,6 +134,8 @@ def not_finite() -> nn.Module:
         (LLAMA.make, {"forms": ["qk"]}, "rotary embeddings"),
         (hooked, {}, "its projections have hooks"),
         (hooked_backwards, {}, "its projections have hooks"),
+        (hooked_gradient, {}, "of its projections, its weight has a gradient hook"),
+        (quantized, {}, "of its projections, its weight is float8_e4m3fn"),
         (tied, {}, "its weights are tied"),
         (patched, {}, "its forward was replaced"),
         (lambda: patched_inside("self"), {}, "the forward of self was replaced"),

@@ -92,13 +92,14 @@ def shared_weight() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("init", ["spectral", "kaiming", nn.init.ones_])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_is_named_and_nothing_changes(value: float) -> None:
+def test_a_weight_that_is_not_finite_is_named_and_nothing_changes(value: float, init: Any) -> None:
     model = stack()
     with torch.no_grad():
         model[4].weight[3, 5] = value
     with unchanged(model), pytest.raises(ValueError, match=r"^4: weight holds NaN or infinite.*nothing was changed"):
-        fz.factorize(model, rank=2)
+        fz.factorize(model, rank=2, init=init)
 
 
 def test_a_failure_in_the_second_batch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

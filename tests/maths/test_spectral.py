@@ -57,13 +57,13 @@ def test_the_error_of_the_exact_way_is_the_tail_of_the_singular_values(rank: int
 
 
 @pytest.mark.parametrize("seed", [3, 4])
-@pytest.mark.parametrize("shape", [(512, 384), (384, 512)])
+@pytest.mark.parametrize(("shape", "rank"), [((512, 384), 32), ((384, 512), 32), ((256, 2304), 64), ((2304, 256), 85)])
 def test_the_randomized_error_on_a_flat_spectrum_is_within_half_a_percent_of_the_optimum(
-    shape: tuple[int, int], seed: int
+    shape: tuple[int, int], rank: int, seed: int
 ) -> None:
     W = gaussian(*shape, seed=seed, dtype=torch.float32)
-    optimum = torch.linalg.svdvals(W)[32:].norm() / W.norm()
-    error = relative_error(W, *spectral_factors(W, 32, "randomized"))
+    optimum = torch.linalg.svdvals(W)[rank:].norm() / W.norm()
+    error = relative_error(W, *spectral_factors(W, rank, "randomized"))
     assert optimum * (1 - 1e-5) <= error <= optimum * 1.005  # plain power iterations leave 0.55 %
 
 
@@ -134,7 +134,8 @@ def test_torchs_random_state_neither_moves_nor_matters(rank: int, method: str) -
     [
         ((64, 48), 2, "exact"),  # small
         ((400, 200), 2, "exact"),  # small on one side
-        ((300, 280), 100, "exact"),  # a rank too large to save anything
+        ((300, 280), 120, "exact"),  # a rank too large to save anything
+        ((280, 300), 70, "randomized"),  # a quarter of the full rank
         ((300, 280), 4, "randomized"),
         ((280, 400), 16, "randomized"),
     ],

@@ -57,7 +57,7 @@ def test_attention_is_one_entry_with_its_heads_and_its_share(kind: Kind) -> None
         assert entry.shape == (heads, 8)
         assert entry.head_ranks == (8, 8)
         assert entry.rank is None
-        assert entry.reason == "attention is one unit; attention=True shrinks its heads"
+        assert entry.reason == "attention is one unit; fz.LowRank() with attention=True shrinks its heads"
         weights = {factor.parameter for form in fz.forms(host) for factor in form.factors if form.name[:-3] == name}
         assert entry.params >= sum(weight.numel() for weight in weights)
         assert not any(other.name.startswith(f"{name}.") for other in plan.entries)
@@ -201,7 +201,7 @@ def test_a_layer_that_is_a_projection_as_well_is_left_alone() -> None:
     model.model.decoder.layers[0].fc3 = model.model.encoder.layers[0].self_attn.v_proj
     plan = fz.plan(model, rank=2)
     reasons = {entry.name: entry.reason or "" for entry in plan.entries}
-    assert "is model.encoder.layers.0.self_attn.v_proj as well" in reasons["model.decoder.layers.0.fc3"]
+    assert "is also model.encoder.layers.0.self_attn.v_proj, a part of" in reasons["model.decoder.layers.0.fc3"]
     fz.factorize(model, plan)
     assert model.model.decoder.layers[0].fc3 is model.model.encoder.layers[0].self_attn.v_proj
 

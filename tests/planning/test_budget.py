@@ -66,6 +66,21 @@ def test_a_wrong_budget_says_what_is_allowed(arguments: dict[str, Any], message:
         plan(Mlp(), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "arguments", "message"),
+    [
+        (LowRank(), {"rank": 10**15}, r"rank must be in 1\.\.\d+ for layer .*got 1000000000000000"),
+        (Overcomplete("wide"), {"rank": 10**15}, r"rank must be in 1\.\.\d+ for layer .*1000 times its full rank"),
+        (LowRank(), {"rank": 10**400}, r"rank must be below 1e\+18, got a number of more than 18 digits"),
+        (LowRank(), {"rank": -(10**5000)}, r"rank must be below 1e\+18, got a number of more than 18 digits"),
+        (Overcomplete("wide"), {"rank_scale": 1e15}, r"rank_scale=1e\+15 is above 1000"),
+    ],
+)
+def test_an_absurd_rank_is_refused_before_anything_is_built(scheme: Any, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(Mlp(), scheme, **arguments)
+
+
 def test_a_rank_above_full_names_the_layer_its_shape_and_the_way_out() -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Sequential(nn.Conv2d(64, 64, 3)), nn.Linear(64, 10))
     with pytest.raises(

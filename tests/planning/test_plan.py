@@ -68,6 +68,12 @@ def broken(**changes: Any) -> dict[str, Any]:
     return {**PLANS["mlp"].to_dict(), **changes}
 
 
+def test_the_page_of_a_model_that_grows_does_not_call_it_kept() -> None:
+    page = plan(Mlp(), Overcomplete("wide")).to_html()
+    assert "</i>factorized</th>" in page
+    assert "</i>kept" not in page
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -86,8 +86,8 @@ def test_resnet32_trains_with_as_many_parameters_as_in_the_paper(variant: str, m
         (LowRank, {"kind": "rows"}, 'kind must be one of "spatial", "channel", got \'rows\''),
         (Overcomplete, {"kind": "rows"}, "kind must be one of"),
         (Overcomplete, {"variant": "tall"}, 'variant must be one of "full", "deep", "wide", got \'tall\''),
-        (Overcomplete, {"variant": "wide", "width": 0.5}, "width must be at least 1 .* got 0.5"),
-        (Overcomplete, {"variant": "wide", "width": float("nan")}, "width must be at least 1 .* got nan"),
+        (Overcomplete, {"variant": "wide", "width": 0.5}, "width must be in 1..1000 .* got 0.5"),
+        (Overcomplete, {"variant": "wide", "width": float("nan")}, "width must be in 1..1000 .* got nan"),
     ],
 )
 def test_a_wrong_scheme_says_what_is_allowed(scheme: type[Scheme], arguments: dict[str, object], message: str) -> None:

@@ -41,6 +41,14 @@ def whole_numbers(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
 
 
+class Quantized(nn.Parameter):
+    """A weight that holds more than its numbers, as those of quantized models do."""
+
+
+def of_another_class(layer: nn.Linear) -> None:
+    layer.weight = Quantized(layer.weight.detach())
+
+
 def ignore(*arguments: object) -> None:
     return None
 
@@ -64,6 +72,21 @@ def ignore(*arguments: object) -> None:
         (changed(nn.Linear(64, 64), lambda layer: layer.register_full_backward_hook(ignore)), "has hooks"),
         (changed(nn.Linear(64, 64), lambda layer: layer.register_full_backward_pre_hook(ignore)), "has hooks"),
         (changed(nn.Linear(64, 64), lambda layer: setattr(layer, "forward", layer.forward)), "forward was replaced"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.register_state_dict_post_hook(ignore)), "has hooks"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.register_load_state_dict_post_hook(ignore)), "has hooks"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.register_buffer("mask", torch.ones(64))), "holds 'mask'"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.add_module("extra", nn.ReLU())), "holds 'extra'"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.weight.register_hook(ignore)), "has a gradient hook"),
+        (
+            changed(nn.Linear(64, 64), lambda layer: layer.weight.register_post_accumulate_grad_hook(ignore)),
+            "has a gradient hook",
+        ),
+        (changed(nn.Linear(64, 64), lambda layer: setattr(layer.weight, "partition_dim", 0)), "'partition_dim'"),
+        (changed(nn.Linear(64, 64), lambda layer: setattr(layer.weight, "ds_id", 7)), "'ds_id'"),
+        (changed(nn.Linear(64, 64), lambda layer: setattr(layer.weight, "main_grad", torch.ones(2))), "'main_grad'"),
+        (changed(nn.Linear(64, 64), lambda layer: setattr(layer.weight, "infshape", object())), "'infshape'"),
+        (changed(nn.Linear(64, 64), of_another_class), "its weight is a Quantized, not a plain parameter"),
+        (changed(nn.Linear(64, 64), lambda layer: layer.to(torch.float8_e4m3fn)), "its weight is float8_e4m3fn, which"),
         (parametrizations.weight_norm(nn.Linear(64, 64)), "ParametrizedLinear is not a plain"),
         (parametrizations.orthogonal(nn.Linear(64, 64)), "ParametrizedLinear is not a plain"),
         (prune.random_unstructured(nn.Linear(64, 64), "weight", 0.5), "its weight is computed by another rule"),

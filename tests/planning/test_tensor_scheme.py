@@ -157,6 +157,12 @@ def test_what_cannot_be_decomposed_stays_dense_and_says_why() -> None:
     assert [entry.reason for entry in made.entries][3:] == [separable, separable]
 
 
+def test_attention_under_a_tensor_scheme_does_not_send_to_what_that_scheme_refuses() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), nn.Linear(32, 32))
+    (reason,) = [e.reason for e in plan(model, TensorTrain(), rank=2).skipped if e.type == "MultiheadAttention"]
+    assert reason == "attention is one unit; fz.LowRank() with attention=True shrinks its heads"
+
+
 def test_a_weight_tied_to_an_embedding_stays_dense() -> None:
     made = plan(TiedReader(), TensorTrain(), rank=1, keep_first_and_last=False)
     tied = [entry.reason for entry in made.skipped if entry.reason and entry.reason.startswith("weight is tied to")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
+
+from factorized.vision.data.extras import need
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -104,9 +105,4 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Hugging Face models need transformers: pip install 'factorized[text]'", name="transformers"
-        ) from error
+    return need("transformers", "transformers", "a Hugging Face model", "text")

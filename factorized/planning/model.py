@@ -1,0 +1,48 @@
+"""The model that a call is given: that it is one, and all dotted names of what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+
+
+def check_model(model: object) -> None:
+    """Raise unless ``model`` is a module, with what to give instead."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        got, remedy = f"the class {model.__name__}", f"make one first: {model.__name__}(...)"
+    elif isinstance(model, Mapping):
+        got, remedy = f"a {type(model).__name__}", "load a state dict into a model first: model.load_state_dict(...)"
+    elif isinstance(model, (list, tuple)):
+        got, remedy = f"a {type(model).__name__}", "put several modules into one: nn.ModuleList(...)"
+    else:
+        got, remedy = repr(model), "pass the model itself"
+    raise ValueError(f"model must be an nn.Module, got {got}; {remedy}")
+
+
+@contextmanager
+def named(layer: str) -> Iterator[None]:
+    """Put the dotted name of a layer before the message of any ``ValueError`` raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{layer or 'the model'}: {error}") from error
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return every module with all of its dotted names."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return every parameter with all of its dotted names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
