@@ -109,7 +109,7 @@ OPTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "compose",
         "--out",
-        ("", "x", "x.onnx", "x.txt", "nowhere/x.safetensors", "b.safetensors", "notes.txt/x.safetensors"),
+        ("", "x", "x.onnx", "x.txt", "nowhere/x.safetensors", "b.safetensors", "own.py/x.safetensors"),
     ),
     ("data prepare", "--name", ("", ".", "..", "a/b", "/a", "x.npz", "x.safetensors", "hf:x", "a\0b", "x" * 300)),
     ("data prepare", "--folder", ("", "notes.txt", "notes.txt/deeper", "/proc/nothing", "a\0b")),

@@ -55,9 +55,15 @@ DAMAGES: tuple[Callable[[bytearray, random.Random], bytearray], ...] = (
 )
 
 
+def replace(path: Path, data: bytes) -> None:
+    """Put another file in the place of one that may be mapped into memory."""
+    path.unlink()
+    path.write_bytes(data)
+
+
 def damage(path: Path, seed: int) -> str:
     """Damage a file, in the way and at the place that ``seed`` says, and return what was done to it."""
     draw = random.Random(seed)
     change = DAMAGES[seed % len(DAMAGES)]
-    path.write_bytes(change(bytearray(path.read_bytes()), draw))
+    replace(path, bytes(change(bytearray(path.read_bytes()), draw)))
     return f"{change.__name__}, seed {seed}, of {path.name}"

@@ -36,7 +36,6 @@ def returns_state(classes): return layers(classes).state_dict()
 def takes_nothing(): return nn.Linear(64, 10)
 def takes_number(number): return layers(number)
 def takes_more(classes, width): return nn.Linear(width, classes)
-async def waits(classes): return layers(classes)
 def yields(classes): yield layers(classes)
 
 def no_parameters(classes): return nn.Flatten()
@@ -54,7 +53,6 @@ def infinite(classes):
     return network
 def without_memory(classes): return layers(classes).to("meta")
 def lazy(classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(32), nn.LazyLinear(classes))
-def complex_numbers(classes): return layers(classes).to(torch.complex64)
 def double(classes): return layers(classes).double()
 def enormous(classes): return nn.Linear(10**7, 10**7)
 
@@ -106,9 +104,9 @@ ONLY_TRAINED = tuple(
 )
 ONLY_TRAINED = (*ONLY_TRAINED, "frozen", "double", "without_memory")
 FUNCTIONS = tuple(
-    line.split("(")[0].removeprefix("async ").removeprefix("def ")
+    line.split("(")[0].removeprefix("def ")
     for line in OWN.splitlines()
-    if line.startswith(("def ", "async def ")) and not line.startswith(("def layers", "def answering"))
+    if line.startswith("def ") and not line.startswith(("def layers", "def answering"))
 )
 NAMES = (
     *(f"own:{name}" for name in FUNCTIONS),

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import factorized as fz
 from factorized.cli.main import main
@@ -27,7 +26,7 @@ from factorized.vision.norms import norms_table
 from factorized.vision.recipes import load_recipe
 from factorized.vision.state import load_state
 from factorized.vision.trained import load_trained, read_result
-from tests.hostile.damage import DAMAGES, damage
+from tests.hostile.damage import DAMAGES, damage, replace
 from tests.hostile.place import DENSE, LOW, NORMED, SAVED, dense
 
 SEED = 13
@@ -113,9 +112,9 @@ def check(form: Format, made: Path, seeds: range, monkeypatch: pytest.MonkeyPatc
                     wrong.append(f"{done}: refused in several lines: {refusal}"[:200])
             except Exception as raw:
                 wrong.append(f"{done}: {type(raw).__name__}: {raw}"[:200])
-            path.write_bytes(whole)
+            replace(path, whole)
     finally:
-        path.write_bytes(whole)
+        replace(path, whole)
     assert wrong == [], f"{len(wrong)} of {len(seeds)}"
 
 
@@ -141,14 +140,12 @@ def test_compose_keeps_no_file_that_was_damaged_as_it_was_written(
     expected, write = load_file(tmp_path / "whole.safetensors"), export.write_network
     draw, wrong = random.Random(SEED), []
     for number in range(2 * len(DAMAGES)):
-        said = []
+        said: list[str] = []
         seed = draw.randrange(10**6) * len(DAMAGES) + number % len(DAMAGES)
 
-        def spoiled(
-            plain: nn.Module, kind: Any, path: Path, *rest: Any, seed: int = seed, said: list[str] = said
-        ) -> None:
-            write(plain, kind, path, *rest)
-            said.append(damage(path, seed))
+        def spoiled(*arguments: Any, seed: int = seed, said: list[str] = said) -> None:
+            write(*arguments)
+            said.append(damage(arguments[2], seed))
 
         monkeypatch.setattr(export, "write_network", spoiled)
         target = tmp_path / f"{number}.safetensors"
