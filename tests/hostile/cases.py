@@ -288,9 +288,7 @@ def own_models() -> Iterator[Case]:
         if name not in fine_to_plan:
             yield Case(f"plan --model {name}", ("plan", "--model", name, *shape))
         change = ("--set", f'model.name="{name}"')
-        yield Case(f"train {name}", (*VERBS["train"], *change))
-        if name.startswith("own:answers"):
-            yield Case(f"train {name} dense", ("train", "dense.toml", "--out", "new", *change))
+        yield Case(f"train {name}", ("train", "dense.toml", "--out", "new", *change))  # where no plan is in its way
 
 
 def wrong_recipes() -> Iterator[Case]:
