@@ -160,6 +160,8 @@ def _problem_of_numbers(state: RunState, epochs: int, steps: int) -> str | None:
         return f"step is {state.step}, and at most {most} steps of that epoch can have been taken"
     if [row.get("epoch") for row in state.history] != list(range(1, state.epoch + 1)):
         return f"history must have a row for each of {state.epoch} epochs, and has {len(state.history)} rows"
+    if state.epoch == epochs and state.history[-1].get("test_accuracy") is None:
+        return "history must end with a test_accuracy"
     return None
 
 

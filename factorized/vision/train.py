@@ -228,7 +228,7 @@ class Trainer:
         return {**row, "seconds": time.perf_counter() - began}
 
     def _finish(self, state: RunState, folder: Path) -> dict[str, Any]:
-        accuracies = [row["test_accuracy"] for row in state.history if "test_accuracy" in row]
+        accuracies = [float(value) for row in state.history if (value := row.get("test_accuracy")) is not None]
         result: dict[str, Any] = {
             "recipe": state.recipe,
             "seed": state.seed,
