@@ -20,11 +20,11 @@ EXTRAS = ("datasets", "jinja2", "numpy", "PIL", "pydantic", "rich", "sklearn", "
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 for a failed check, 2 for an error, 128 + n for signal n."""
     if arguments is not None:
-        return _run(list(arguments))
+        return _run(arguments, OneInterrupt())
     interrupt = OneInterrupt()
     interrupt.install()
     try:
-        code = _run(sys.argv[1:])
+        code = _run(sys.argv[1:], interrupt)
     except KeyboardInterrupt:  # while an error was being explained
         _complain("stopped by Ctrl-C")
         code = STOPPED
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(given: Sequence[str]) -> int:
+def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
     try:
         from factorized.cli.app import app  # here, so that a package it misses is an error like any other
 
@@ -48,6 +48,8 @@ def _run(given: Sequence[str]) -> int:
         _complain("stopped by Ctrl-C")
         return STOPPED
     except Exception as error:
+        if interrupt.taken and not isinstance(error, Interrupted):  # what is left of an import that was cut off
+            raise KeyboardInterrupt from None
         return _explain(error, given)
 
 

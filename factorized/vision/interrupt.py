@@ -26,7 +26,7 @@ class StopRequest:
     terminal, and once more from the launcher.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, patience: float = 0.0) -> None:
         self.number: int | None = None
@@ -35,7 +35,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # elsewhere signals never arrive
-            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+            self._before = {number: signal.getsignal(number) for number in self.SIGNALS}  # whole before one arrives
+            for number in self.SIGNALS:
+                signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *exception: object) -> None:

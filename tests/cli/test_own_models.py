@@ -80,7 +80,7 @@ def test_a_module_that_a_result_names_is_not_imported_unless_trusted(cli: Cli, v
     assert cli("train", write_recipe("tied"), "--quiet").code == 0
     path = Path("out/tied/seed-0/result.json")
     path.write_text(path.read_text().replace("own_networks:tied", "somebody_s:tied"))
-    Path("somebody_s.py").write_text("open('harm', 'w')\n" + MINE)
+    Path("somebody_s.py").write_text("import pathlib\npathlib.Path('harm').touch()\n" + MINE)
     message = cli(verb, "out/tied/seed-0").error
     assert "names the model 'somebody_s:tied'" in message
     assert "give --trust-model" in message
