@@ -68,6 +68,10 @@ Device = Annotated[
     str | None,
     typer.Option(metavar="cpu|cuda|cuda:1", help="Where to compute; a GPU where there is one.", show_default=False),
 ]
+TrustModel = Annotated[
+    bool,
+    typer.Option("--trust-model", help="Run the code of the run's model where that is module:function, not ours."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 
 

@@ -6,12 +6,13 @@ import os
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factorized.cli.arguments import Data, Device, Run, examples
+from factorized.cli.arguments import Data, Device, Run, TrustModel, examples
 from factorized.cli.console import say
+from factorized.cli.evaluate import ALLOWED as ALLOWED_TO_RECORDED
 from factorized.vision.data.extras import install_command
 
 if TYPE_CHECKING:
@@ -41,31 +42,36 @@ def compose(
     to: Annotated[
         Kind, typer.Option(help="A plain safetensors checkpoint, an ONNX or a torch.export file.")
     ] = Kind.plain,
-    out: Annotated[Path | None, typer.Option(help="The file; RUN/composed.* unless given.", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file; RUN/composed.*, or RUN/lowered.* with --lower, unless given.", show_default=False),
+    ] = None,
     lower: Annotated[bool, typer.Option("--lower", help="Keep it low-rank: two plain layers for a product.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     data: Data = None,
     device: Device = None,
+    trust_model: TrustModel = False,
 ) -> None:
     """Turn a trained run into one file without factors, and measure its accuracy before and after.
 
-    The file is read back and run over the test images. If the accuracies differ by more than 0.05 points, nothing is
-    left behind and the exit code is 1.
+    The accuracy before is compared with the recorded one where the images are those of the run. The file is read back
+    and run over the test images. If the accuracies differ by more than 0.05 points, nothing is left behind and the exit
+    code is 1.
     """
     from factorized.cli.device import pick_device
-    from factorized.cli.images import load_data
+    from factorized.cli.images import load_data_of_run
     from factorized.planning.cost import count_parameters
     from factorized.vision.export import COMPOSED, LOWERED, SUFFIXES, describe_network, logits_on_test, plain_network
-    from factorized.vision.trained import fit_images, load_trained
+    from factorized.vision.trained import load_trained
 
     where = pick_device(device)
-    recipe, result, network = load_trained(run)
+    recipe, result, network = load_trained(run, trust_model=trust_model)
     suffix = SUFFIXES[to.value]
     path = out or run / f"{LOWERED if lower else COMPOSED}{suffix}"
     _check_path(path, suffix, overwrite)
-    recipe, images = load_data(recipe, data)
-    images = fit_images(result, images)
+    images = load_data_of_run(recipe, result, data)
     trained, before = count_parameters(network), logits_on_test(network.to(where), images, where)
+    _check_recorded(run, result, images, before)
     plain = plain_network(network.cpu(), low_rank=lower)
     about = describe_network(recipe, images)
     if not _write_checked(plain, to, path, images, about, before, where):
@@ -73,6 +79,28 @@ def compose(
     size = path.stat().st_size / 2**20
     say(f"{path}: {size:.2f} MiB, {trained:,} parameters in training, {count_parameters(plain):,} now")
     say(f"images go in as pixels in 0..1, minus mean {about['mean']}, over std {about['std']}")
+
+
+def _check_recorded(
+    run: Path,
+    result: dict[str, Any],
+    images: Images,
+    logits: Tensor,  # (n, classes)
+) -> None:
+    """Refuse a network that does not answer as the run recorded."""
+    from factorized.vision.export import accuracy_of
+
+    if not logits.isfinite().all():
+        raise ValueError(f"{run}: the network answers NaN or infinity on {images.name}; nothing was written")
+    if images.checksum != result["data"]["checksum"]:
+        say(f"recorded {result['accuracy']:.2f} % on other images ({result['data']['name']}): not compared")
+        return
+    found = accuracy_of(logits, images)
+    if abs(found - result["accuracy"]) > ALLOWED_TO_RECORDED:
+        raise ValueError(
+            f"{run} recorded {result['accuracy']:.2f} % on these images, and its network has {found:.2f} % now, more "
+            f"than {ALLOWED_TO_RECORDED} points apart; nothing was written. Train the run again"
+        )
 
 
 def _check_path(path: Path, suffix: str, overwrite: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from factorized.cli.arguments import Data, Device, Run, examples
+from factorized.cli.arguments import Data, Device, Run, TrustModel, examples
 from factorized.cli.console import say
 
 EXAMPLES = examples(
@@ -15,21 +15,20 @@ EXAMPLES = examples(
 ALLOWED = 0.5  # points between two devices or precisions, on the same images
 
 
-def evaluate(run: Run, data: Data = None, device: Device = None) -> None:
+def evaluate(run: Run, data: Data = None, device: Device = None, trust_model: TrustModel = False) -> None:
     """Measure the test accuracy of a finished run and compare it with the one that was recorded.
 
     The exit code is 1 if, on the images of the run, they are more than half a point apart.
     """
     from factorized.cli.device import pick_device
-    from factorized.cli.images import load_data
+    from factorized.cli.images import load_data_of_run
     from factorized.vision.evaluate import Evaluator
     from factorized.vision.step import autocast_type
-    from factorized.vision.trained import fit_images, load_trained
+    from factorized.vision.trained import load_trained
 
     where = pick_device(device)
-    recipe, result, network = load_trained(run)
-    recipe, images = load_data(recipe, data)
-    images = fit_images(result, images)
+    recipe, result, network = load_trained(run, trust_model=trust_model)
+    images = load_data_of_run(recipe, result, data)
     loss, accuracy = Evaluator(network.to(where), images, autocast_type(recipe, where), graph=False)()
     recorded = result["accuracy"]
     say(f"test accuracy {accuracy:.2f} %, loss {loss:.4f}, on {len(images.y_test):,} images of {images.name}")

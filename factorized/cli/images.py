@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from factorized.cli.console import progress_bar
 from factorized.vision.data.cifar_python import cifar_layout
@@ -10,17 +11,18 @@ from factorized.vision.data.image_folder import is_image_folder
 from factorized.vision.data.images import Images
 from factorized.vision.data.load import EMBEDDED, load_images, prepared_path
 from factorized.vision.recipe import Recipe
+from factorized.vision.trained import fit_images
 
 
 def load_data(recipe: Recipe, data: str | None, *, quiet: bool = False) -> tuple[Recipe, Images]:
     """Return the recipe and its images.
 
-    ``data`` is a folder of data sets, or a data set itself, by which the recipe then names its data.
+    ``data`` is a folder of data sets, or a data set itself. The recipe then names its data as the set calls itself, and
+    not by a path: a run is the same wherever its images are.
     """
-    folder = None
+    folder, where = None, recipe.data.name
     if data is not None and _is_data_set(data):
-        name = data if data.startswith("hf:") else str(Path(data).expanduser().resolve())  # to be found again
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"name": name})})
+        where = data
     elif data is not None:
         folder = Path(data).expanduser()
         if not folder.is_dir():
@@ -35,7 +37,26 @@ def load_data(recipe: Recipe, data: str | None, *, quiet: bool = False) -> tuple
                 "one that is, or drop --data"
             )
     with progress_bar(quiet=quiet) as bar:
-        return recipe, load_images(recipe.data.name, folder, bar)
+        images = load_images(where, folder, bar)
+    name = where if prepared_path(where) is not None else images.name
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"name": name})}), images
+
+
+def load_data_of_run(recipe: Recipe, result: dict[str, Any], data: str | None) -> Images:
+    """Return the images that a run was trained on, or others where ``data`` names them, fed as those were."""
+    trained_on = f"{recipe.data.name!r} (checksum {result['data']['checksum'][:12]}…)"
+    try:
+        _, images = load_data(recipe, data)
+    except ValueError as error:
+        if data is not None:
+            raise
+        raise ValueError(f"the run was trained on {trained_on}: {error}. Name the file or folder by --data") from error
+    if data is None and images.checksum != result["data"]["checksum"]:
+        raise ValueError(
+            f"the run was trained on {trained_on}, and what is found by that name has checksum "
+            f"{images.checksum[:12]}…; name the file or folder by --data"
+        )
+    return fit_images(result, images)
 
 
 def _is_data_set(data: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from factorized.cli.processes import process_number
 from factorized.vision.data.extras import install_command
-from factorized.vision.interrupt import Interrupted
+from factorized.vision.interrupt import Interrupted, OneInterrupt
 
 STOPPED = 128 + signal.SIGINT
 # packages of the extra "vision", which the library itself does without
@@ -20,11 +20,24 @@ EXTRAS = ("datasets", "jinja2", "numpy", "PIL", "pydantic", "rich", "sklearn", "
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 for a failed check, 2 for an error, 128 + n for signal n."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None:
+        return _run(arguments, OneInterrupt())
+    interrupt = OneInterrupt()
+    interrupt.install()
+    try:
+        code = _run(sys.argv[1:], interrupt)
+    except KeyboardInterrupt:  # while an error was being explained
+        _complain("stopped by Ctrl-C")
+        code = STOPPED
+    interrupt.close(code)
+    return code
+
+
+def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
     try:
         from factorized.cli.app import app  # here, so that a package it misses is an error like any other
 
-        code = app(given or ["--help"], prog_name="factorized", standalone_mode=False)
+        code = app(list(given) or ["--help"], prog_name="factorized", standalone_mode=False)
         sys.stdout.flush()
         if code == STOPPED:  # typer makes this of KeyboardInterrupt, without a word
             raise KeyboardInterrupt
@@ -36,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain("stopped by Ctrl-C")
         return STOPPED
     except Exception as error:
+        if interrupt.taken and not isinstance(error, Interrupted):  # what is left of an import that was cut off
+            raise KeyboardInterrupt from None
         return _explain(error, given)
 
 
@@ -58,7 +73,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
 
 
 def _command_to_resume(given: Sequence[str]) -> str:
-    again = [word for word in given if word not in ("--overwrite", "--resume")]
+    again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
     started_by = "torchrun … -m factorized.cli" if "LOCAL_RANK" in os.environ else "factorized"
     return f"{started_by} {shlex.join([*again, '--resume'])}"
 

@@ -33,7 +33,17 @@ def train(
         int | None, typer.Option(min=0, help="Train this seed; 0 unless given.", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME/seed-SEED.")] = Path("out"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of these runs.")] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Go on where there is a run, and start where there is none.")
+    ] = False,
+    allow_other_devices: Annotated[
+        bool,
+        typer.Option(
+            "--allow-other-devices",
+            help="Resume with another number of processes or on another kind of device: another result than without.",
+        ),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run is.")] = False,
     device: Device = None,
     quiet: Quiet = False,
@@ -41,8 +51,16 @@ def train(
     """Train a recipe, with one seed or several; checkpoints, curves and the result lie in OUT/NAME/seed-SEED."""
     if seeds is not None and seed is not None:
         raise ValueError(f"give --seeds {seeds} for seeds 0 to {seeds - 1}, or --seed {seed} for one, not both")
-    if resume and overwrite:
-        raise ValueError("--resume goes on with a run and --overwrite starts it anew; give one of them")
+    ways = [
+        option
+        for option, given in (("--resume", resume), ("--auto-resume", auto_resume), ("--overwrite", overwrite))
+        if given
+    ]
+    if len(ways) > 1:
+        raise ValueError(
+            f"got {' and '.join(ways)}: --resume goes on with a run, --auto-resume also starts one, and --overwrite "
+            "starts it anew; give one of them"
+        )
     chosen = tuple(range(seeds)) if seeds is not None else (seed or 0,)
 
     from factorized.cli.device import pick_device
@@ -61,8 +79,9 @@ def train(
         folder,
         seeds=chosen,
         device=where,
-        resume=resume,
+        resume="auto" if auto_resume else resume,
         overwrite=overwrite,
+        allow_other_devices=allow_other_devices,
         reporter=Reporter(console(quiet=quiet), quiet=quiet),
     )
     _report(recipe, results, folder)

@@ -65,8 +65,7 @@ class Variant:
     def curve(self, column: str, label: str | None = None, style: str | None = None) -> Line | None:
         """Return a column of the metrics over epochs, averaged over the seeds; None where no run has it."""
         rows = [
-            {row["epoch"] + 1: float(row[column]) for row in result["history"] if column in row}
-            for result in self.results
+            {row["epoch"]: float(row[column]) for row in result["history"] if column in row} for result in self.results
         ]
         epochs = sorted(set.intersection(*(set(row) for row in rows)))
         if not epochs:

@@ -60,7 +60,8 @@ def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, abou
         path.write_bytes(save(tensors, metadata={"format": "pt", **about}))
         return
     example = torch.zeros(2, images.channels, *images.size)
-    program = torch.export.export(plain, (example,), dynamic_shapes=({0: torch.export.Dim("batch", max=65536)},))
+    free = ({0: torch.export.Dim("batch", max=65536)},)
+    program = torch.export.export(plain, (example,), dynamic_shapes=free)
     if kind == "export":
         buffer = io.BytesIO()  # torch's own writer ends the program when the disk is full
         torch.export.save(program, buffer, extra_files=dict(about))
@@ -70,7 +71,12 @@ def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, abou
         need(package, package, "an ONNX file", "onnx")
     with _quiet_exporter():
         written = torch.onnx.export(
-            program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
+            program,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: "batch"},),  # the name that the file has for it
+            dynamo=True,
+            verbose=False,
         )
         assert written is not None  # it is, without a path to write to
         written.model.metadata_props.update(about)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 
@@ -23,16 +26,25 @@ _LEFT = (state.FILE, METRICS, trained.RESULT, norms.FILE)
 _MADE_FROM_IT = tuple(f"{stem}{suffix}" for stem in (COMPOSED, LOWERED) for suffix in SUFFIXES.values())
 
 
-def prepare_folders(folders: Sequence[Path], needed: int, claims: ExitStack, *, resume: bool, overwrite: bool) -> None:
+def prepare_folders(
+    folders: Sequence[Path],
+    needed: int,
+    claims: ExitStack,
+    *,
+    resume: bool | Literal["auto"],
+    overwrite: bool,
+) -> None:
     """Claim the folders of all runs, and fail now rather than at a checkpoint if one cannot be written.
 
     ``needed`` is the bytes that a run writes. Unless it is resumed, what an earlier run left is removed, once every
-    folder has proved to be fit.
+    folder has proved to be fit. ``resume=True`` needs a run to go on with in one of them at least.
     """
+    if resume is True and not any(_runs(folder) for folder in folders):
+        raise ValueError(_nothing_to_resume(folders))
     for folder in folders:
         _probe(folder)
         claims.enter_context(claimed(folder))
-        left = [name for name in (state.FILE, trained.RESULT) if (folder / name).exists()]
+        left = _runs(folder)
         if left and not (resume or overwrite):
             raise ValueError(
                 f"{folder} already holds a run ({left[0]}); go on with --resume, or start anew with --overwrite"
@@ -40,14 +52,40 @@ def prepare_folders(folders: Sequence[Path], needed: int, claims: ExitStack, *, 
     free = shutil.disk_usage(folders[0]).free
     if free < needed * len(folders):
         raise ValueError(
-            f"{folders[0]} has {free / 2**20:,.0f} MiB free, and {len(folders)} run(s) need "
-            f"{needed * len(folders) / 2**20:,.0f} MiB; make room, or choose another folder with --out"
+            f"{folders[0]} has {math.floor(free / 2**20):,} MiB free, and {len(folders)} run(s) need "
+            f"{math.ceil(needed * len(folders) / 2**20):,} MiB; make room, or choose another folder with --out"
         )
     for folder in folders:
-        for unfinished in folder.glob("*.tmp"):  # of a process that was killed
+        for unfinished in (*folder.glob("*.tmp"), *(folder / trained.FOLDER).glob("*.tmp")):  # of a process killed
             unfinished.unlink()
         if not resume:
             _clear(folder)
+        elif not (folder / trained.RESULT).exists():  # until that is there, the network is not whole
+            shutil.rmtree(folder / trained.FOLDER, ignore_errors=True)
+
+
+def _runs(folder: Path) -> list[str]:
+    return [name for name in (state.FILE, trained.RESULT) if (folder / name).exists()]
+
+
+def _nothing_to_resume(folders: Sequence[Path]) -> str:
+    """Say where no run was found, and which folders with one are named alike."""
+    wanted = folders[0]
+    patterns = [(wanted.parent, "*")]  # other seeds; then another name in place of one of the folders above
+    for depth in range(1, min(4, len(wanted.parts))):
+        above, below = Path(*wanted.parts[: -depth - 1]), "/".join(wanted.parts[-depth:])
+        patterns.append((above, f"*/{below}"))
+    found = set()
+    for above, pattern in patterns:
+        with suppress(OSError):  # folders that may not be read
+            found |= {path for path in above.glob(pattern) if _runs(path)}
+    near = sorted(found, key=lambda path: -SequenceMatcher(None, str(path), str(wanted)).ratio())[:3]
+    hint = f"; there are runs in {', '.join(map(str, near))}" if near else ""
+    where = ", ".join(map(str, folders[:3]))
+    return (
+        f"there is nothing to resume in {where}{hint}. Name the right --out, start without --resume, or give "
+        "--auto-resume to start where there is no run"
+    )
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -24,7 +26,7 @@ class StopRequest:
     terminal, and once more from the launcher.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, patience: float = 0.0) -> None:
         self.number: int | None = None
@@ -33,7 +35,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # elsewhere signals never arrive
-            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+            self._before = {number: signal.getsignal(number) for number in self.SIGNALS}  # whole before one arrives
+            for number in self.SIGNALS:
+                signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -44,4 +48,43 @@ class StopRequest:
         if self.number is None:
             self.number, self._asked = number, time.monotonic()
         elif time.monotonic() - self._asked >= self._patience:
+            before = self._before[signal.SIGINT]
+            if callable(before):
+                before(number, frame)
             raise KeyboardInterrupt
+
+
+class OneInterrupt:
+    """Makes Ctrl-C raise ``KeyboardInterrupt`` once in the life of a process; the next one ends it at once.
+
+    Python's own handler raises again while the first one is being handled, or while the interpreter ends, and what
+    comes of that is a traceback.
+    """
+
+    def __init__(self) -> None:
+        self.taken = False
+        self._hook = sys.unraisablehook
+
+    def install(self) -> None:
+        """Take the place of Python's handler, for as long as the process lives."""
+        signal.signal(signal.SIGINT, self._raise_once)
+        sys.unraisablehook = self._unraisable
+
+    def close(self, exit_code: int) -> None:
+        """From now on, while the interpreter ends, let Ctrl-C end it with the exit code that it would have."""
+        signal.signal(signal.SIGINT, lambda *_: os._exit(exit_code))
+
+    def _raise_once(self, number: int, frame: FrameType | None) -> None:
+        if self.taken:
+            self._leave()
+        self.taken = True
+        raise KeyboardInterrupt
+
+    def _unraisable(self, problem: sys.UnraisableHookArgs) -> None:
+        if isinstance(problem.exc_value, KeyboardInterrupt):  # in a destructor, where nobody can catch it
+            self._leave()
+        self._hook(problem)
+
+    def _leave(self) -> None:
+        os.write(2, b"factorized: stopped by Ctrl-C\n")
+        os._exit(128 + signal.SIGINT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | Non
 def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     """Return the recipe's network on the CPU, factorized, drawn with ``seed``: the same on every machine."""
     network = build_dense(recipe, images, seed)
+    if (bad := not_finite(dict(network.named_parameters()))) is not None:
+        raise ValueError(
+            f"model {recipe.model.name!r}: {bad} holds NaN or infinity before training; mend the function or the "
+            "weights that it is built from"
+        )
     plan = plan_network(recipe, network, images)
     if plan is None:
         return network
@@ -60,6 +65,17 @@ def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
         if isinstance(module, FactorizedConv):
             module.execution = recipe.factorize.execution
     return network
+
+
+def not_finite(tensors: Mapping[str, Tensor], besides: Collection[str] = ()) -> str | None:
+    """Return the name of the first tensor that holds NaN or infinity, but for those ``besides``; None for none."""
+    names = (name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all())
+    return next((name for name in names if name not in besides), None)
+
+
+def boundless_buffers(network: nn.Module) -> set[str]:
+    """Return the buffers of a fresh network that are not finite, and need not be later: masks of -inf, say."""
+    return {name for name, buffer in network.named_buffers() if not buffer.isfinite().all()}
 
 
 @torch.no_grad()

@@ -24,6 +24,11 @@ class Processes:
     count: int = 1
 
     @property
+    def kind(self) -> str:
+        """How many there are, and on what: what a result depends on beyond its recipe and data."""
+        return f"{self.count} {'process' if self.count == 1 else 'processes'} ({self.device.type})"
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the one that writes."""
         return self.rank == 0

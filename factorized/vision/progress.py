@@ -39,16 +39,21 @@ class Reporter:
         self.title, self.epochs, self.steps = title, epochs, steps
         self.test = ""
 
+    def note(self, line: str) -> None:
+        """Show a line about the run."""
+        if not self.quiet:
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
     def step(self, epoch: int, step: int, loss_sum: Tensor, images_per_second: float) -> None:
-        """Show a step of an epoch; the loss is only read now and then."""
+        """Show a step of an epoch, both counted from 0; the loss is only read now and then."""
         if self.live and (step + 1) % REFRESH == 0:
             self._show(epoch, step + 1, loss_sum.item() / (step + 1), images_per_second)
 
     def epoch(self, row: dict[str, Any]) -> None:
-        """Show a finished epoch."""
+        """Show a finished epoch, whose row counts from 1."""
         if "test_accuracy" in row:
             self.test = f"  test {row['test_accuracy']:.2f} %"
-        figures = self._show(row["epoch"], self.steps, row["loss"], row["images_per_second"])
+        figures = self._show(row["epoch"] - 1, self.steps, row["loss"], row["images_per_second"])
         if not self.live and not self.quiet:
             self.console.print(f"{self.title}  {figures}", highlight=False, soft_wrap=True)
 

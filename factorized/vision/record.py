@@ -41,7 +41,7 @@ class Recorder:
         # A run that was killed may have written a row after its last checkpoint: begin with what that one knows.
         with writing(self.folder):
             (self.folder / METRICS).write_text("".join(map(_line, self.history)))
-            self.board = SummaryWriter(str(self.folder), purge_step=len(self.history))
+            self.board = SummaryWriter(str(self.folder), purge_step=len(self.history) + 1)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import io
+import pickle
 import zipfile
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from factorized.deploy.whole_file import write_whole
+from factorized.vision.network import not_finite
 from factorized.vision.step import TrainingStep
 
 FILE = "checkpoint.pt"
+REMEDY = "start this run anew with --overwrite"
+Tensors = dict[str, Tensor]
 
 
-@dataclass
-class RunState:
-    """Everything that a run needs to go on as if it had never stopped."""
+class RunState(BaseModel):
+    """Everything that a run needs to go on as if it had never stopped; a field of another type is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     recipe: dict[str, Any]
-    seed: int
+    seed: Annotated[int, Field(ge=0)]
     data: str  # checksum
-    epoch: int = 0  # that comes next, or is under way
-    step: int = 0  # of that epoch, that comes next
-    history: list[dict[str, Any]] = field(default_factory=list)  # a row per finished epoch
-    seconds: float = 0.0
-    network: dict[str, Tensor] = field(default_factory=dict)
-    momentum: dict[str, Tensor] = field(default_factory=dict)
-    counts: dict[str, Tensor] = field(default_factory=dict)  # of the epoch under way
-    random: dict[str, Tensor] = field(default_factory=dict)  # where the generators are in it
+    epoch: Annotated[int, Field(ge=0)] = 0  # that comes next, or is under way, counted from 0
+    step: Annotated[int, Field(ge=0)] = 0  # of that epoch, that comes next
+    history: list[dict[str, int | float | None]] = []  # a row per finished epoch, counted from 1
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    ran_on: list[str] = []  # processes and kinds of device, in the order in which they trained it
+    network: Tensors = {}
+    momentum: Tensors = {}
+    counts: Tensors = {}  # of the epoch under way
+    random: Tensors = {}  # where the generators are in it
 
 
 def gather(state: RunState, network: nn.Module, optimizer: SGD, step: TrainingStep) -> None:
@@ -61,12 +68,12 @@ def restore_random(state: RunState, device: torch.device) -> None:
         torch.cuda.set_rng_state(state.random["cuda"], device)
 
 
-def _momentum(network: nn.Module, optimizer: SGD) -> dict[str, Tensor]:
+def _momentum(network: nn.Module, optimizer: SGD) -> Tensors:
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in network.named_parameters()}
     return {name: state["momentum_buffer"] for name, state in states.items() if "momentum_buffer" in state}
 
 
-def _counts(step: TrainingStep) -> dict[str, Tensor]:
+def _counts(step: TrainingStep) -> Tensors:
     counts = {"loss_sum": step.loss_sum, "correct": step.correct, "position": step.position}
     return counts if step.norms is None else {**counts, "norms": step.norms}
 
@@ -74,21 +81,30 @@ def _counts(step: TrainingStep) -> dict[str, Tensor]:
 def save_state(state: RunState, folder: Path) -> None:
     """Write ``state`` to ``folder``: the file there is the old one or the new one, never half of it."""
     buffer = io.BytesIO()  # torch's own writer ends the program when the disk is full
-    torch.save(vars(state), buffer)
+    torch.save(dict(state), buffer)
     write_whole(folder / FILE, lambda path: path.write_bytes(buffer.getbuffer()))
 
 
 def load_state(folder: Path) -> RunState:
-    """Read what ``save_state`` wrote; nothing in the file is executed."""
+    """Read what ``save_state`` wrote; nothing in the file is executed, and every field has its type."""
     path = folder / FILE
     try:
         with zipfile.ZipFile(path) as archive:
             if (broken := archive.testzip()) is not None:  # torch does not look at the checksums
                 raise ValueError(f"{broken} has another checksum than it says")
-        return RunState(**torch.load(path, map_location="cpu", weights_only=True))
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch would advise to run whatever the file holds
+        raise ValueError(f"{path} is damaged (it holds more than tensors and plain values); {REMEDY}") from error
     except Exception as error:  # a damaged file can raise anything
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is damaged ({reason}); remove it to start this run anew") from error
+        raise ValueError(f"{path} is damaged ({reason}); {REMEDY}") from error
+    try:
+        return RunState.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        got = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
+        raise ValueError(f"{path}: {where}: {first['msg']}{got}; {REMEDY}") from None
 
 
 def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str, folder: Path) -> None:
@@ -111,3 +127,63 @@ def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str
             f"{folder} holds a run on other images: their checksum was {state.data[:12]}…, and is {data[:12]}… now; "
             "resume with the same data, or train into another folder"
         )
+
+
+def check_fits(
+    state: RunState,
+    folder: Path,
+    network: nn.Module,
+    optimizer: SGD,
+    step: TrainingStep,
+    boundless: Collection[str],
+) -> None:
+    """Refuse a checkpoint that this run cannot have written; ``boundless`` are tensors that may be infinite."""
+    epochs, steps = step.recipe.schedule.epochs, step.source.steps
+    problem = (
+        _problem_of_numbers(state, epochs, steps)
+        or _problem_of_tensors("network", state.network, network.state_dict(), boundless)
+        or _problem_of_tensors("momentum", state.momentum, _momentum(network, optimizer))
+        or _problem_of_tensors("counts", state.counts, _counts(step))
+        or _problem_of_random(state, step.device)
+    )
+    if problem is None and (position := int(state.counts["position"])) != state.epoch * steps + state.step:
+        problem = f"counts.position is {position}, expected {state.epoch * steps + state.step}"
+    if problem is not None:
+        raise ValueError(f"{folder / FILE}: {problem}; {REMEDY}")
+
+
+def _problem_of_numbers(state: RunState, epochs: int, steps: int) -> str | None:
+    if state.epoch > epochs:
+        return f"epoch is {state.epoch}, and the run has {epochs}"
+    most = steps if state.epoch < epochs else 0
+    if state.step > most:
+        return f"step is {state.step}, and at most {most} steps of that epoch can have been taken"
+    if [row.get("epoch") for row in state.history] != list(range(1, state.epoch + 1)):
+        return f"history must have a row for each of {state.epoch} epochs, and has {len(state.history)} rows"
+    if state.epoch == epochs and state.history[-1].get("test_accuracy") is None:
+        return "history must end with a test_accuracy"
+    return None
+
+
+def _problem_of_tensors(
+    part: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], boundless: Collection[str] = ()
+) -> str | None:
+    for name in sorted(saved.keys() ^ expected.keys()):
+        return f"{part} {'has no' if name in expected else 'must not have'} {name!r}"
+    for name, tensor in saved.items():
+        ours, its = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (expected[name], tensor))
+        if ours != its:
+            return f"{part}.{name} is {its[1]} {its[0]}, expected {ours[1]} {ours[0]}"
+    bad = not_finite(saved, boundless)
+    return None if bad is None else f"{part}.{bad} holds NaN or infinity"
+
+
+def _problem_of_random(state: RunState, device: torch.device) -> str | None:
+    for kind in ("cpu", "cuda") if device.type == "cuda" and state.step else ("cpu",):
+        if kind not in state.random:
+            return f"random has no state of {kind}, where the epoch under way has to go on"
+        try:
+            torch.Generator(device if kind == "cuda" else "cpu").set_state(state.random[kind])
+        except (RuntimeError, TypeError):
+            return f"random.{kind} is not the state of a generator"
+    return None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,14 @@ from factorized.vision.data.images import Images
 from factorized.vision.evaluate import Evaluator
 from factorized.vision.folder import prepare_folders, writing
 from factorized.vision.interrupt import Interrupted, StopRequest
-from factorized.vision.network import build_network, build_optimizer, check_network, count_macs, set_learning_rate
+from factorized.vision.network import (
+    boundless_buffers,
+    build_network,
+    build_optimizer,
+    check_network,
+    count_macs,
+    set_learning_rate,
+)
 from factorized.vision.norms import norms_table, write_norms
 from factorized.vision.processes import Processes, joined_processes
 from factorized.vision.progress import Reporter
@@ -28,6 +35,7 @@ from factorized.vision.source import OnDevice, Source, draws_seed
 from factorized.vision.state import (
     FILE,
     RunState,
+    check_fits,
     check_same_run,
     gather,
     load_state,
@@ -40,6 +48,7 @@ from factorized.vision.streamed import Streamed
 from factorized.vision.trained import RESULT, read_result, save_trained
 
 ASK = 20  # steps between two questions of several processes whether one was asked to stop
+HIGHEST = 0.1  # learning rate to advise, that of the paper
 PATIENCE = 2.0  # seconds after which a second signal to one of several processes is meant as such
 
 
@@ -50,11 +59,16 @@ def train(
     *,
     seeds: Sequence[int] = (0,),
     device: torch.device | str | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     overwrite: bool = False,
+    allow_other_devices: bool = False,
     reporter: Reporter | None = None,
 ) -> list[dict[str, Any]]:
     """Train the recipe's network once for each seed, into ``folder/seed-<seed>``, and return the results.
+
+    ``resume`` goes on with the runs that are there and is refused where there is none; ``"auto"`` then starts anew. A
+    run that began with another number of processes, or on another kind of device, would not end where it would have
+    ended there: going on with it is refused unless ``allow_other_devices`` is set.
 
     All seeds share one copy of the data and, on a GPU, one compiled and captured step. Under ``torchrun`` every process
     calls this and trains on its share of each batch; the first one writes.
@@ -64,7 +78,7 @@ def train(
     folders = [folder / f"seed-{seed}" for seed in seeds]
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:
-        trainer = Trainer(recipe, images, processes, seeds[0])
+        trainer = Trainer(recipe, images, processes, seeds[0], allow_other_devices=allow_other_devices)
         processes.from_first(
             lambda: prepare_folders(folders, trainer.bytes_to_write, claims, resume=resume, overwrite=overwrite)
         )
@@ -72,15 +86,19 @@ def train(
         with shown, StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
             for seed, run_folder in zip(seeds, folders, strict=True):
                 if recipe.factorize.depends_on_weights and seed != seeds[0]:
-                    trainer = Trainer(recipe, images, processes, seed)  # other ranks: nothing can be shared
-                results.append(trainer.run(seed, run_folder, resume, shown, stop))
+                    # other ranks: nothing can be shared
+                    trainer = Trainer(recipe, images, processes, seed, allow_other_devices=allow_other_devices)
+                results.append(trainer.run(seed, run_folder, bool(resume), shown, stop))
     return results
 
 
 class Trainer:
     """A recipe's network, optimizer, data and step on one device: made once, and run for one seed after another."""
 
-    def __init__(self, recipe: Recipe, images: Images, processes: Processes, seed: int) -> None:
+    def __init__(
+        self, recipe: Recipe, images: Images, processes: Processes, seed: int, *, allow_other_devices: bool = False
+    ) -> None:
+        self.allow_other_devices = allow_other_devices
         self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
         self.network = build_network(recipe, images, seed)
         check_network(recipe, self.network, images)
@@ -91,8 +109,7 @@ class Trainer:
         norms = self._norms(seed)
         self.step = TrainingStep(recipe, self.network, self.optimizer, self.source, images, norms, processes)
         self.evaluate = Evaluator(self.network, images, autocast_type(recipe, self.device))
-        buffers = self.network.named_buffers()
-        self.boundless = {name for name, buffer in buffers if not buffer.isfinite().all()}  # masks of -inf, say
+        self.boundless = boundless_buffers(self.network)
         state = sum(tensor.nbytes for tensor in self.network.state_dict().values())
         # weights and momentum, the old file beside the new one, and the model at the end; the norms; room for logs
         self.bytes_to_write = 5 * state + (0 if norms is None else 3 * norms.nbytes) + 2**20
@@ -104,6 +121,12 @@ class Trainer:
         if resume and state.epoch == epochs and self.processes.from_first((folder / RESULT).is_file):
             return self.processes.from_first(lambda: read_result(folder))
         self._begin(state)
+        if self._went_elsewhere(state):
+            reporter.note(
+                f"{folder} goes on with {self.processes.kind}; it was trained by {', '.join(state.ran_on)} before"
+            )
+        if state.ran_on[-1:] != [self.processes.kind]:
+            state.ran_on.append(self.processes.kind)
         reporter.begin(f"{self.recipe.name} seed {seed}", epochs, steps, state.epoch * steps + state.step)
         with Recorder(folder if self.processes.is_first else None, state.history) as recorder:
             for epoch in range(state.epoch, epochs):
@@ -145,13 +168,29 @@ class Trainer:
         recipe, data = self.recipe.to_dict(), self.images.checksum
         if resume and (folder / FILE).exists():
             state = load_state(folder)
-        elif resume and (folder / RESULT).is_file():  # it has ended, and somebody needed the checkpoint's room
+            check_same_run(state, recipe, seed, data, folder)
+            check_fits(state, folder, self.network, self.optimizer, self.step, self.boundless)
+            self._check_devices(state, folder)
+            return state
+        if resume and (folder / RESULT).is_file():  # it has ended, and somebody needed the checkpoint's room
             ended = read_result(folder)
-            state = RunState(ended["recipe"], ended["seed"], ended["data"]["checksum"], self.recipe.schedule.epochs)
-        else:
-            return RunState(recipe, seed, data, network=build_network(self.recipe, self.images, seed).state_dict())
-        check_same_run(state, recipe, seed, data, folder)
-        return state
+            parts = {"recipe": ended["recipe"], "seed": ended["seed"], "data": ended["data"]["checksum"]}
+            state = RunState(**parts, epoch=self.recipe.schedule.epochs)
+            check_same_run(state, recipe, seed, data, folder)
+            return state
+        fresh = build_network(self.recipe, self.images, seed).state_dict()
+        return RunState(recipe=recipe, seed=seed, data=data, network=fresh)
+
+    def _check_devices(self, state: RunState, folder: Path) -> None:
+        """Refuse to go on where the result would be another one, unless that is allowed."""
+        if self._went_elsewhere(state) and state.epoch < self.recipe.schedule.epochs and not self.allow_other_devices:
+            raise ValueError(
+                f"{folder} was trained by {state.ran_on[-1]}, and this is {self.processes.kind}: the result would not "
+                "be that of an uninterrupted run. Resume as it began, or give --allow-other-devices"
+            )
+
+    def _went_elsewhere(self, state: RunState) -> bool:
+        return bool(state.ran_on) and state.ran_on[-1] != self.processes.kind
 
     def _begin(self, state: RunState) -> None:
         restore(state, self.network, self.optimizer, self.step)
@@ -180,7 +219,8 @@ class Trainer:
         loss = self._check_finite(epoch, lr, steps)  # waits for the device
         speed = self._speed(steps - first, began)
         accuracy = 100 * self.processes.total(self.step.correct) / (steps * self.recipe.run.batch)
-        row: dict[str, Any] = {"epoch": epoch, "lr": lr, "loss": loss, "accuracy": accuracy, "images_per_second": speed}
+        row: dict[str, Any] = {"epoch": epoch + 1, "lr": lr, "loss": loss, "accuracy": accuracy}
+        row["images_per_second"] = speed
         if (epoch + 1) % self.recipe.run.evaluate_every == 0 or epoch + 1 == self.recipe.schedule.epochs:
             row["test_loss"], row["test_accuracy"] = self.evaluate()
         if self.recipe.run.diagnose:
@@ -188,8 +228,8 @@ class Trainer:
         return {**row, "seconds": time.perf_counter() - began}
 
     def _finish(self, state: RunState, folder: Path) -> dict[str, Any]:
-        accuracies = [row["test_accuracy"] for row in state.history if "test_accuracy" in row]
-        result = {
+        accuracies = [float(value) for row in state.history if (value := row.get("test_accuracy")) is not None]
+        result: dict[str, Any] = {
             "recipe": state.recipe,
             "seed": state.seed,
             "accuracy": accuracies[-1],
@@ -197,13 +237,14 @@ class Trainer:
             "parameters": count_parameters(self.network),
             "macs": self.macs,
             "seconds": state.seconds,
+            "ran_on": state.ran_on,
             "machine": {**describe_machine(self.device), "processes": self.processes.count},
             "data": describe_data(self.images),
             "history": state.history,
         }
         if self.processes.is_first:
             with writing(folder):
-                save_trained(self.network, folder)
+                result["files"] = save_trained(self.network, folder)
                 if self.recipe.decay.record_norms and self.step.norms is not None:
                     write_norms(self.step.norms, folder)
                 write_json(folder / RESULT, result)  # last: where it is, all is
@@ -238,9 +279,18 @@ class Trainer:
             return loss
         raise ValueError(
             f"the training loss is {loss:g}{lost} in epoch {epoch + 1}, at learning rate {lr:g}; the checkpoint before "
-            f"it, if there was one, is kept. Try optimizer.lr={self.recipe.optimizer.lr / 3:.2g}, "
-            "schedule.warmup_epochs=1 or optimizer.clip=1"
+            f"it, if there was one, is kept. Try {self._advice()}"
         )
+
+    def _advice(self) -> str:
+        """Return what may keep the weights finite, but for what the recipe does already."""
+        optimizer, schedule = self.recipe.optimizer, self.recipe.schedule
+        ways = [f"optimizer.lr={min(optimizer.lr / 3, HIGHEST):.2g}"]
+        if not schedule.warmup_epochs:
+            ways.append("schedule.warmup_epochs=1")
+        if optimizer.clip is None or optimizer.clip > 1:
+            ways.append("optimizer.clip=1")
+        return " or ".join(ways)
 
     def _speed(self, steps: int, began: float) -> float:
         return steps * self.recipe.run.batch / (time.perf_counter() - began)

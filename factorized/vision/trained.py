@@ -2,58 +2,128 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from factorized.deploy.checkpoint import load, save
 from factorized.deploy.compose import is_factorized
+from factorized.deploy.whole_file import write_whole
 from factorized.vision.data.images import Images
 from factorized.vision.models.build import build_model
+from factorized.vision.network import boundless_buffers, not_finite
 from factorized.vision.recipe import Recipe
 from factorized.vision.recipes import check_recipe
 
 RESULT = "result.json"
 FOLDER, DENSE = "model", "dense.safetensors"
-KEYS = ("recipe", "seed", "accuracy", "parameters", "seconds", "data", "history")  # that other commands read
+Positive = Annotated[int, Field(ge=1)]
 
 
-def save_trained(network: nn.Module, run: Path) -> None:
-    """Write the network into the folder of its run: as ``fz.save`` does, or plain where it holds no products."""
+class _Part(BaseModel):
+    """Fields that other commands read; a result may say more."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class _Data(_Part):
+    name: str
+    checksum: str
+    classes: Annotated[list[str], Field(min_length=1)]
+    channels: Positive
+    size: Annotated[list[Positive], Field(min_length=2, max_length=2)]
+    mean: list[float] | None = None
+    std: list[Annotated[float, Field(gt=0)]] | None = None
+
+
+class _Result(_Part):
+    recipe: dict[str, Any]
+    seed: Annotated[int, Field(ge=0)]
+    accuracy: Annotated[float, Field(ge=0, le=100)]
+    parameters: Positive
+    seconds: Annotated[float, Field(ge=0)]
+    data: _Data
+    history: list[dict[str, int | float | None]]
+    files: dict[str, str] | None = None  # SHA-256 of what is in the folder of the network, by name
+
+
+def save_trained(network: nn.Module, run: Path) -> dict[str, str]:
+    """Write the network into the folder of its run, and return the checksum of each file.
+
+    The files are those of ``fz.save``, or one plain file where the network holds no products.
+    """
     folder = run / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed before it wrote the result
     if is_factorized(network):
         save(network, folder)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    # cloned: the format has no place for weights that share memory
-    tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in network.state_dict().items()}
-    save_file(tensors, folder / DENSE)
+    else:
+        folder.mkdir(parents=True)
+        # cloned: the format has no place for weights that share memory
+        tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in network.state_dict().items()}
+        write_whole(folder / DENSE, lambda path: save_file(tensors, path))
+    return {path.name: _checksum(path) for path in sorted(folder.iterdir())}
 
 
-def load_trained(run: Path) -> tuple[Recipe, dict[str, Any], nn.Module]:
-    """Return the recipe, the result and the network, in evaluation mode, of a finished run."""
+def load_trained(run: Path, *, trust_model: bool = False) -> tuple[Recipe, dict[str, Any], nn.Module]:
+    """Return the recipe, the result and the network, in evaluation mode, of a finished run.
+
+    Every file is compared with the checksum that the result holds. A network of ``module:function`` is refused unless
+    ``trust_model`` is set: building it runs whatever that module does.
+    """
     result = read_result(run)
     recipe = check_recipe(result["recipe"], str(run / RESULT))
-    data = result["data"]
-    fresh = build_model(recipe.model.name, len(data["classes"]), data["size"][0], data["channels"])
-    dense = run / FOLDER / DENSE
-    if dense.is_file():
+    name, data, files = recipe.model.name, result["data"], result.get("files")
+    if ":" in name and not name.startswith("hf:") and not trust_model:
+        raise ValueError(
+            f"{run / RESULT} names the model {name!r}, and building it runs code of that module; give --trust-model if "
+            "you know the module and where the run comes from"
+        )
+    if not files:
+        raise ValueError(f"{run / RESULT}: files must hold the checksums of the network's files; train the run again")
+    for file, expected in files.items():
+        _check_file(run / FOLDER / Path(file).name, expected)
+    fresh = build_model(name, len(data["classes"]), data["size"][0], data["channels"])
+    boundless = boundless_buffers(fresh)
+    if DENSE in files:
         try:
-            fresh.load_state_dict(load_file(dense))
+            fresh.load_state_dict(load_file(run / FOLDER / DENSE))
         except (SafetensorError, RuntimeError) as error:  # the latter for weights of another network
-            raise ValueError(f"{dense} is damaged, or of another network: {error}") from error
-        return recipe, result, fresh.eval()
-    return recipe, result, load(run / FOLDER, fresh).eval()
+            raise ValueError(f"{run / FOLDER / DENSE} is damaged, or of another network: {error}") from error
+        network = fresh
+    else:
+        network = load(run / FOLDER, fresh)
+    if (bad := not_finite(network.state_dict(), boundless)) is not None:
+        raise ValueError(f"{run / FOLDER}: {bad} holds NaN or infinity; train the run again")
+    return recipe, result, network.eval()
+
+
+def _check_file(path: Path, expected: str) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, though {RESULT} names it; train the run again")
+    found = _checksum(path)
+    if found != expected:
+        raise ValueError(
+            f"{path} is damaged, or of another network: its checksum is {found[:12]}…, and {RESULT} says "
+            f"{expected[:12]}…; get it again, or train the run again"
+        )
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """Return what a finished run wrote about itself."""
+    """Return what a finished run wrote about itself; a field that other commands read has its type."""
     path = run / RESULT
     if not path.is_file():
         within = sorted(path.parent for path in run.glob("*/result.json")) if run.is_dir() else []
@@ -62,13 +132,28 @@ def read_result(run: Path) -> dict[str, Any]:
         )
         raise ValueError(f"there is no {path}{hint}")
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
+        found: Any = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    missing = [key for key in KEYS if key not in found] if isinstance(found, dict) else KEYS
+    return check_result(found, path)
+
+
+def check_result(found: Any, path: Path) -> dict[str, Any]:
+    """Return ``found`` if it is the result of a run, as ``path`` holds it; name what is missing or of another type."""
+    fields = _Result.model_fields.items()
+    missing = [
+        name for name, field in fields if field.is_required() and not (isinstance(found, dict) and name in found)
+    ]
     if missing:
         raise ValueError(f"{path} is not the result of a run: it has no {', '.join(missing)}")
-    return found
+    try:
+        _Result.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path}: {where}: {first['msg']}, got {first['input']!r:.60}; train the run again") from None
+    checked: dict[str, Any] = found
+    return checked
 
 
 def fit_images(result: dict[str, Any], images: Images) -> Images:
@@ -81,5 +166,5 @@ def fit_images(result: dict[str, Any], images: Images) -> Images:
             f"the run knows (classes, channels, height, width) = {expected} of {data['name']}, and {images.name} has "
             f"{found}; name the data set it was trained on by --data"
         )
-    mean, std = (tuple(data.get(key, getattr(images, key))) for key in ("mean", "std"))  # older results have none
+    mean, std = (tuple(data.get(key) or getattr(images, key)) for key in ("mean", "std"))
     return images if (mean, std) == (images.mean, images.std) else replace(images, mean=mean, std=std)

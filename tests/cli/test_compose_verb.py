@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from factorized.vision import export
 from factorized.vision.data.digits import load_digits
@@ -55,6 +57,71 @@ def test_the_file_lies_in_the_run_unless_named(cli: Cli, trained_dense: Path) ->
     assert (trained_dense / "composed.pt2").is_file()
     assert "already there" in cli("compose", trained_dense, "--to", "export").error
     assert cli("compose", trained_dense, "--to", "export", "--overwrite").code == 0
+
+
+def change_weights(run: Path, change: Callable[[torch.Tensor], object], name: str, *, admit: bool) -> None:
+    """Change a tensor of a dense run; ``admit`` it in the checksum that the result holds."""
+    path = run / "model/dense.safetensors"
+    tensors = load_file(path)
+    change(tensors[name])
+    save_file(tensors, path)
+    if admit:
+        result = json.loads((run / "result.json").read_text())
+        result["files"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+        (run / "result.json").write_text(json.dumps(result))
+
+
+@pytest.mark.parametrize("verb", ["compose", "evaluate"])
+@pytest.mark.parametrize(("name", "value"), [("linear.weight", "nan"), ("bn1.running_var", "inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    cli: Cli, trained_dense: Path, tmp_path: Path, verb: str, name: str, value: str
+) -> None:
+    run = shutil.copytree(trained_dense, tmp_path / "run", ignore=shutil.ignore_patterns("composed*"))
+    change_weights(run, lambda tensor: tensor.flatten()[3:4].fill_(float(value)), name, admit=True)
+    assert f"{run}/model: {name} holds NaN or infinity" in cli(verb, run).error
+    assert not list(run.glob("composed*"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "onnx", "export"])
+def test_a_network_with_another_accuracy_than_recorded_is_not_written(
+    cli: Cli, trained_dense: Path, tmp_path: Path, kind: str
+) -> None:
+    run = shutil.copytree(trained_dense, tmp_path / "run", ignore=shutil.ignore_patterns("composed*"))
+    change_weights(run, torch.Tensor.neg_, "linear.weight", admit=True)
+    message = cli("compose", run, "--to", kind).error
+    assert "% on these images, and its network has" in message
+    assert "nothing was written" in message
+    assert not list(run.glob("composed*"))
+
+
+def test_a_network_whose_file_was_changed_is_refused(cli: Cli, trained_dense: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained_dense, tmp_path / "run", ignore=shutil.ignore_patterns("composed*"))
+    change_weights(run, lambda tensor: tensor.flatten()[0:1].add_(1e-6), "linear.weight", admit=False)
+    assert "dense.safetensors is damaged, or of another network: its checksum is" in cli("compose", run).error
+    (run / "model/dense.safetensors").unlink()
+    assert "dense.safetensors is missing" in cli("compose", run).error
+
+
+def test_on_other_images_only_before_and_after_are_compared(cli: Cli, trained: Path, npz: Path, tmp_path: Path) -> None:
+    said = cli("compose", trained, "--data", npz, "--out", tmp_path / "a.safetensors")
+    assert said.code == 0, said
+    recorded = json.loads((trained / "result.json").read_text())["accuracy"]
+    assert f"recorded {recorded:.2f} % on other images (digits): not compared" in said.out
+    assert "accuracy before" in said.out
+
+
+def test_the_batch_of_an_onnx_file_has_a_name(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    import onnx
+
+    assert cli("compose", trained, "--to", "onnx", "--out", tmp_path / "a.onnx").code == 0
+    graph = onnx.load(tmp_path / "a.onnx").graph
+    sizes = [value.type.tensor_type.shape.dim for value in (*graph.input, *graph.output)]
+    assert [dims[0].dim_param for dims in sizes] == ["batch", "batch"]
+
+
+def test_the_help_names_both_files(cli: Cli, trained_dense: Path) -> None:
+    said = " ".join(cli("compose", "--help").out.replace("│", " ").split())
+    assert "RUN/composed.*, or RUN/lowered.* with --lower" in said
 
 
 @pytest.mark.parametrize("kind", ["plain", "onnx", "export"])

@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from factorized.vision.data.digits import load_digits
+from factorized.vision.trained import check_result
 from tests.cli.conftest import Cli
 
 
@@ -80,6 +82,40 @@ def test_what_is_no_run_says_what_one_is(cli: Cli, trained: Path, tmp_path: Path
     weights = next((run / "model").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
     assert "is damaged" in cli("evaluate", run).error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("accuracy", float("nan"), "accuracy: Input should be a finite number, got nan"),
+        ("accuracy", "98.03", "accuracy: Input should be a valid number, got '98.03'"),
+        ("accuracy", 140.0, "accuracy: Input should be less than or equal to 100"),
+        ("seed", None, "seed: Input should be a valid integer, got None"),
+        ("data", {"name": "digits"}, "data.checksum: Field required"),
+        ("history", {}, "history: Input should be a valid list"),
+        ("files", {"plan.json": 3}, "files.plan.json: Input should be a valid string"),
+        ("files", None, "files must hold the checksums"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["evaluate", "compose"])
+def test_a_field_of_another_type_is_named(
+    cli: Cli, trained: Path, tmp_path: Path, verb: str, field: str, value: object, message: str
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, field: value}))
+    said = cli(verb, run).error
+    assert f"{run}/result.json: {message}" in said
+    assert "train the run again" in said
+
+
+def test_committed_results_can_be_read() -> None:
+    paths = sorted((Path(__file__).parents[2] / "results").rglob("*.json"))
+    assert len(paths) > 10
+    for path in paths:
+        result = check_result(json.loads(path.read_text()), path)
+        epochs = [row["epoch"] for row in result["history"]]
+        assert epochs == list(range(1, result["recipe"]["schedule"]["epochs"] + 1))
 
 
 def test_damaged_weights_of_a_dense_run_are_named(cli: Cli, trained_dense: Path, tmp_path: Path) -> None:

@@ -69,16 +69,32 @@ def test_it_is_trained_evaluated_and_composed(cli: Cli, function: str, factorize
     said = cli("train", write_recipe(function, factorize))
     assert said.code == 0, said
     run = f"out/{function}/seed-0"
-    assert "+0.00 points" in cli("evaluate", run).out
-    said = cli("compose", run)
+    assert "+0.00 points" in cli("evaluate", run, "--trust-model").out
+    said = cli("compose", run, "--trust-model")
     assert said.code == 0, said
     assert "logits differ by" in said.out
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "compose"])
+def test_a_module_that_a_result_names_is_not_imported_unless_trusted(cli: Cli, verb: str) -> None:
+    assert cli("train", write_recipe("tied"), "--quiet").code == 0
+    path = Path("out/tied/seed-0/result.json")
+    path.write_text(path.read_text().replace("own_networks:tied", "somebody_s:tied"))
+    Path("somebody_s.py").write_text("import pathlib\npathlib.Path('harm').touch()\n" + MINE)
+    message = cli(verb, "out/tied/seed-0").error
+    assert "names the model 'somebody_s:tied'" in message
+    assert "give --trust-model" in message
+    assert not Path("harm").exists()
+    assert "somebody_s" not in sys.modules
+    assert cli(verb, "out/tied/seed-0", "--trust-model").code == 0
+    assert Path("harm").exists()
+    del sys.modules["somebody_s"]
 
 
 def test_composing_gives_shrunken_attention_its_head_size_back(cli: Cli) -> None:
     assert cli("train", write_recipe("attentive", SHRUNKEN), "--quiet").code == 0
     whole = 4 * 16 * 16 + 4 * 16 + 16 * 10 + 10
-    assert f" {whole:,} now" in cli("compose", "out/attentive/seed-0").out
+    assert f" {whole:,} now" in cli("compose", "out/attentive/seed-0", "--trust-model").out
 
 
 def test_a_network_that_reads_numbers_off_tensors_is_planned(cli: Cli, npz: Path) -> None:

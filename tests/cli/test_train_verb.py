@@ -51,7 +51,32 @@ def test_data_may_be_a_data_set_or_a_folder_of_them(cli: Cli, npz: Path, tmp_pat
     assert (by_name.code, by_path.code) == (0, 0)
     results = [json.loads((tmp_path / run / "cifar10/resnet20/seed-0/result.json").read_text()) for run in "ab"]
     assert results[0]["data"]["checksum"] == results[1]["data"]["checksum"]
-    assert results[1]["recipe"]["data"]["name"] == str(npz.resolve())
+    assert results[0]["recipe"] == results[1]["recipe"]  # wherever the images are
+    run = tmp_path / "b/cifar10/resnet20/seed-0"
+    assert str(tmp_path) not in (run / "result.json").read_text()
+    for verb in ("evaluate", "compose"):
+        message = cli(verb, run).error
+        assert "the run was trained on 'noise' (checksum " in message
+        assert "Name the file or folder by --data" in message
+        assert cli(verb, run, "--data", npz).code == 0
+    assert cli("evaluate", run, "--data", folder).code == 0  # found by its name
+    again = ("--set", "model.name=resnet8", "--data", shutil.copy(npz, tmp_path / "noise.npz.bak"))
+    assert (
+        "is no data set" in cli("train", "cifar10/resnet20", *TINY, *again, "--out", tmp_path / "b", "--resume").error
+    )
+    (tmp_path / "moved").mkdir()
+    again = ("--set", "model.name=resnet8", "--data", shutil.copy(npz, tmp_path / "moved" / "noise.npz"))
+    assert cli("train", "cifar10/resnet20", *TINY, *again, "--out", tmp_path / "b", "--resume").code == 0
+
+
+def test_a_set_of_the_same_name_and_other_images_is_not_taken_for_that_of_the_run(
+    cli: Cli, npz: Path, tmp_path: Path
+) -> None:
+    digits = shutil.copy(npz, tmp_path / "digits.npz")
+    assert cli("train", "digits/resnet8", *TINY, "--data", digits, "--out", tmp_path).code == 0
+    message = cli("evaluate", tmp_path / "digits/resnet8/seed-0").error
+    assert "trained on 'digits'" in message
+    assert "what is found by that name has checksum" in message
 
 
 @pytest.mark.parametrize("name", ["digits", "noise.npz"])
@@ -92,6 +117,8 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
     [
         (["--seeds", "2", "--seed", "1"], "not both"),
         (["--resume", "--overwrite"], "give one of them"),
+        (["--resume", "--auto-resume"], "got --resume and --auto-resume"),
+        (["--resume"], "there is nothing to resume in "),
         (["--device", "toaster"], "--device must be cpu, cuda or cuda:NUMBER, got 'toaster'"),
         (["--device", "meta"], "--device must be cpu, cuda or cuda:NUMBER, got 'meta'"),
         (["--device", "cuda:99"], "number 99 was asked for"),
@@ -114,7 +141,14 @@ def test_a_wrong_request_says_what_is_wrong(cli: Cli, tmp_path: Path, arguments:
 def test_a_loss_that_is_not_a_number_is_one_line_with_what_to_try(cli: Cli, tmp_path: Path) -> None:
     wild = ("--set", "optimizer.lr=1e30", *SHORT)
     said = cli("train", "digits/resnet8", *wild, "--out", tmp_path)
-    assert "Try optimizer.lr=" in said.error
+    assert "Try optimizer.lr=0.1 or" in said.error
+
+
+def test_a_script_can_always_resume(cli: Cli, tmp_path: Path) -> None:
+    always = ("train", "digits/resnet8", *SHORT, "--quiet", "--auto-resume", "--out", tmp_path)
+    first, second = cli(*always), cli(*always)
+    assert first.code == second.code == 0
+    assert first.out == second.out
 
 
 @pytest.mark.nightly

@@ -16,7 +16,8 @@ from factorized.vision.recipes import load_recipe
 
 def result(name: str, seed: int, accuracy: float, **row: float) -> dict[str, Any]:
     history = [
-        {"epoch": epoch, "loss": 1 / (epoch + 1), "test_accuracy": accuracy - 5 + 5 * epoch, **row} for epoch in (0, 1)
+        {"epoch": epoch + 1, "loss": 1 / (epoch + 1), "test_accuracy": accuracy - 5 + 5 * epoch, **row}
+        for epoch in (0, 1)
     ]
     return {
         "recipe": load_recipe(name).to_dict(),

@@ -19,7 +19,7 @@ def main() -> None:
     folder, threads, *changes = sys.argv[1:]
     torch.set_num_threads(int(threads))
     try:
-        train(recipe(*changes), digits(), Path(folder), device="cpu", resume=True)
+        train(recipe(*changes), digits(), Path(folder), device="cpu", resume="auto")
     except Interrupted as interrupted:
         sys.exit(interrupted.exit_code)
 

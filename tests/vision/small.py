@@ -47,7 +47,7 @@ class Signals(Reporter):
         self._send(epoch, step)
 
     def epoch(self, row: dict[str, Any]) -> None:
-        self._send(row["epoch"], None)
+        self._send(row["epoch"] - 1, None)
 
     def _send(self, epoch: int, step: int | None) -> None:
         if (epoch, step) == self.at:

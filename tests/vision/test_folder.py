@@ -173,7 +173,7 @@ def test_a_result_that_cannot_be_written_is_a_readable_error(
 
 
 def small_state(epoch: int) -> RunState:
-    return RunState({"run": {"batch": 2}}, seed=0, data="0", epoch=epoch)
+    return RunState(recipe={"run": {"batch": 2}}, seed=0, data="0", epoch=epoch)
 
 
 @pytest.mark.parametrize(("target", "name"), [(os, "fsync"), (Path, "replace"), (state_module.torch, "save")])
@@ -228,8 +228,8 @@ def test_a_probe_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_step")
-@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
-def test_two_processes_do_not_train_into_one_folder(tmp_path: Path, how: dict[str, bool]) -> None:
+@pytest.mark.parametrize("how", [{}, {"resume": "auto"}, {"overwrite": True}])
+def test_two_processes_do_not_train_into_one_folder(tmp_path: Path, how: dict[str, Any]) -> None:
     (tmp_path / "seed-1").mkdir()
     code = "import sys; from pathlib import Path; from factorized.vision.folder import claimed, prepare_folders\n"
     code += "with claimed(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
@@ -248,6 +248,29 @@ def test_two_processes_do_not_train_into_one_folder(tmp_path: Path, how: dict[st
         other.kill()  # and the claim of a process that is killed ends with it
     with claimed(tmp_path / "seed-0"), claimed(tmp_path / "seed-1"):
         pass
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_resuming_removes_what_an_interrupted_save_left_in_the_network_s_folder(tmp_path: Path, finished: bool) -> None:
+    train(recipe(), digits(), tmp_path, device="cpu")
+    run = tmp_path / "seed-0"
+    kept = {path.name for path in (run / "model").iterdir()}
+    (run / "model" / "plan.json.123.tmp").write_text("half")
+    if not finished:
+        (run / "result.json").unlink()
+        (run / "model" / "weights-000000000000.safetensors").write_text("of a save that was killed")
+    train(recipe(), digits(), tmp_path, device="cpu", resume=True)
+    left = {path.name for path in (run / "model").iterdir()}
+    assert len(left) == len(kept)
+    assert "plan.json.123.tmp" not in left
+    assert "weights-000000000000.safetensors" not in left
+    load_trained(run)
+
+
+def test_what_is_free_and_what_is_needed_never_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, 2**20 + 1))
+    with ExitStack() as claims, pytest.raises(ValueError, match=r"has 1 MiB free, and 1 run\(s\) need 2 MiB"):
+        prepare_folders([tmp_path], 2**20 + 2, claims, resume=False, overwrite=False)
 
 
 def test_what_a_run_left_that_never_saved_anything_does_not_get_into_the_next(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from factorized.vision.models.build import build_model
 from factorized.vision.state import FILE
 from factorized.vision.step import TrainingStep
 from factorized.vision.train import train
@@ -31,10 +33,34 @@ def test_a_learning_rate_far_too_high_stops_with_the_epoch_the_rate_and_what_to_
     with pytest.raises(
         ValueError,
         match=r"loss is nan and weights are not finite in epoch 1, at learning rate 3e\+30; .*"
-        r"Try optimizer\.lr=1e\+30, schedule\.warmup_epochs=1 or optimizer\.clip=1",
+        r"Try optimizer\.lr=0\.1 or schedule\.warmup_epochs=1 or optimizer\.clip=1$",
     ):
         train(changed, digits(), tmp_path, device="cpu")
     assert not (tmp_path / "seed-0" / FILE).exists()
+
+
+def test_what_the_recipe_does_already_is_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_at(monkeypatch, 1, "loss")
+    changed = recipe("optimizer.lr=0.03", "optimizer.clip=0.5", "schedule.warmup_epochs=1")
+    with pytest.raises(ValueError, match=r"Try optimizer\.lr=0\.01$"):
+        train(changed, digits(), tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("scheme", ["none", "low_rank"])
+def test_weights_that_are_not_finite_from_the_start_are_blamed_on_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, scheme: str
+) -> None:
+    def broken(*arguments: object) -> nn.Module:
+        network = build_model(*arguments)
+        network.get_submodule("linear").weight.data[1, 2] = float(value)
+        return network
+
+    monkeypatch.setattr("factorized.vision.network.build_model", broken)
+    changed = recipe() if scheme == "low_rank" else recipe(name="digits/resnet8")
+    with pytest.raises(ValueError, match=r"model 'resnet8': linear\.weight holds NaN or infinity before training"):
+        train(changed, digits(), tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("what", ["loss", "weight", "infinite weight"])

@@ -11,7 +11,7 @@ from factorized.vision.progress import REFRESH, Reporter
 from factorized.vision.train import train
 from tests.vision.small import digits, recipe
 
-ROW = {"epoch": 0, "loss": 1.25, "test_accuracy": 87.5, "images_per_second": 4321.0}
+ROW = {"epoch": 1, "loss": 1.25, "test_accuracy": 87.5, "images_per_second": 4321.0}
 
 
 def shown_in(terminal: bool, quiet: bool = False, width: int = 160) -> tuple[Reporter, io.StringIO]:
@@ -45,7 +45,7 @@ def test_a_terminal_of_80_columns_sees_all_of_it_on_two_lines() -> None:
     name = "tiny-imagenet/resnet32x2-lowrank-0.15-si-fd seed 0"
     with reporter:
         reporter.begin(name, epochs=200, steps=390, done=0)
-        reporter.epoch({**ROW, "epoch": 198, "images_per_second": 43210.0})
+        reporter.epoch({**ROW, "epoch": 199, "images_per_second": 43210.0})
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
     first, second = (line.rpartition("\r")[2] for line in text.split("\n")[-3:-1])
     assert re.fullmatch(rf"{name} +[━╸╺ ]+ [\d:-]+ *", first)
@@ -96,9 +96,9 @@ def test_an_epoch_without_a_test_shows_the_accuracy_before_it_if_any(tmp_path: P
     reporter, file = shown_in(terminal=False)
     with reporter:
         reporter.begin("digits", epochs=3, steps=1, done=0)
-        reporter.epoch({"epoch": 0, "loss": 1.0, "images_per_second": 1.0})
-        reporter.epoch({**ROW, "epoch": 1})
-        reporter.epoch({"epoch": 2, "loss": 1.0, "images_per_second": 1.0})
+        reporter.epoch({"epoch": 1, "loss": 1.0, "images_per_second": 1.0})
+        reporter.epoch({**ROW, "epoch": 2})
+        reporter.epoch({"epoch": 3, "loss": 1.0, "images_per_second": 1.0})
     assert ["test 87.50 %" in line for line in file.getvalue().splitlines()] == [False, True, True]
 
 

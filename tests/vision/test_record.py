@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_metrics_are_one_row_per_epoch_with_all_that_was_measured(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [0, 1]
+    assert [row["epoch"] for row in rows] == [1, 2]
     assert [row["lr"] for row in rows] == pytest.approx([0.1, 0.01])
     for row in rows:
         assert set(row) == {*MEASURED, *PRODUCTS}
@@ -112,7 +112,7 @@ def test_tensorboard_shows_every_number_of_every_epoch_once(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(found) == {*MEASURED, *PRODUCTS} - {"epoch"}
     for name, points in found.items():
-        assert [step for step, _ in points] == [0, 1]
+        assert [step for step, _ in points] == [1, 2]
         assert [value for _, value in points] == pytest.approx([row[name] for row in rows], rel=1e-6)
 
 
@@ -121,11 +121,11 @@ def test_curves_of_an_epoch_that_is_trained_again_are_replaced(tmp_path: Path) -
         return {"epoch": epoch, "loss": loss}
 
     with Recorder(tmp_path, []) as recorder:
-        recorder.add(row(0, 3.0))
-        recorder.add(row(1, 2.0))  # and killed before its checkpoint
-    with Recorder(tmp_path, [row(0, 3.0)]) as recorder:
-        recorder.add(row(1, 1.0))
-    assert curves(tmp_path) == {"loss": [(0, 3.0), (1, 1.0)]}
+        recorder.add(row(1, 3.0))
+        recorder.add(row(2, 2.0))  # and killed before its checkpoint
+    with Recorder(tmp_path, [row(1, 3.0)]) as recorder:
+        recorder.add(row(2, 1.0))
+    assert curves(tmp_path) == {"loss": [(1, 3.0), (2, 1.0)]}
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [3.0, 1.0]
 

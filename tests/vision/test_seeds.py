@@ -30,8 +30,8 @@ def test_seeds_share_one_network_one_step_and_one_copy_of_the_data(
     made: dict[str, list[object]] = {"trainers": [], "sources": [], "run": []}
 
     class Watched(Trainer):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)  # type: ignore[arg-type]
+        def __init__(self, *arguments: object, **keywords: object) -> None:
+            super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
             made["trainers"].append(self)
 
         def run(self, *arguments: object) -> dict[str, object]:  # type: ignore[override]

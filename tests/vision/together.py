@@ -74,7 +74,7 @@ def main() -> None:
     mine = folder / f"rank-{rank}"
     if changes:  # one run, to be told to stop from outside
         try:
-            train(shared_recipe(*changes), digits(), mine, resume=True)
+            train(shared_recipe(*changes), digits(), mine, resume="auto")
         except Interrupted as stopped:
             (folder / f"stopped-{rank}").write_text(str(stopped))
             sys.exit(stopped.exit_code)
