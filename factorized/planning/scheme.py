@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 from torch import nn
@@ -113,8 +114,8 @@ class Overcomplete(_MatrixScheme):
     def __post_init__(self) -> None:
         _check("variant", self.variant, ("full", "deep", "wide"))
         _check("kind", self.kind, ("spatial", "channel"))
-        if not self.width >= 1:
-            raise ValueError(f"width must be at least 1 (it multiplies full rank), got {self.width!r}")
+        if not 1 <= self.width < inf:
+            raise ValueError(f"width must be at least 1 (it multiplies full rank), and finite, got {self.width!r}")
 
     @property
     def depth(self) -> int:
@@ -137,11 +138,20 @@ class Overcomplete(_MatrixScheme):
         return False
 
     def rank(self, shape: KernelShape, scale: float) -> int:
-        """Return the paper's rank for ``scale``, at least 1, with no upper limit."""
-        return scaled_rank(shape, scale)
+        """Return the paper's rank for ``scale``, at least full, with no upper limit."""
+        return max(scaled_rank(shape, scale), shape.full_rank)
+
+    def lower_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
+        """Return the next ranks down: one, or none at full rank."""
+        return super().lower_ranks(shape, rank) if rank != shape.full_rank else []
 
     def checked_rank(self, shape: KernelShape, name: str, rank: int) -> int:
-        """Return a rank that was asked for: any will do."""
+        """Return a rank that was asked for; raise if it is below full."""
+        if rank < shape.full_rank:
+            raise ValueError(
+                f"rank must be at least {shape.full_rank}, full rank, for Overcomplete layer {name!r} ({shape}), got "
+                f"{rank}; use LowRank() for less"
+            )
         return rank
 
 
