@@ -17,15 +17,15 @@ def prepare(
     progress: Progress = silent,
     *,
     name: str | None = None,
-    again: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Convert a data set into ``folder``/NAME.safetensors, unless that is done, and return that path.
 
-    What is there is checked against its checksum and kept, unless its source is a newer file or ``again`` is set.
+    What is there is checked against its checksum and kept, unless its source is a newer file or ``overwrite`` is set.
     ``name`` is what ``load_images`` will find it by; without it, that of the set, or of the file or folder.
     """
     path = _named(name, folder) if name else _target(name_or_path, folder)
-    if path.is_file() and not again:
+    if path.is_file() and not overwrite:
         _check_same_source(path, name_or_path)
         if not _is_newer(Path(name_or_path).expanduser(), path):
             read_prepared(path)
@@ -67,7 +67,7 @@ def _check_same_source(path: Path, name_or_path: str) -> None:
     if not there.problem and there.source != _source(name_or_path):
         raise ValueError(
             f"{path} is already there, prepared from {there.source}, not from {_source(name_or_path)}; give it another "
-            "name (--name), or replace that (--again)"
+            "name (--name), or replace that (--overwrite)"
         )
 
 
