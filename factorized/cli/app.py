@@ -15,7 +15,7 @@ app = typer.Typer(
     name="factorized",
     help="Train networks whose weights are products, and turn them back into plain PyTorch.",
     epilog=examples(
-        "factorized demo                                        three minutes, no download",
+        "factorized demo                                        a minute, no download",
         "factorized recipes ls cifar10                          what can be trained",
         "factorized train cifar10/resnet32x2-lowrank-0.1-si-fd --data DIR --seeds 3",
         "factorized compose out/digits/resnet8-wide-fd/seed-0 --to onnx",

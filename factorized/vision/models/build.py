@@ -69,8 +69,8 @@ def _from_folder(name: str, classes: int, image_size: int, channels: int) -> nn.
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
-            f"model {name!r}: its config.json asks for Python code of its own, which is not run here; take a model that "
-            "transformers knows, or name a function of yours as module:function"
+            f"model {name!r}: its config.json asks for Python code of its own, which is not run here; take a model "
+            "that transformers knows, or name a function of yours as module:function"
         ) from error
 
 
