@@ -84,9 +84,9 @@ def _from_function(name: str, classes: int, image_size: int, channels: int) -> n
             raise ValueError(f"model {name!r}: module {module_name!r} has no function {function_name!r}")
         offered = {"classes": classes, "image_size": image_size, "channels": channels}
         try:
-            taken = inspect.signature(function).parameters
+            taken = list(inspect.signature(function).parameters)
         except (TypeError, ValueError):  # of built-in functions nobody knows
-            taken = {}
+            taken = []
         if "classes" not in taken:
             raise ValueError(f"model {name!r}: {function_name} must take classes=, it takes ({', '.join(taken)})")
         try:
