@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
 if TYPE_CHECKING:
     from factorized.planning.scheme import Scheme
@@ -107,7 +98,7 @@ class Factorize(Section):
     kind: Literal["spatial", "channel"] = "spatial"  # of low_rank and overcomplete
     variant: Literal["full", "deep", "wide"] = "full"  # of overcomplete
     width: float = Field(default=3, ge=1, le=1000)  # of overcomplete wide
-    dims: list[PositiveInt] | None = (
+    dims: list[Annotated[int, Field(gt=0)]] | None = (
         None  # of tensors: the dimensions that a weight is folded into; chosen unless given
     )
     order: int | None = Field(
