@@ -70,7 +70,7 @@ def recipe_fields() -> dict[str, FieldInfo]:
     """Return the fields of a recipe by ``section.field``."""
     from factorized.vision.recipe import Recipe, Section
 
-    found = {}
+    found: dict[str, FieldInfo] = {}
     for name, table in Recipe.model_fields.items():
         choices = (table.annotation, *get_args(table.annotation))
         for section in (choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section)):
