@@ -48,7 +48,7 @@ def list_prepared(folder: Path | None = None) -> list[Prepared]:
 def _named(name: str, folder: Path | None) -> Path:
     path = prepared_path(name, folder)
     if path is None or not re.fullmatch(r"\w[\w.+-]{0,199}", name):
-        raise ValueError(f"name must be a plain name of letters and digits, without folder or ending, got {name!r}")
+        raise ValueError(f"name must be a plain name, without folder or ending, of letters and digits, got {name!r}")
     return path
 
 

@@ -118,7 +118,7 @@ def test_another_source_of_the_same_name_is_not_mixed_up(source: Path, folder: P
 
 @pytest.mark.parametrize("name", ["a/b", "a.npz", "..", "hf:a"])
 def test_a_name_that_is_none_says_what_is_allowed(source: Path, folder: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"name must be a plain name, without folder or ending, got '{name}'"):
+    with pytest.raises(ValueError, match=f"plain name, without folder or ending, of letters and digits, got '{name}'"):
         prepare(str(source), folder, name=name)
 
 
