@@ -115,7 +115,8 @@ def decomposition() -> str:
     """Return the table of randomized against exact decompositions."""
     report = _read("svd-cpu")
     lines = [
-        "| Gaussian matrix | rank | exact SVD | randomized | times faster | error relative to the best rank-r approximation |",
+        "| Gaussian matrix | rank | exact SVD | randomized | times faster "
+        "| error relative to the best rank-r approximation |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["rows"]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+MOST_SEEDS = 10_000
+LARGEST_SEED = 2**63 - 1  # that torch takes
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -20,6 +27,69 @@ def complete_model(incomplete: str) -> list[str]:
     from factorized.vision.models.names import MODELS
 
     return [name for name in MODELS if name.startswith(incomplete)]
+
+
+def complete_scheme(incomplete: str) -> list[str]:
+    """Return the schemes that begin so."""
+    return [word for word in _words(recipe_fields()["factorize.scheme"]) if word.startswith(incomplete)]
+
+
+def complete_variant(incomplete: str) -> list[str]:
+    """Return the variants of overcomplete that begin so."""
+    return [word for word in _words(recipe_fields()["factorize.variant"]) if word.startswith(incomplete)]
+
+
+def complete_change(incomplete: str) -> list[str]:
+    """Return the fields of a recipe that begin so; where only one does, with what it may hold."""
+    fields = recipe_fields()
+    name, equals, value = incomplete.partition("=")
+    found = [field for field in fields if field == name or (not equals and field.startswith(name))]
+    if len(found) != 1:
+        return [f"{field}=" for field in found]
+    values = [word for word in _words(fields[found[0]]) if word.startswith(value)] or [value]
+    return [f"{found[0]}={word}" for word in values]
+
+
+def join_bash_words() -> str:
+    """Join what bash took apart at "=" and ":" to ask for a completion; return the part that it keeps of the word."""
+    words: list[str] = []
+    current = asked = int(os.environ["COMP_CWORD"])
+    kept = ""
+    for place, word in enumerate(os.environ["COMP_WORDS"].split("\n")):
+        if words and (word in ("=", ":") or words[-1].endswith(("=", ":"))):
+            before, words[-1] = words[-1], words[-1] + word
+            current -= place <= asked
+            kept = kept if place != asked else words[-1] if word in ("=", ":") else before
+        else:
+            words.append(word)
+    os.environ.update(COMP_WORDS="\n".join(words), COMP_CWORD=str(current))
+    return kept
+
+
+def recipe_fields() -> dict[str, FieldInfo]:
+    """Return the fields of a recipe by ``section.field``."""
+    from factorized.vision.recipe import Recipe, Section
+
+    found: dict[str, FieldInfo] = {}
+    for name, table in Recipe.model_fields.items():
+        choices = (table.annotation, *get_args(table.annotation))
+        for section in (choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section)):
+            found |= {f"{name}.{field}": info for field, info in section.model_fields.items()}
+    return found
+
+
+def _words(field: FieldInfo) -> list[str]:
+    """Return what a field may hold where it may hold only some words, else what it holds unless given."""
+    if field.annotation is bool:
+        return ["true", "false"]
+    words = _literals(field.annotation)
+    return words or [str(field.default)] * isinstance(field.default, (int, float, str))
+
+
+def _literals(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for part in get_args(annotation) for word in _literals(part)]
 
 
 def complete_run(incomplete: str) -> list[str]:
@@ -61,6 +131,7 @@ Changes = Annotated[
         "--set",
         metavar="SECTION.FIELD=VALUE",
         help="Change a field of the recipe; may be given several times.",
+        autocompletion=complete_change,
         show_default=False,
     ),
 ]

@@ -45,14 +45,14 @@ def prepare_set(
     ],
     folder: Folder = None,
     name: Annotated[str | None, typer.Option(help="What recipes call it.", show_default=False)] = None,
-    again: Annotated[bool, typer.Option("--again", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the set if it is there.")] = False,
 ) -> None:
     """Convert a data set once into one safe, memory-mapped file, with a checksum of all images and labels."""
     from factorized.vision.data.prepare import prepare
     from factorized.vision.data.prepared import describe_prepared
 
     with progress_bar() as bar:
-        path = prepare(source, folder, bar, name=name, again=again)
+        path = prepare(source, folder, bar, name=name, overwrite=overwrite)
     ready = describe_prepared(path)
     shape = "×".join(map(str, ready.shape))
     say(f"{path}: {ready.train:,} training and {ready.test:,} test images of {shape}, {ready.classes} classes")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factorized.cli.arguments import Quiet, examples
+from factorized.cli.arguments import MOST_SEEDS, Quiet, complete_change, examples
 from factorized.cli.console import console, plain_table, say, write_page
 
 if TYPE_CHECKING:
@@ -35,11 +35,17 @@ LEAD = (
 
 
 def demo(
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds of each variant.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="How many seeds of each variant.")] = 3,
     out: Annotated[Path, typer.Option(help="Where runs and report.html go.")] = Path("out/demo"),
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a field of all recipes.", show_default=False),
+        typer.Option(
+            "--set",
+            metavar="SECTION.FIELD=VALUE",
+            help="Change a field of all recipes.",
+            autocompletion=complete_change,
+            show_default=False,
+        ),
     ] = None,
     quiet: Quiet = False,
 ) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import signal
 import sys
 import traceback
+import unicodedata
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
 
 from factorized.cli.processes import process_number
 from factorized.vision.data.extras import install_command
 from factorized.vision.interrupt import Interrupted, OneInterrupt
 
+LONGEST = 4096  # characters of an argument: as long as a path can be
 STOPPED = 128 + signal.SIGINT
 # packages of the extra "vision", which the library itself does without
 EXTRAS = ("datasets", "jinja2", "numpy", "PIL", "pydantic", "rich", "sklearn", "tensorboard", "typer")
@@ -35,8 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
     try:
+        given = _checked_words(given)
         from factorized.cli.app import app  # here, so that a package it misses is an error like any other
 
+        if os.environ.get("_FACTORIZED_COMPLETE") == "complete_bash":
+            return _complete_for_bash()
         code = app(list(given) or ["--help"], prog_name="factorized", standalone_mode=False)
         sys.stdout.flush()
         if code == STOPPED:  # typer makes this of KeyboardInterrupt, without a word
@@ -54,6 +64,38 @@ def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
         return _explain(error, given)
 
 
+def _complete_for_bash() -> int:
+    """Print what the shell asks for, without the part of a word that bash keeps: all up to a "=" or ":"."""
+    from factorized.cli.app import app
+    from factorized.cli.arguments import join_bash_words
+
+    kept, found = join_bash_words(), io.StringIO()
+    with suppress(SystemExit), redirect_stdout(found):
+        app([], prog_name="factorized")
+    print("\n".join(line.removeprefix(kept) for line in found.getvalue().splitlines()))
+    return 0
+
+
+def _checked_words(given: Sequence[str]) -> list[str]:
+    """Return the words of a command, "~" expanded; raise for those that no option and no argument can mean."""
+    checked = []
+    for before, word in pairwise(["", *given]):
+        option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        if word.startswith("--") and not equals:
+            checked.append(word)
+            continue
+        what = f"the value of {option}" if option.startswith("-") else "an argument"
+        if not value.strip():
+            raise ValueError(f"{what} is empty: {value!r}; give one, or leave it out")
+        if any(unicodedata.category(sign) == "Cc" for sign in value):
+            raise ValueError(f"{what} holds a line break or control character: {value[:40]!r}")
+        if len(value) > LONGEST:
+            raise ValueError(f"{what} is {len(value):,} characters long, expected at most {LONGEST:,}: {value[:40]}…")
+        home = os.path.expanduser(value) if value == "~" or value.startswith("~/") else value  # noqa: PTH111
+        checked.append(f"{option}={home}" if equals else home)
+    return checked
+
+
 def _explain(error: Exception, given: Sequence[str]) -> int:
     if "--debug" in given:
         traceback.print_exception(error)
@@ -66,7 +108,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     elif isinstance(error, (ValueError, OSError, ImportError)):
         _complain(str(error))
     elif (misused := _misuse(error)) is not None:
-        _complain(f"{misused.rstrip('.')}. See `{_help_of(given)}`.")
+        _complain(f"{misused}{'' if misused.endswith(('.', '?')) else '.'} See `{_help_of(given)}`.")
     else:
         _unexpected(error)
     return 2
@@ -82,7 +124,22 @@ def _misuse(error: Exception) -> str | None:
     """Return what is wrong with the command itself; None if it is something else that went wrong."""
     from typer.exceptions import TyperException
 
-    return error.format_message() if isinstance(error, TyperException) else None
+    if not isinstance(error, TyperException):
+        return None
+    if type(error).__name__ == "NoSuchOption":  # a class that typer keeps to itself
+        return _no_such_option(getattr(error, "option_name", ""), getattr(error, "ctx", None))
+    return error.format_message()
+
+
+def _no_such_option(option: str, context: Any) -> str:
+    from factorized.cli.arguments import recipe_fields
+
+    known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    fields = [name for name in recipe_fields() if name.split(".")[1] == option.strip("-").replace("-", "_")]
+    if fields and "--set" in known:
+        return f"there is no option {option}; change the recipe by --set {fields[0]}=VALUE"
+    near = get_close_matches(option, known, n=1, cutoff=0.7)
+    return f"there is no option {option}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _unexpected(error: Exception) -> None:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factorized.cli.arguments import Changes, Data, complete_model, complete_recipe, examples
+from factorized.cli.arguments import (
+    Changes,
+    Data,
+    complete_model,
+    complete_recipe,
+    complete_scheme,
+    complete_variant,
+    examples,
+)
 from factorized.cli.console import say, write_page
 
 if TYPE_CHECKING:
@@ -23,6 +31,9 @@ EXAMPLES = examples(
     "factorized plan --model mymodels:small --macs 0.3",
     "factorized plan --model resnet32 --scheme overcomplete --variant wide",
 )
+
+MOST_CLASSES = 1_000_000
+MOST_VALUES = 2**26  # of an image
 
 
 def plan(
@@ -40,11 +51,20 @@ def plan(
     energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.", show_default=False)] = None,
     macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.", show_default=False)] = None,
     scheme: Annotated[
-        str | None, typer.Option(help="low_rank, overcomplete, tensor_train, tucker.", show_default=False)
+        str | None,
+        typer.Option(
+            help="low_rank, overcomplete, tensor_train, tucker.", autocompletion=complete_scheme, show_default=False
+        ),
     ] = None,
-    variant: Annotated[str | None, typer.Option(help="full, deep or wide.", show_default=False)] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(help="Of overcomplete: full, deep or wide.", autocompletion=complete_variant, show_default=False),
+    ] = None,
     classes: Annotated[
-        int | None, typer.Option(min=1, help="With --model: how many classes; 10 unless given.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, max=MOST_CLASSES, help="With --model: how many classes; 10 unless given.", show_default=False
+        ),
     ] = None,
     size: Annotated[
         int | None,
@@ -69,6 +89,14 @@ def plan(
         raise ValueError(
             "--classes, --size and --channels are for a --model without images; a recipe and --data have their own"
         )
+    if html is not None and html.suffix != ".html":
+        raise ValueError(f"--html {html}: the name of a page must end in .html")
+    values = (channels or 3) * (size or 32) ** 2
+    if values > MOST_VALUES:
+        raise ValueError(
+            f"--size {size or 32} with --channels {channels or 3} makes images of {values:,} values; expected at most "
+            f"{MOST_VALUES:,}"
+        )
     budgets = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     fields = {"scheme": scheme, "variant": variant, **budgets}
     given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
@@ -81,6 +109,10 @@ def plan(
         read = load_recipe(name, changes or ())
         recipe = check_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
         recipe, images = _images_of(recipe, data)
+    if variant is not None and recipe.factorize.scheme != "overcomplete":
+        raise ValueError(
+            f"--variant {variant} is for --scheme overcomplete, and the scheme is {recipe.factorize.scheme}; drop it"
+        )
     with _weights_if_needed(recipe):
         dense = build_dense(recipe, images, seed=0)
         made = plan_network(recipe, dense, images)

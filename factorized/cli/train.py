@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factorized.cli.arguments import Changes, Data, Device, Quiet, RecipeName, examples
+from factorized.cli.arguments import LARGEST_SEED, MOST_SEEDS, Changes, Data, Device, Quiet, RecipeName, examples
 from factorized.cli.console import console, plain_table, say
 from factorized.cli.recipes import paper_figure
 
@@ -28,9 +28,11 @@ def train(
     name: RecipeName,
     data: Data = None,
     changes: Changes = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Train seeds 0 to N-1.", show_default=False)] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Train seeds 0 to N-1.", show_default=False)
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Train this seed; 0 unless given.", show_default=False)
+        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Train this seed; 0 unless given.", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME/seed-SEED.")] = Path("out"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of these runs.")] = False,

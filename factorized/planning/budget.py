@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from factorized.planning.scheme import LARGEST_SCALE, LowRank, Scheme
+from factorized.planning.scheme import LARGEST_SCALE, LowRank, Overcomplete, Scheme
 
 LARGEST = 10**18  # of any budget
 
@@ -66,6 +66,8 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
     if budget.name in ("energy", "macs") and not isinstance(scheme, LowRank):
         none = ", or none" if scheme.rank_scale is not None else ""
         raise ValueError(f"{budget} is for LowRank; {type(scheme).__name__} takes ratio=, rank_scale= or rank={none}")
+    if budget.name == "rank_scale" and value < 1 and isinstance(scheme, Overcomplete):
+        raise ValueError(f"{budget} is below full rank; rank_scale must be at least 1 for {scheme}, or use LowRank()")
     if budget.name in ("ratio", "energy", "macs") and value > 1 and scheme.compresses:
         raise ValueError(f"{budget} is above 1; {_allowed(scheme, budget)}")
 

@@ -155,8 +155,9 @@ def _solve(
         lowest = ceil((rest + lowest_cost(items)) / whole * 1e4) / 1e4  # rounded up, so that asking for it works
         allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
         more = "attention=, " if isinstance(scheme, LowRank) else ""
+        floor = "rank 1 everywhere" if scheme.compresses else "full rank everywhere, the lowest of Overcomplete,"
         raise ValueError(
-            f"{budget} is out of reach for {type(model).__name__}: with rank 1 everywhere it still keeps {lowest:.4f} "
+            f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} "
             f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "
             f"factorize more layers: see {more}include=, exclude= and keep_first_and_last="
         )

@@ -138,15 +138,20 @@ class Overcomplete(_MatrixScheme):
         return False
 
     def rank(self, shape: KernelShape, scale: float) -> int:
-        """Return the paper's rank for ``scale``, at least 1, with no upper limit."""
-        return scaled_rank(shape, scale)
+        """Return the paper's rank for ``scale``, at least full, with no upper limit."""
+        return max(scaled_rank(shape, scale), shape.full_rank)
+
+    def lower_ranks(self, shape: KernelShape, rank: Rank) -> list[Rank]:
+        """Return the next ranks down: one, or none at full rank."""
+        return super().lower_ranks(shape, rank) if rank != shape.full_rank else []
 
     def checked_rank(self, shape: KernelShape, name: str, rank: int) -> int:
-        """Return a rank that was asked for; raise if nothing could hold it."""
-        if rank > LARGEST_SCALE * shape.full_rank:
+        """Return a rank that was asked for; raise if it is below full, or if nothing could hold it."""
+        least, most = shape.full_rank, LARGEST_SCALE * shape.full_rank
+        if not least <= rank <= most:
             raise ValueError(
-                f"rank must be in 1..{LARGEST_SCALE * shape.full_rank} for layer {name!r} ({shape}), {LARGEST_SCALE} "
-                f"times its full rank, got {rank}"
+                f"rank must be in {least}..{most}, full rank to {LARGEST_SCALE} times that, for Overcomplete layer "
+                f"{name!r} ({shape}), got {rank}; use LowRank() for less"
             )
         return rank
 

@@ -82,13 +82,18 @@ def boundless_buffers(network: nn.Module) -> set[str]:
 def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
     """Refuse a network that cannot be trained to classify the images: somebody else's function may return anything."""
     name, classes = recipe.model.name, len(images.classes)
+    if recipe.data.crop_padding >= min(images.size):
+        raise ValueError(
+            f"data.crop_padding = {recipe.data.crop_padding} would crop images of {images.size[0]}×{images.size[1]} "
+            f"out of sight: expected 0..{min(images.size) - 1}"
+        )
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(f"model {name!r} has no parameters that can be trained")
     example = torch.zeros(2, images.channels, *images.size)
     try:
         with evaluation_mode(network):
             answer = network(example)
-    except (RuntimeError, ValueError) as error:  # layers that do not fit each other or the images
+    except Exception as error:  # layers that do not fit each other or the images; a function's own mistakes
         raise ValueError(f"model {name!r} cannot classify images {tuple(example.shape[1:])}: {error}") from error
     if not isinstance(answer, Tensor) or answer.shape != (2, classes):
         got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__

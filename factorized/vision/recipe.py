@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
 if TYPE_CHECKING:
     from factorized.planning.scheme import Scheme
 
 BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
+TENSORS = ("tensor_train", "tucker")
+# which schemes use a field of [factorize]; fields that are not here are used by all of them
+USED_BY = {
+    "kind": ("low_rank", "overcomplete"),
+    "execution": ("low_rank", "overcomplete"),
+    "variant": ("overcomplete",),
+    "width": ("overcomplete",),
+    "dims": TENSORS,
+    "order": TENSORS,
+    "separable": TENSORS,
+    "core": ("tucker",),
+    "refinements": ("tucker",),
+    "energy": ("low_rank",),
+    "macs": ("low_rank",),
+    "allocate": ("low_rank",),
+    "attention": ("low_rank",),
+}
+MOST_EPOCHS = 100_000
+MOST_RANK = 1_000_000
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"expected text without line breaks and control characters, got {text[:40]!r}")
+    return text
+
+
+def _word(text: str) -> str:
+    if not text.strip():
+        raise ValueError(f"expected a word, got {text!r}")
+    return _one_line(text)
+
+
+Line = Annotated[str, Field(max_length=1000), AfterValidator(_one_line)]
+Word = Annotated[str, Field(max_length=1000), AfterValidator(_word)]
+Epochs = Annotated[int, Field(gt=0, le=MOST_EPOCHS)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Strength = Annotated[float, Field(ge=0, le=100)]  # at λ = 100, a learning rate of 0.01 already erases a weight
 
 
 class Section(BaseModel):
@@ -21,27 +59,36 @@ class Section(BaseModel):
 class Paper(Section):
     """The figure of the paper that a recipe aims at."""
 
-    table: int | None = None
-    figure: int | None = None
-    accuracy: float | None = None  # test, percent
-    deviation: float | None = None
+    table: int | None = Field(default=None, ge=1, le=100)
+    figure: int | None = Field(default=None, ge=1, le=100)
+    accuracy: float | None = Field(default=None, ge=0, le=100)  # test, percent
+    deviation: float | None = Field(default=None, ge=0, le=100)
 
 
 class Model(Section):
     """Which network: a name of ``factorized.vision.models``, ``module:function`` or ``hf:FOLDER``."""
 
-    name: str
+    name: Word
 
 
 class Data(Section):
     """Which images, and how they are varied."""
 
-    name: str = "digits"
-    crop_padding: int = Field(default=4, ge=0)
+    name: Word = "digits"
+    crop_padding: int = Field(default=4, ge=0, le=1000)  # below the images' side, checked where they are known
     flip: bool = True
     # "device" keeps the whole training set there as uint8; "loader" streams it, for what does not fit
     place: Literal["device", "loader"] = "device"
-    workers: int = Field(default=0, ge=0)  # processes that read ahead for "loader"
+    workers: int = Field(default=0, ge=0)  # processes that read ahead for "loader"; checked against the machine's cores
+
+    @model_validator(mode="after")
+    def _workers_go_with_the_loader(self) -> Self:
+        if self.workers and self.place != "loader":
+            raise ValueError(
+                f'workers = {self.workers} read ahead for place = "loader", and place is "{self.place}": set place = '
+                '"loader", or workers = 0'
+            )
+        return self
 
 
 class Factorize(Section):
@@ -50,22 +97,27 @@ class Factorize(Section):
     scheme: Literal["none", "low_rank", "overcomplete", "tensor_train", "tucker"] = "none"
     kind: Literal["spatial", "channel"] = "spatial"  # of low_rank and overcomplete
     variant: Literal["full", "deep", "wide"] = "full"  # of overcomplete
-    width: float = 3  # of overcomplete wide
-    dims: list[int] | None = None  # of tensors: the dimensions that a weight is folded into; chosen unless given
-    order: int | None = None  # of tensors: how many nearly equal dimensions, instead of dims
+    width: float = Field(default=3, ge=1, le=1000)  # of overcomplete wide
+    dims: list[Annotated[int, Field(gt=0)]] | None = (
+        None  # of tensors: the dimensions that a weight is folded into; chosen unless given
+    )
+    order: int | None = Field(
+        default=None, ge=2, le=64
+    )  # of tensors: how many nearly equal dimensions, instead of dims
     separable: bool = False  # of tensors: a depthwise convolution, then the decomposed pointwise matrix
     core: Literal["whole", "train"] | None = None  # of tucker
-    refinements: int = Field(default=0, ge=0)  # of tucker: rounds of HOOI after the HOSVD
-    ratio: float | None = None
-    rank_scale: float | None = None
-    rank: int | None = None
-    energy: float | None = None
-    macs: float | None = None
+    refinements: int = Field(default=0, ge=0, le=1000)  # of tucker: rounds of HOOI after the HOSVD
+    ratio: float | None = Field(default=None, gt=0, le=1000)
+    rank_scale: float | None = Field(default=None, gt=0, le=1000)
+    rank: int | None = Field(default=None, gt=0, le=MOST_RANK)
+    energy: Share | None = None
+    macs: Share | None = None
     allocate: Literal["uniform", "spectrum"] = "uniform"
-    include: list[str] | None = None
-    exclude: list[str] = []
+    include: list[Word] | None = None
+    exclude: list[Word] = []
     keep_first_and_last: bool = True
-    attention: bool | list[Literal["qk", "ov"]] = False  # of low_rank: shrink the heads too, or these forms of them
+    # of low_rank: shrink the heads too, or these forms of them
+    attention: bool | Annotated[list[Literal["qk", "ov"]], Field(min_length=1)] = False
     init: Literal["spectral", "default", "kaiming", "normal"] | None = None
     execution: Literal["auto", "two_convs", "one_conv", "two_products"] = "auto"
 
@@ -84,10 +136,28 @@ class Factorize(Section):
     def _one_budget(self) -> Self:
         if len(self.budget) > 1:
             raise ValueError(f"give one of {', '.join(BUDGETS)}, got {', '.join(self.budget)}")
-        if self.scheme == "none" and (self.budget or self.init is not None):
-            raise ValueError('a budget or an init needs a scheme: set factorize.scheme = "low_rank"')
-        if self.scheme in ("low_rank", "tensor_train", "tucker") and not self.budget:
+        if self.scheme in ("low_rank", *TENSORS) and not self.budget:
             raise ValueError(f"{self.scheme} needs a budget: one of {', '.join(BUDGETS)}")
+        return self
+
+    @model_validator(mode="after")
+    def _only_fields_of_the_scheme(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            value, default = getattr(self, name), field.get_default()
+            if name == "scheme" or value == default:
+                continue
+            if self.scheme == "none":
+                raise ValueError(f'{name} = {value!r} needs a scheme: set factorize.scheme = "low_rank", or remove it')
+            if self.scheme not in USED_BY.get(name, (self.scheme,)):
+                raise ValueError(
+                    f"{name} = {value!r} is for {' and '.join(USED_BY[name])}, and scheme is {self.scheme}: "
+                    + (f"set {name} back to {default!r}" if default is not None else "remove it")
+                )
+            if name == "width" and (self.variant != "wide" or self.budget):
+                raise ValueError(
+                    f"width = {value:g} is the rank scale of variant wide without a budget, got variant "
+                    f"{self.variant} {self.budget or ''}: set width back to {default:g}"
+                )
         return self
 
     def build_scheme(self) -> Scheme | None:
@@ -112,11 +182,11 @@ class Decay(Section):
     """What is decayed: every parameter alike, or the products as products."""
 
     kind: Literal["weight", "frobenius", "crs", "none", "normalized"] = "weight"
-    strength: float = Field(default=1e-4, ge=0)
+    strength: Strength = 1e-4
     # of parameters that belong to no product; the strength unless given, 0 for "none" and "normalized"
-    rest: float | None = Field(default=None, ge=0)
+    rest: Strength | None = None
     record_norms: bool = False  # write the products' norms at every step, for a "normalized" run to follow
-    norms: str | None = None  # the folder of the run whose norms "normalized" follows; {seed} stands for the seed
+    norms: Word | None = None  # the folder of the run whose norms "normalized" follows; {seed} stands for the seed
 
     @property
     def of_the_rest(self) -> float:
@@ -149,15 +219,21 @@ class Optimizer(Section):
     nesterov: bool = False
     clip: PositiveFloat | None = None  # of the gradient's norm, before any Frobenius decay
 
+    @model_validator(mode="after")
+    def _nesterov_goes_with_momentum(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov = true needs a momentum above 0, such as momentum = 0.9")
+        return self
+
 
 class Schedule(Section):
     """How long, and at what learning rate."""
 
-    epochs: PositiveInt = 200
+    epochs: Epochs = 200
     milestones: list[PositiveFloat] = [0.5, 0.75]  # shares of the epochs, or epochs where at least 1
-    factor: PositiveFloat = 0.1  # at every milestone
-    warmup_epochs: int = Field(default=0, ge=0)
-    warmup_factor: PositiveFloat = 0.1
+    factor: Share = 0.1  # at every milestone
+    warmup_epochs: int = Field(default=0, ge=0, le=MOST_EPOCHS)
+    warmup_factor: Share = 0.1
 
     def learning_rate(self, base: float, epoch: int) -> float:
         """Return the learning rate of an epoch, counted from 0."""
@@ -171,21 +247,21 @@ class Schedule(Section):
 class Run(Section):
     """How it runs; batch and label_smoothing aside, none of it changes what is computed beyond rounding."""
 
-    batch: PositiveInt = 128
+    batch: int = Field(default=128, gt=0, le=10_000_000)  # at most the training images, checked where they are known
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA
     compile: Literal["auto", "yes", "no"] = "auto"  # auto: on CUDA
     graph: Literal["auto", "no"] = "auto"  # auto: one CUDA graph per step where there is one process and a GPU
-    evaluate_every: PositiveInt = 1
-    checkpoint_every: PositiveInt = 1
+    evaluate_every: Epochs = 1
+    checkpoint_every: Epochs = 1
     diagnose: bool = True
 
 
 class Recipe(Section):
     """One training run."""
 
-    name: str = "unnamed"  # also the folder of its runs
-    title: str = ""
+    name: Line = "unnamed"  # also the folder of its runs
+    title: Line = ""
     paper: Paper | None = None
     model: Model
     data: Data = Data()
@@ -200,6 +276,8 @@ class Recipe(Section):
     def _stays_in_its_folder(cls, name: str) -> str:
         if not name.strip("/. ") or name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"runs land in OUT/NAME: expected a name such as own/resnet8, got {name!r}")
+        if max(len(part.encode()) for part in name.split("/")) > 200:
+            raise ValueError(f"runs land in OUT/NAME: expected at most 200 bytes a folder, got {name[:40]!r}…")
         return name
 
     @model_validator(mode="after")

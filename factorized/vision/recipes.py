@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache, reduce
@@ -134,10 +135,12 @@ def _explain(error: Any) -> str:
         *tables, field = error["loc"]
         known = _fields(tables)
         return f"there is no field {where!r}{_nearest(str(field), known)}; fields here: {', '.join(known)}"
+    if error["type"] == "missing":
+        return f'{where} is missing: a recipe names its network, as [model] name = "resnet8", or extends one that does'
     message = error["msg"].removeprefix("Value error, ")
-    if error["type"] in ("value_error", "missing"):
+    if error["type"] == "value_error":
         return f"{where}: {message}" if where else message
-    return f"{where}: {message}, got {error['input']!r}"
+    return f"{where}: {message}, got {reprlib.repr(error['input'])}"
 
 
 def _fields(tables: Sequence[Any]) -> list[str]:

@@ -43,6 +43,8 @@ def test_an_unusable_file_is_listed_with_what_is_wrong(cli: Cli, tmp_path: Path)
         (["prepare", "."], "is no data set"),
         (["ls", "--folder", "/no/such/folder"], "there is no folder /no/such/folder"),
         (["prepare"], "Missing argument"),
+        (["prepare", "digits", "--name", "-1"], "name must be a plain name, without folder or ending"),
+        (["prepare", "digits", "--name", "a:b"], "name must be a plain name, without folder or ending"),
     ],
 )
 def test_a_wrong_request_says_what_is_wrong(

@@ -79,8 +79,21 @@ def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "Did you mean 'train'?"),
-        (["train", "digits/resnet8", "--sed", "1"], "--seed"),
+        (["trian"], "Did you mean 'train'? See `factorized --help`."),
+        (["train", "digits/resnet8", "--sed", "1"], "there is no option --sed; did you mean --seed? See"),
+        (["train", "digits/resnet8", "--ratio", "0.1"], "change the recipe by --set factorize.ratio=VALUE. See"),
+        (["evaluate", "out", "--ratio", "0.1"], "there is no option --ratio. See"),
+        (["train", "digits/resnet8", "--seed", str(10**20)], "--seed"),
+        (["train", "digits/resnet8", "--seeds", str(10**20)], "--seeds"),
+        (["train", "digits/resnet8", "--device", ""], "the value of --device is empty: ''"),
+        (["train", "digits/resnet8", "--device=  "], "the value of --device is empty: ' '"),
+        (["train", "digits/resnet8", "--out", ""], "the value of --out is empty: ''"),
+        (["data", "prepare", "digits", "--name", ""], "the value of --name is empty: ''"),
+        (["train", "", "--quiet"], "an argument is empty: ''"),
+        (["train", "digits/resnet8", "--out", "a\nb"], "the value of --out holds a line break or control character"),
+        (["evaluate", "a\0b"], "an argument holds a line break or control character"),
+        (["train", "digits/resnet8", "--out", 5000 * "x"], "the value of --out is 5,000 characters long"),
+        (["train", "digits/resnet8", "--device", "cpu:3"], "--device must be cpu, cuda or cuda:NUMBER, got 'cpu:3'"),
         (["train"], "Missing argument 'NAME'. See `factorized train --help`."),
         (["train", "digits/resnet9"], "did you mean 'digits/resnet8'?"),
         (["train", "digits/resnet8", "--seeds", "0"], "or equal to 1. See `factorized train --help`."),
@@ -130,13 +143,16 @@ def test_without_the_extra_it_says_what_to_install(package: str) -> None:
     assert (found.returncode, found.stderr) == (2, line)
 
 
-def test_a_package_that_a_model_of_the_users_misses_is_named_as_it_is(
+def test_a_package_that_a_model_of_the_users_misses_is_named_with_the_line_that_imports_it(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "odd_model.py").write_text("import no_such_package\n")
     monkeypatch.chdir(tmp_path)
     message = cli("plan", "--model", "odd_model:build", "--ratio", 0.5).error
-    assert message == "factorized: No module named 'no_such_package'\n"
+    assert message == (
+        f"factorized: model 'odd_model:build': importing odd_model failed at {tmp_path / 'odd_model.py'}:1: "
+        "ModuleNotFoundError: No module named 'no_such_package'\n"
+    )
 
 
 def test_ctrl_c_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,13 +218,44 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
         ("factorized recipes show digits/resnet8-w", ["digits/resnet8-wide-fd"]),
         ("factorized plan --model wr", ["wrn28-10"]),
         ("factorized data prepare tiny", ["tiny-imagenet"]),
+        ("factorized plan --scheme t", ["tensor_train", "tucker"]),
+        ("factorized plan --variant w", ["wide"]),
+        ("factorized train --set optimizer.", [f"optimizer.{f}=" for f in ("lr", "momentum", "nesterov", "clip")]),
+        ("factorized train --set factorize.var", [f"factorize.variant={word}" for word in ("full", "deep", "wide")]),
+        ("factorized train --set data.flip = f", ["false"]),
+        ("factorized train x --set factorize.scheme =", ["none", "low_rank", "overcomplete", "tensor_train", "tucker"]),
+        ("factorized demo --set schedule.epochs = 9 --set run.compile = y", ["yes"]),
     ],
 )
-def test_a_shell_completes_verbs_recipes_and_models(words: str, expected: list[str]) -> None:
-    completing = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+def test_a_shell_completes_verbs_recipes_models_and_fields(words: str, expected: list[str]) -> None:
+    completing = {"COMP_WORDS": "\n".join(words.split()), "COMP_CWORD": str(len(words.split()) - 1)}
     process = start(_FACTORIZED_COMPLETE="complete_bash", **completing)
     out, err = process.communicate(timeout=120)
     assert (sorted(out.split()), err) == (sorted(expected), "")
+
+
+def test_bash_itself_completes_a_change_by_the_script_that_is_installed(tmp_path: Path) -> None:
+    script, _ = start(_FACTORIZED_COMPLETE="source_bash").communicate(timeout=120)
+    command = tmp_path / "factorized"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m factorized.cli "$@"\n')
+    command.chmod(0o755)
+    ask = (
+        "COMP_WORDS=(factorized train digits/resnet8 --set factorize.scheme = ov); COMP_CWORD=6; "
+        '_factorized_completion factorized; echo "${COMPREPLY[@]}"'
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    found = subprocess.run(
+        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    )
+    assert (found.stdout, found.stderr) == ("overcomplete\n", "")
+
+
+def test_a_home_folder_is_found_behind_an_equals_sign_too(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli("data", "prepare", "digits", "--folder=~/sets").code == 0
+    assert (tmp_path / "sets/digits.safetensors").is_file()
 
 
 def test_finished_runs_are_completed(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

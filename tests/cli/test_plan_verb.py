@@ -73,6 +73,13 @@ def test_html_draws_the_plan(cli: Cli, tmp_path: Path) -> None:
         (["--model", "resnet8", "--ratio", "0.1", "--set", "factorize.kid=channel"], "did you mean 'kind'?"),
         (["digits/resnet8-lowrank-0.1", "--classes", "200"], "--classes, --size and --channels are for a --model"),
         (["--model", "resnet8", "--ratio", "0.1", "--size", "8", "--data", "digits"], "--data have their own"),
+        (["--model", "resnet8", "--scheme", "overcomplete", "--ratio", "0.1"], "the lowest of Overcomplete, it still"),
+        (["--model", "resnet8", "--ratio", "0.1", "--variant", "wide"], "variant = 'wide' is for overcomplete"),
+        (["--model", "resnet8", "--ratio", "0.1", "--variant", "full"], "--variant full is for --scheme overcomplete"),
+        (["--model", "resnet8", "--ratio", "0.1", "--size", "99999999999"], "makes images of"),
+        (["--model", "resnet8", "--ratio", "0.1", "--channels", "99999999999"], "makes images of"),
+        (["--model", "resnet8", "--ratio", "0.1", "--classes", "99999999999"], "--classes"),
+        (["digits/resnet8-lowrank-0.1", "--html", "plan.txt"], "--html plan.txt: the name of a page must end in .html"),
         (["digits/resnet8-lowrank-0.1", "--html", "/no/such/folder/plan.html"], "No such file or directory"),
     ],
 )

@@ -43,6 +43,7 @@ def test_show_writes_a_cell_of_a_table_out(cli: Cli, tmp_path: Path) -> None:
 def test_whole_recipes_survive_toml_whatever_they_hold(cli: Cli, tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text('extends = "cifar10/resnet32x2"\ntitle = "Größe \\"2\\""\n[factorize]\nexclude = ["a", "b.c"]\n')
+    own.write_text(own.read_text() + 'scheme = "overcomplete"\n')
     whole = tomllib.loads(cli("recipes", "show", own, "--whole").out)
     assert check_recipe(whole, "own") == load_recipe(str(own))
 

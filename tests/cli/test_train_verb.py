@@ -126,6 +126,12 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
         (["--set", "schedule.epoch=3"], "did you mean 'epochs'?"),
         (["--set", "epochs=3"], "a change is section.field=value"),
         (["--set", "schedule.epochs=zero"], "schedule.epochs"),
+        (
+            ["--set", "data.crop_padding=8"],
+            "data.crop_padding = 8 would crop images of 8×8 out of sight: expected 0..7",
+        ),
+        (["--set", "data.place=loader", "--set", "data.workers=5000"], "workers must be at most"),
+        (["--set", "data.workers=2"], 'workers = 2 read ahead for place = "loader"'),
         (["--set", "run.batch=100000"], "run.batch = 100000 is more than the"),
         (["--set", "data.name=cifer10"], "did you mean 'cifar10'?"),
         (["--set", "model.name=vgg19"], "needs 16×16 at least"),

@@ -49,6 +49,9 @@ ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
             'allocate="spectrum" spends ratio= or macs=',
         ),
         ({"scheme": Overcomplete(), "energy": 0.9}, "energy=0.9 is for LowRank; Overcomplete takes ratio="),
+        ({"scheme": Overcomplete(), "rank_scale": 0.5}, "rank_scale=0.5 is below full rank; rank_scale must be at"),
+        ({"scheme": Overcomplete(), "rank": 3}, "full rank, for Overcomplete layer"),
+        ({"scheme": Overcomplete(), "ratio": 0.1}, "full rank everywhere, the lowest of Overcomplete, it still keeps"),
         (
             {"scheme": "low_rank", "ratio": 0.5},
             "scheme must be LowRank(...), Overcomplete(...), TensorTrain(...) or Tucker(...), got 'low_rank'",

@@ -73,10 +73,11 @@ def test_the_range_in_the_error_is_the_reachable_one(
         plan(model, **{budget: low - 2e-4}, **arguments)
 
 
-def test_the_range_of_overcomplete_has_no_upper_end() -> None:
+def test_the_range_of_overcomplete_begins_at_full_rank_and_has_no_upper_end() -> None:
     low = reachable(MODELS[Mlp], scheme=Overcomplete(), ratio=1e-6)
-    assert plan(MODELS[Mlp], Overcomplete(), ratio=low).selected
-    for ratio in (0.7, 1.5, 4.0):
+    lowest = plan(MODELS[Mlp], Overcomplete(), ratio=low).selected
+    assert [entry.rank for entry in lowest] == [min(entry.shape) for entry in lowest]
+    for ratio in (low, 2.0, 4.0):
         made = plan(MODELS[Mlp], Overcomplete(), ratio=ratio)
         assert made.params * ratio - smallest_step(made) < made.params_after <= made.params * ratio
 

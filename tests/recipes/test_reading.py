@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from factorized.vision.recipe import BUDGETS
+from factorized.cli.arguments import recipe_fields
+from factorized.vision.recipe import BUDGETS, USED_BY
 from factorized.vision.recipes import check_recipe, load_recipe, merge
 
 MODEL = '[model]\nname = "resnet8"\n'
@@ -97,7 +99,20 @@ def test_a_change_is_read_as_toml_and_a_word_needs_no_quotes(
         (MODEL + "[factorize]\nscheme = 'low_rank'\nratio = 0.1\nrank = 3\n", "give one of"),
         (MODEL + "[decay]\nkind = 'frobenius'\n", "acts on products"),
         (MODEL + "[decay]\nkind = 'normalized'\n", "norms of another run"),
-        ("title = 'x'\n", "model: Field required"),
+        ("title = 'x'\n", 'model is missing: a recipe names its network, as \\[model\\] name = "resnet8"'),
+        ("[model]\n", "model.name is missing"),
+        ("[model]\nname = ' '\n", "model.name: expected a word, got ' '"),
+        ('title = "a\\nb"\n' + MODEL, "title: expected text without line breaks"),
+        (f"name = '{300 * 'x'}'\n" + MODEL, "name: .*at most 200 bytes a folder"),
+        (MODEL + "[data]\nworkers = 2\n", 'workers = 2 read ahead for place = "loader"'),
+        (
+            MODEL + "[data]\ncrop_padding = 100000000\n",
+            "data.crop_padding: .*less than or equal to 1000, got 100000000",
+        ),
+        (MODEL + "[optimizer]\nmomentum = 0.0\nnesterov = true\n", "nesterov = true needs a momentum above 0"),
+        (MODEL + "[schedule]\nepochs = 100000000000000000000\n", "schedule.epochs: "),
+        (MODEL + "[schedule]\nfactor = 1e308\n", "schedule.factor: .*less than or equal to 1"),
+        (MODEL + "[decay]\nstrength = 1e308\n", "decay.strength: .*less than or equal to 100"),
         ("title = \n", "not valid TOML"),
         ("extends = 3\n", "extends must be the name of a recipe, got 3"),
         ("extends = 'cifar10/resnet33'\n", "did you mean 'cifar10/resnet32'\\?"),
@@ -113,3 +128,71 @@ def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ValueError, match=r"nmae.*scedule") as caught:
         check_recipe({"model": {"name": "resnet8", "nmae": 1}, "scedule": {}}, "own")
     assert str(caught.value).startswith("own: ")
+
+
+VALUES = {
+    "kind": "channel",
+    "variant": "wide",
+    "width": 2,
+    "dims": [4, 4],
+    "order": 3,
+    "separable": True,
+    "core": "train",
+    "refinements": 2,
+    "energy": 0.5,
+    "macs": 0.5,
+    "allocate": "spectrum",
+    "attention": True,
+    "execution": "one_conv",
+}
+
+
+@pytest.mark.parametrize("scheme", ["none", "low_rank", "overcomplete", "tensor_train", "tucker"])
+@pytest.mark.parametrize("field", USED_BY)
+def test_a_field_that_the_scheme_does_not_use_is_refused(scheme: str, field: str) -> None:
+    fields = {"scheme": scheme, field: VALUES[field]}
+    if scheme in ("low_rank", "tensor_train", "tucker") and field not in BUDGETS:
+        fields["ratio"] = 0.1
+    if field == "width":
+        fields["variant"] = "wide"
+    table = {"model": {"name": "resnet8"}, "factorize": fields}
+    if scheme in USED_BY[field]:
+        assert check_recipe(table, "own").to_dict()["factorize"][field] == VALUES[field]
+        return
+    with pytest.raises(ValueError, match="needs a scheme" if scheme == "none" else "is for .*, and scheme is"):
+        check_recipe(table, "own")
+
+
+@pytest.mark.parametrize("change", [{}, {"variant": "deep"}, {"variant": "wide", "rank_scale": 2.0}])
+def test_a_width_is_of_the_wide_variant_without_a_budget(change: dict[str, object]) -> None:
+    fields = {"scheme": "overcomplete", "width": 2, **change}
+    with pytest.raises(ValueError, match="width = 2 is the rank scale of variant wide without a budget"):
+        check_recipe({"model": {"name": "resnet8"}, "factorize": fields}, "own")
+
+
+HOSTILE = ["", " ", "a\0b", "a\nb", -1, 0.5, 1e308, -1e308, 10**20, True, [], [[]], {}, ["", "a"], [-1], 5000 * "x"]
+
+
+UNBOUNDED = ("optimizer.lr", "optimizer.clip")  # what is too large shows in the first steps
+
+
+def refusal(table: dict[str, Any]) -> str | None:
+    """Return what is wrong with a recipe; None for nothing."""
+    try:
+        check_recipe(table, "own")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("field", recipe_fields())
+def test_a_hostile_value_is_refused_in_one_line_or_is_what_the_field_may_hold(field: str) -> None:
+    section, name = field.split(".")
+    for value in HOSTILE:
+        message = refusal(merge({"model": {"name": "resnet8"}}, {section: {name: value}}))
+        if message is None:
+            assert value in (0.5, True, []) or (field in UNBOUNDED and value in (1e308, 10**20)), value
+        else:
+            assert message.startswith("own: "), value
+            assert "\n" not in message, value
+            assert len(message) < 1000, value

@@ -57,7 +57,7 @@ def _read_batch(path: Path, labels: str) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{path}: {labels} must be a list of whole numbers")
     if len(numbers) != len(data):
         raise ValueError(f"{path}: {len(data):,} images and {len(numbers):,} {labels}; the file is damaged")
-    x = torch.from_numpy(np.ascontiguousarray(data)).view(-1, 3, SIDE, SIDE)
+    x = torch.from_numpy(np.array(data, order="C")).view(-1, 3, SIDE, SIDE)
     return x, torch.tensor(numbers, dtype=torch.int64)
 
 

@@ -43,7 +43,7 @@ def prepared_path(name: str, folder: Path | None = None) -> Path | None:
         name = name.removeprefix("hf:")
         for sign in "/?&=":
             name = name.replace(sign, "--" if sign == "/" else "-")
-    plain = Path(name).name == name and not name.endswith((".npz", SUFFIX)) and name not in ("", ".", "..")
+    plain = Path(name).name == name and not name.endswith((".npz", SUFFIX)) and name.strip(". ") != ""
     return data_folder(folder) / f"{name}{SUFFIX}" if plain else None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+WORKERS_PER_CORE = 4  # more processes only wait for each other
 Batch = tuple[Tensor, Tensor]  # (n, channels, height, width) uint8, (n,) int64
 
 
@@ -91,6 +93,8 @@ class ImageLoader:
         for argument, value, least in (("batch", batch, 1), ("workers", workers, 0), ("world", world, 1)):
             if value < least:
                 raise ValueError(f"{argument} must be a whole number from {least}, got {value!r}")
+        if workers > (most := WORKERS_PER_CORE * (os.cpu_count() or 1)):
+            raise ValueError(f"workers must be at most {most}, {WORKERS_PER_CORE} for each core, got {workers:,}")
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
         self.device = torch.device(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from pathlib import Path
@@ -18,6 +19,8 @@ from factorized.vision.data.progress import Progress, silent
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 CHANNELS = (1, 3)
+DEFLATE = 1032  # bytes that one compressed byte can stand for, at most
+UNREADABLE = (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 Array = npt.NDArray[Any]
 
 
@@ -48,16 +51,44 @@ def _read(path: Path, progress: Progress) -> dict[str, Array]:
         arrays = {}
         keys = [key for key in (*KEYS, "classes") if key in archive.files]
         for done, key in enumerate(keys, start=1):
+            _check_size(path, archive.zip, key)
             arrays[key] = _member(path, archive, key)
             progress("reading", done, len(keys))
         return arrays
 
 
+def _check_size(path: Path, archive: zipfile.ZipFile, key: str) -> None:
+    """Raise for an array that says it is larger than the bytes at hand, before NumPy makes room for it."""
+    try:
+        info = archive.getinfo(f"{key}.npy")
+        with archive.open(info) as file:
+            version = np.lib.format.read_magic(file)
+            read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            shape, _, dtype = read_header[version](file)
+    except (*UNREADABLE, KeyError) as error:
+        raise _unreadable(path, key, error) from error
+    needed = math.prod(shape) * dtype.itemsize
+    there = min(info.file_size, DEFLATE * info.compress_size)
+    if needed > there:
+        raise ValueError(
+            f"{path}: {key} is {dtype} {shape}, {needed:,} bytes, and the file holds at most {there:,} of them; it is "
+            "damaged: write it again"
+        )
+
+
 def _member(path: Path, archive: Any, key: str) -> Array:
     try:
         return np.asarray(archive[key])
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path}: {key} cannot be read, expected an array of numbers: {error}") from error
+    except MemoryError as error:
+        raise ValueError(
+            f"{path}: {key} does not fit into memory: {error}; an image folder is read in pieces"
+        ) from error
+    except UNREADABLE as error:
+        raise _unreadable(path, key, error) from error
+
+
+def _unreadable(path: Path, key: str, error: Exception) -> ValueError:
+    return ValueError(f"{path}: {key} cannot be read, expected an array of numbers: {error}")
 
 
 def _channels_first(path: Path, key: str, x: Array) -> Tensor:  # (n, channels, height, width)

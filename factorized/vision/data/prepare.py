@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +18,15 @@ def prepare(
     progress: Progress = silent,
     *,
     name: str | None = None,
-    again: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Convert a data set into ``folder``/NAME.safetensors, unless that is done, and return that path.
 
-    What is there is checked against its checksum and kept, unless its source is a newer file or ``again`` is set.
+    What is there is checked against its checksum and kept, unless its source is a newer file or ``overwrite`` is set.
     ``name`` is what ``load_images`` will find it by; without it, that of the set, or of the file or folder.
     """
-    path = _named(name, folder) if name else _target(name_or_path, folder)
-    if path.is_file() and not again:
+    path = _named(name, folder) if name is not None else _target(name_or_path, folder)
+    if path.is_file() and not overwrite:
         _check_same_source(path, name_or_path)
         if not _is_newer(Path(name_or_path).expanduser(), path):
             read_prepared(path)
@@ -46,8 +47,8 @@ def list_prepared(folder: Path | None = None) -> list[Prepared]:
 
 def _named(name: str, folder: Path | None) -> Path:
     path = prepared_path(name, folder)
-    if path is None or name.startswith("hf:"):
-        raise ValueError(f"name must be a plain name, without folder or ending, got {name!r}")
+    if path is None or not re.fullmatch(r"\w[\w.+-]{0,199}", name):
+        raise ValueError(f"name must be a plain name, without folder or ending, of letters and digits, got {name!r}")
     return path
 
 
@@ -67,7 +68,7 @@ def _check_same_source(path: Path, name_or_path: str) -> None:
     if not there.problem and there.source != _source(name_or_path):
         raise ValueError(
             f"{path} is already there, prepared from {there.source}, not from {_source(name_or_path)}; give it another "
-            "name (--name), or replace that (--again)"
+            "name (--name), or replace that (--overwrite)"
         )
 
 

@@ -1,4 +1,4 @@
-"""How long work says how far it is."""
+"""Progress callbacks."""
 
 from __future__ import annotations
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 
 from torch import nn
 
@@ -42,14 +44,14 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
         if value < 1:
             raise ValueError(f"{argument} must be a whole number from 1, got {value!r}")
     if name.startswith("hf:"):
-        return hugging_face_model(Path(name.removeprefix("hf:")).expanduser(), classes, image_size, channels)
+        return _from_folder(name, classes, image_size, channels)
     if ":" in name:
         return _from_function(name, classes, image_size, channels)
     if name not in _BUILDERS:
-        near = get_close_matches(name.lower(), MODELS, n=1, cutoff=0.0)[0]
+        near = get_close_matches(name.lower(), MODELS, n=1, cutoff=0.4)
         raise ValueError(
-            f"model must be one of {', '.join(MODELS)}, a function as module:function or hf:FOLDER, got {name!r}; "
-            f"did you mean {near!r}?"
+            f"model must be one of {', '.join(MODELS)}, a function as module:function or hf:FOLDER, got {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
         )
     return _BUILDERS[name](classes, image_size, channels)
 
@@ -60,30 +62,65 @@ def _vgg_pool(size: int) -> int:
     return size // 16
 
 
+def _from_folder(name: str, classes: int, image_size: int, channels: int) -> nn.Module:
+    try:
+        return hugging_face_model(Path(name.removeprefix("hf:")).expanduser(), classes, image_size, channels)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"model {name!r}: its config.json asks for Python code of its own, which is not run here; take a model "
+            "that transformers knows, or name a function of yours as module:function"
+        ) from error
+
+
 def _from_function(name: str, classes: int, image_size: int, channels: int) -> nn.Module:
     module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
+    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
         raise ValueError(f"model {name!r}: a function is named as module:function, such as mymodels:small")
     with _working_folder_on_path():
-        try:
-            function = getattr(importlib.import_module(module_name), function_name, None)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and misses something itself
-            raise ValueError(
-                f"model {name!r}: there is no module {error.name!r} here or on the Python path; install it, or put its "
-                "folder on PYTHONPATH"
-            ) from error
+        function = getattr(_import(name, module_name), function_name, None)
         if not callable(function):
             raise ValueError(f"model {name!r}: module {module_name!r} has no function {function_name!r}")
         offered = {"classes": classes, "image_size": image_size, "channels": channels}
-        taken = inspect.signature(function).parameters
+        try:
+            taken = list(inspect.signature(function).parameters)
+        except (TypeError, ValueError):  # of built-in functions nobody knows
+            taken = []
         if "classes" not in taken:
             raise ValueError(f"model {name!r}: {function_name} must take classes=, it takes ({', '.join(taken)})")
-        model = function(**{argument: value for argument, value in offered.items() if argument in taken})
+        try:
+            model = function(**{argument: value for argument, value in offered.items() if argument in taken})
+        except (Exception, SystemExit) as error:  # it may do anything
+            raise ValueError(f"model {name!r}: {function_name} failed {_place_and_reason(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r}: {function_name} must return a torch.nn.Module, got {type(model).__name__}")
     return model
+
+
+def _import(name: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module may do anything while it is imported
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ValueError(
+                f"model {name!r}: there is no module {missing!r} here or on the Python path; install it, or put its "
+                "folder on PYTHONPATH"
+            ) from error
+        raise ValueError(f"model {name!r}: importing {module_name} failed {_place_and_reason(error)}") from error
+
+
+def _place_and_reason(error: BaseException) -> str:
+    """Return the line of the user's code that failed, and why; the last line outside of installed packages."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"at {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is ours
+    own = [f for f in frames if "site-packages" not in f.filename and Path(f.filename).is_file()]
+    own = [f for f in own if not f.filename.startswith(sys.base_prefix)]
+    place = f"at {own[-1].filename}:{own[-1].lineno}" if own else "outside of your code"
+    reason = str(error) if not isinstance(error, SystemExit) else f"it exits with {error.code!r}"
+    return f"{place}: {type(error).__name__}: {reason}"
 
 
 @contextmanager

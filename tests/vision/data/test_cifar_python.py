@@ -94,13 +94,30 @@ def test_a_file_that_would_run_something_is_refused_and_runs_nothing(
         (b"\x80\x02cnumpy\ndtype\n(U\x02u1tRcnumpy.core.multiarray\n_reconstruct\n)R(K\x01I9\nI9\ntb.", "unpack"),
         (python2_pickle(np.zeros((2, 3), np.uint8)).replace(b"J\x03\0\0\0t", b"J\x04\0\0\0t"), "in 6 bytes"),
         (b"(" * 100_000, ""),
-        (b"", "Ran out of input"),
+        (b"", "exhausted"),
+        (b"]r\xff\xff\xff\x7f.", "it numbers an object 2,147,483,647 and has 7 bytes"),
+        (b"]p2147483647\n.", "it numbers an object 2,147,483,647"),
+        (b"\x80\x04\x8e" + (1 << 34).to_bytes(8, "little") + b".", "expected 17179869184 bytes"),
+        (b"\x80\x05\x96" + (1 << 34).to_bytes(8, "little") + b".", "expected 17179869184 bytes"),
+        (b"\x80\x04\x95" + (1 << 34).to_bytes(8, "little") + b".", ""),
+        (
+            b"X\xe8\x03\0\0" + b"a" * 1000 + b"q\x01" + b"c_codecs\nencode\n(h\x01X\x06\0\0\0latin1tR" * 50 + b".",
+            "many",
+        ),
     ],
 )
 def test_pickles_made_to_do_harm_are_plain_errors(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{path} is damaged, truncated or not a data file.*{message}"):
+        unpickle(path)
+
+
+def test_a_file_larger_than_any_of_cifar_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a hole: no disk is used
+    with pytest.raises(ValueError, match="it has 1,099,511,627,776 bytes, more than any file of CIFAR"):
         unpickle(path)
 
 

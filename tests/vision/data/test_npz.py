@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,23 @@ def test_progress_is_told_for_each_array(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     load_npz(write_npz(tmp_path / "a.npz", small_images()), lambda *call: told.append(call))
     assert told == [("reading", i, 4) for i in range(1, 5)]
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("claimed", [{}, {"file_size": 10**15}])
+def test_an_array_that_claims_more_than_the_file_holds_is_refused_before_there_is_room_for_it(
+    tmp_path: Path, compression: int, claimed: dict[str, int]
+) -> None:
+    path = write_npz(tmp_path / "a.npz", small_images())
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = io.BytesIO()
+    shape = (10**12, 32, 32, 3)
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, header.getvalue() + bytes(100) if name == "x_train.npy" else content)
+        for key, value in claimed.items():
+            setattr(archive.getinfo("x_train.npy"), key, value)  # what the directory at the end says
+    with pytest.raises(ValueError, match=r"x_train is uint8 \(1000000000000, 32, 32, 3\), .*; it is damaged"):
+        load_npz(path)

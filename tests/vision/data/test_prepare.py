@@ -89,7 +89,7 @@ def test_a_newer_source_is_converted_again_and_so_is_any_when_asked(source: Path
     os.utime(source, (path.stat().st_mtime + 5,) * 2)
     assert len(read_prepared(prepare(str(source), folder)).x_train) == 15
     before = path.stat().st_ino
-    assert prepare(str(source), folder, again=True).stat().st_ino != before
+    assert prepare(str(source), folder, overwrite=True).stat().st_ino != before
 
 
 def test_a_damaged_file_that_is_there_is_not_taken_for_ready(source: Path, folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_damaged_file_that_is_there_is_not_taken_for_ready(source: Path, folde
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"is damaged \(its checksum is .* prepare it again"):
         prepare(str(source), folder)
-    prepare(str(source), folder, again=True)
+    prepare(str(source), folder, overwrite=True)
     assert load_images("flowers", folder).checksum == small_images().checksum
 
 
@@ -118,7 +118,7 @@ def test_another_source_of_the_same_name_is_not_mixed_up(source: Path, folder: P
 
 @pytest.mark.parametrize("name", ["a/b", "a.npz", "..", "hf:a"])
 def test_a_name_that_is_none_says_what_is_allowed(source: Path, folder: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"name must be a plain name, without folder or ending, got '{name}'"):
+    with pytest.raises(ValueError, match=f"plain name, without folder or ending, of letters and digits, got '{name}'"):
         prepare(str(source), folder, name=name)
 
 
@@ -205,7 +205,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(
 
     monkeypatch.setattr(prepared_module, "byte_chunks", full_disk)
     with pytest.raises(ValueError, match=f"{path} cannot be written .*No space left"):
-        prepare(str(source), folder, again=True)
+        prepare(str(source), folder, overwrite=True)
     assert path.read_bytes() == before
     assert [item.name for item in folder.iterdir()] == ["flowers.safetensors"]
 

@@ -134,13 +134,42 @@ def test_a_wrong_function_says_what_is_wrong(mine: str, name: str, message: str)
         build_model(name.format(mine=mine), 10)
 
 
-def test_an_import_that_fails_inside_the_users_module_is_not_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nimport no_such_package_at_all", "importing {mine} failed at {path}:2: ModuleNotFoundError: .*_at_all"),
+        ("def f(classes:\n", "importing {mine} failed at {path}:1: SyntaxError: "),
+        ("x = 1\nraise OSError('a disk')", "importing {mine} failed at {path}:2: OSError: a disk"),
+        ("import sys\nsys.exit(7)", "importing {mine} failed at {path}:2: SystemExit: it exits with 7"),
+        ("def f(classes):\n    return 1 / 0", "f failed at {path}:2: ZeroDivisionError"),
+        ("import sys\ndef f(classes):\n    sys.exit()", "f failed at {path}:3: SystemExit: it exits with None"),
+        ("import torch\ndef f(classes):\n  return torch.nn.Linear(-1, 2)", "f failed at {path}:3: RuntimeError"),
+        ("from builtins import max as f", "f must take classes=, it takes"),
+    ],
+)
+def test_a_model_file_that_fails_is_named_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
-    (tmp_path / "broken_for_test.py").write_text("import no_such_package_at_all")
+    name = f"broken_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
-        build_model("broken_for_test:f", 10)
+    with pytest.raises(ValueError, match=message.format(mine=name, path=tmp_path / f"{name}.py")):
+        build_model(f"{name}:f", 10)
+
+
+@pytest.mark.parametrize("name", ["", "qqq", "zzzzzzzzzz"])
+def test_a_name_that_is_near_to_none_gets_no_suggestion(name: str) -> None:
+    with pytest.raises(ValueError, match="model must be one of") as caught:
+        build_model(name, 10)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_folder_that_brings_code_is_refused_without_an_option_that_is_not_there(tmp_path: Path) -> None:
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="asks for Python code of its own, which is not run here") as caught:
+        build_model(f"hf:{tmp_path}", 10)
+    assert "trust_remote_code" not in str(caught.value)
 
 
 def test_a_hugging_face_config_gives_a_fresh_model_that_returns_logits(resnet_folder: Path) -> None:
