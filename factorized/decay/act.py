@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from factorized.decay.batch import Single, batches
 from factorized.decay.forms import AnyForm, Factor
+from factorized.decay.local import placed_like
 from factorized.decay.strength import Number
 from factorized.maths.frobenius import without_autocast
 
@@ -87,7 +88,10 @@ def gradient_of(factor: Factor) -> Tensor | None:
         return None
     if gradient.is_sparse:
         raise ValueError(
-            "a factor has a sparse gradient, to which a decay of the whole factor cannot be added; use decoupled=True, "
-            "or sparse=False in the embedding"
+            f"{factor.name} has a sparse gradient, to which a decay of the whole factor cannot be added; use "
+            "decoupled=True, or sparse=False in the embedding"
         )
-    return gradient
+    placed = placed_like(gradient, parameter)
+    if placed is not gradient:  # what every rank adds to a partial sum would count several times
+        parameter.grad = placed
+    return placed

@@ -11,7 +11,7 @@ from torch import Tensor
 from factorized.decay.arena import Arena
 from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, is_attention
 from factorized.decay.fused import Fused, is_fusible
-from factorized.decay.sharded import Sharded, is_sharded, own_rows, whole
+from factorized.decay.sharded import Gathered, Sharded, is_sharded, is_sharded_by_rows, own_gradient, whole
 from factorized.decay.sharded_heads import ShardedHeads
 from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
 
@@ -68,12 +68,12 @@ class Tensors:
             stacks = format.gradients([torch.stack(cores[place::count]) for place in range(count)])
             gradients = [stacks[place][member] for member in range(len(self.members)) for place in range(count)]
         return [
-            own_rows(gradient, factor) if is_sharded(factor.parameter) else gradient
+            own_gradient(gradient, factor) if is_sharded(factor.parameter) else gradient
             for gradient, factor in zip(gradients, self.factors, strict=True)
         ]
 
 
-Unit = Single | Fused | Arena | Sharded | ShardedHeads | Tensors
+Unit = Single | Fused | Arena | Sharded | ShardedHeads | Gathered | Tensors
 
 
 def batches(found: Sequence[AnyForm]) -> list[Unit]:
@@ -84,9 +84,11 @@ def batches(found: Sequence[AnyForm]) -> list[Unit]:
     local = [form for form in products if form not in sharded]
     for form in local:
         _check_matrices(form)
-    heads = [form for form in sharded if is_attention(form)]
-    layers = [form for form in sharded if not is_attention(form)]
-    units: list[Unit] = [Sharded(layers)] if layers else []
+    by_rows = [form for form in sharded if is_sharded_by_rows(form)]
+    heads = [form for form in by_rows if is_attention(form)]
+    layers = [form for form in by_rows if not is_attention(form)]
+    units: list[Unit] = [Gathered(form) for form in sharded if form not in by_rows]
+    units += [Sharded(layers)] if layers else []
     units += [ShardedHeads(heads)] if heads else []
     units += tensor_units(tensors)
     alike: dict[tuple[Any, ...], list[Form]] = {}
