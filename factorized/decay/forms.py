@@ -174,7 +174,7 @@ def forms(model: nn.Module) -> list[AnyForm]:
     factors of one product that are not distributed over the same ranks.
     """
     found: dict[tuple[object, ...], AnyForm] = {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: Names = {parameter: name for name, parameter in model.named_parameters()}
     attention = {read.module: read.unit for read in find_attention(model)}
     for name, module in model.named_modules():
         if isinstance(module, FactorizedLayer):
