@@ -20,7 +20,6 @@ test: $(STAMP)
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m nightly
-	FACTORIZED_NATIVE=0 $(BIN)/python -m pytest -n 2 -m "not nightly" tests/decay tests/optim tests/distributed
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

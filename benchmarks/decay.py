@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.decay.build import cpu_kernels
 from factorized.layers.base import FactorizedLayer
 from factorized.vision.models.resnet import resnet32x2
 from factorized.vision.record import describe_machine
@@ -90,7 +89,6 @@ def main() -> None:
         print(runs[-1], flush=True)
     report = {
         "machine": describe_machine(torch.device("cpu")),
-        "kernels": cpu_kernels(torch.float32) is not None,
         "rounds": arguments.rounds,
         "runs": runs,
     }

@@ -90,27 +90,6 @@ def training_step() -> str:
     return "\n".join([*lines, "", note])
 
 
-def decay() -> str:
-    """Return the table of one application of the decay on the CPU."""
-    report = _read("decay-cpu")
-    names = {
-        "apply_": "`fz.FrobeniusDecay(...).apply_()`",
-        "loop": "four products per layer, in a loop",
-        "lean loop": "the same with `add_(..., alpha=λ)`",
-        "autograd": "autograd of the penalty on the composed weights",
-    }
-    rows = {way: [row for run in report["runs"] for row in run if row["way"] == way] for way in names}
-    lines = ["| ResNet-32x2, low rank, ratio 0.1 | ms | `apply_()` takes of it |", "| --- | ---: | ---: |"]
-    for way, found in rows.items():
-        ms, share = ([row[field] for row in found] for field in ("ms", "apply_over_this"))
-        lines.append(f"| {names[way]} | {_range(ms)} | {'' if way == 'apply_' else _range(share)} |")
-    note = (
-        f"{_machine(report)}, float32; medians of n = {report['rounds']} shuffled rounds, least and most of "
-        f"{len(report['runs'])} runs."
-    )
-    return "\n".join([*lines, "", note])
-
-
 def decomposition() -> str:
     """Return the table of randomized against exact decompositions."""
     report = _read("svd-cpu")
@@ -135,7 +114,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "distillation": distillation,
     "epoch": epoch,
     "training-step": training_step,
-    "decay": decay,
     "decomposition": decomposition,
 }
 
@@ -160,11 +138,6 @@ def _runs(table: int) -> Runs:
 
 def _mean(rows: list[dict[str, Any]], field: str) -> float:
     return mean(row[field] for row in rows)
-
-
-def _range(numbers: list[float]) -> str:
-    least, most = (f"{number:.2f}" for number in (min(numbers), max(numbers)))
-    return least if least == most else f"{least} to {most}"
 
 
 def _accuracy(seeds: list[dict[str, Any]]) -> str:

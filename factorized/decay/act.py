@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorized.decay.batch import Single, Unit, batches
+from factorized.decay.batch import Single, batches
 from factorized.decay.forms import AnyForm, Factor
-from factorized.decay.native import Native
+from factorized.decay.local import placed_like
 from factorized.decay.strength import Number
 from factorized.maths.frobenius import without_autocast
 
@@ -41,16 +41,12 @@ class FrobeniusEngine:
         """
         if self._places() != self._made_for:  # parameters were moved, or changed their type or shape
             self.units, self._made_for = batches(list(dict.fromkeys(self.form_of.values()))), self._places()
-        others = [unit for unit in self.units if not _added_by_kernels(unit, target, coefficient)]
-        if others:
-            with torch.no_grad(), without_autocast(*(parameter.device for parameter in self._parameters)):
-                self._add(others, target, coefficient, to_factors)
+        with torch.no_grad(), without_autocast(*(parameter.device for parameter in self._parameters)):
+            self._add(target, coefficient, to_factors)
 
-    def _add(
-        self, units: Sequence[Unit], target: Target, coefficient: Callable[[Factor], Number], to_factors: bool
-    ) -> None:
+    def _add(self, target: Target, coefficient: Callable[[Factor], Number], to_factors: bool) -> None:
         additions: dict[tuple[int, Number], tuple[list[Tensor], list[Tensor]]] = {}
-        for unit in units:
+        for unit in self.units:
             targets = [target(factor) for factor in unit.factors]
             if all(tensor is None for tensor in targets):
                 continue
@@ -74,15 +70,6 @@ class FrobeniusEngine:
         return [(parameter.device, parameter.dtype, parameter.shape) for parameter in self._parameters]
 
 
-def _added_by_kernels(unit: Unit, target: Target, coefficient: Callable[[Factor], Number]) -> bool:
-    """Add the gradients of what the CPU kernels can; say whether they could."""
-    if not isinstance(unit, Native) or torch.compiler.is_compiling():  # a compiler knows no addresses
-        return False
-    targets = [target(factor) for factor in unit.factors]
-    numbers = [0.0 if t is None else coefficient(f) for f, t in zip(unit.factors, targets, strict=True)]
-    return unit.add_to(targets, numbers)
-
-
 def _turns(factors: Iterable[Factor]) -> dict[Factor, int]:
     """Number the factors that are one parameter: a GPU may add to many tensors at once, but not twice to one."""
     seen: Counter[nn.Parameter] = Counter()
@@ -101,7 +88,10 @@ def gradient_of(factor: Factor) -> Tensor | None:
         return None
     if gradient.is_sparse:
         raise ValueError(
-            "a factor has a sparse gradient, to which a decay of the whole factor cannot be added; use decoupled=True, "
-            "or sparse=False in the embedding"
+            f"{factor.name} has a sparse gradient, to which a decay of the whole factor cannot be added; use "
+            "decoupled=True, or sparse=False in the embedding"
         )
-    return gradient
+    placed = placed_like(gradient, parameter)
+    if placed is not gradient:  # what every rank adds to a partial sum would count several times
+        parameter.grad = placed
+    return placed

@@ -1,4 +1,4 @@
-"""What every decay of products is that acts before an optimizer's steps."""
+"""Base class of decays that hook into an optimizer's step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.forms import AnyForm
-from factorized.decay.guard import DecaysProducts, check_attachable, check_decayed_once
+from factorized.decay.guard import DecaysProducts, check_attachable, check_decayed_once, check_still_held
 from factorized.decay.step import Arguments
 
 
@@ -45,7 +46,7 @@ class AttachedDecay(DecaysProducts):
         self._handle = None
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Say whether ``parameter`` is a factor that this acts on."""
+        """Return whether ``parameter`` is a factor that this acts on."""
         return any(factor.parameter is parameter for form in self._decayed for factor in form.factors)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,6 +56,8 @@ class AttachedDecay(DecaysProducts):
     def _checked_before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
+        if not torch.compiler.is_compiling():
+            check_still_held(self._decayed)
         if self._decays_seen != _own_decays(optimizer):  # a group was added, or a schedule moves its decay
             check_decayed_once(self._decayed, optimizer)
             self._decays_seen = _own_decays(optimizer)

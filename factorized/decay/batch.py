@@ -1,24 +1,23 @@
-"""The Frobenius gradients of many forms: those of one shape in one batch of matrix products."""
+"""Which forms are computed together: on the CPU each product by itself, on a GPU many in a few launches."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from factorized.decay.arena import Arena
 from factorized.decay.forms import AnyForm, Factor, Form, TensorForm, is_attention
 from factorized.decay.fused import Fused, is_fusible
-from factorized.decay.native import Native, is_native
-from factorized.decay.sharded import Sharded, is_sharded, own_rows, whole
+from factorized.decay.sharded import Gathered, Sharded, is_sharded, is_sharded_by_rows, own_gradient, whole
 from factorized.decay.sharded_heads import ShardedHeads
 from factorized.maths.frobenius import computable, frobenius_gradients, product_is_cheaper
 
 # Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
-# a GPU because a launch of their own is no loss, on the CPU because copying is.
+# a GPU because a launch of their own is no loss, on the CPU because copying is. There it is for tensors, whose
+# contractions are many small operations; products take four, and stacking them saved 0.1 % of a training step.
 LARGEST_BATCHED = {"cuda": 2**20, "cpu": 2**15}
 
 
@@ -52,47 +51,6 @@ class Single:
             right.addmm_(V, of_U, alpha=numbers[1])
 
 
-class Batch:
-    """Forms ``U Vᵀ`` of one shape on the CPU, their factors copied side by side into tensors that are made once."""
-
-    def __init__(self, members: Sequence[Form]) -> None:
-        self.factors: tuple[Factor, ...] = (*(form.left for form in members), *(form.right for form in members))
-        like = computable(members[0].left.value)
-        count, rank = sum(form.left.batch for form in members), like.shape[-1]
-        rows, columns = members[0].U.shape[-2], members[0].V.shape[-2]
-        # Where both factors have equally many rows, one tensor holds both and one product serves both.
-        self.square = rows == columns
-        extents = [(2 * count, rows)] if self.square else [(count, rows), (count, columns)]
-        self.values = [like.new_empty(size, long, rank) for size, long in extents]
-        self.grams = [like.new_empty(size, rank, rank) for size, _ in extents]
-        self.results = [like.new_empty(size, long, rank) for size, long in extents]
-        sizes = [factor.batch for factor in self.factors]
-        stacked = [self.results[0]] if self.square else self.results
-        per_side = [sizes] if self.square else [sizes[: len(members)], sizes[len(members) :]]
-        parts = [part for side, size in zip(stacked, per_side, strict=True) for part in side.split(size)]
-        self.parts = [like_parameter(factor, part) for factor, part in zip(self.factors, parts, strict=True)]
-        # Plain matrices in a type to compute with are stacked as they are, which saves making views at every step.
-        plain = all(factor.is_whole for factor in self.factors) and like.dtype == members[0].U.dtype
-        self.matrices: list[Tensor] = [factor.parameter for factor in self.factors] if plain else []
-
-    @torch.no_grad()
-    def gradients(self) -> list[Tensor]:
-        """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``; valid until the next call."""
-        sources = list(self.matrices) or [computable(factor.value) for factor in self.factors]
-        join = torch.stack if self.matrices else torch.cat
-        half = len(sources) // 2
-        for value, gram, side in zip(
-            self.values, self.grams, [sources] if self.square else [sources[:half], sources[half:]], strict=True
-        ):
-            join(side, out=value)
-            torch.bmm(value.mT, value, out=gram)
-        # Each factor is multiplied by the Gram matrix of its partner, half a batch away or in the other tensor.
-        partners = [self.grams[0].roll(self.grams[0].shape[0] // 2, 0)] if self.square else self.grams[::-1]
-        for value, gram, result in zip(self.values, partners, self.results, strict=True):
-            torch.bmm(value, gram, out=result)
-        return self.parts
-
-
 class Tensors:
     """Tensors of one format. Cores that are sharded are gathered: they are small, and each is needed whole."""
 
@@ -110,47 +68,37 @@ class Tensors:
             stacks = format.gradients([torch.stack(cores[place::count]) for place in range(count)])
             gradients = [stacks[place][member] for member in range(len(self.members)) for place in range(count)]
         return [
-            own_rows(gradient, factor) if is_sharded(factor.parameter) else gradient
+            own_gradient(gradient, factor) if is_sharded(factor.parameter) else gradient
             for gradient, factor in zip(gradients, self.factors, strict=True)
         ]
 
 
-Unit = Single | Batch | Native | Fused | Arena | Sharded | ShardedHeads | Tensors
+Unit = Single | Fused | Arena | Sharded | ShardedHeads | Gathered | Tensors
 
 
 def batches(found: Sequence[AnyForm]) -> list[Unit]:
-    """Group forms that can be computed together: what is sharded, what the kernels know, and what is of one shape."""
+    """Group forms that can be computed together: sharded ones, what the kernels know, other small ones on a GPU."""
     tensors = [form for form in found if isinstance(form, TensorForm)]
     products = [form for form in found if isinstance(form, Form)]
     sharded = [form for form in products if any(is_sharded(factor.parameter) for factor in form.factors)]
     local = [form for form in products if form not in sharded]
     for form in local:
         _check_matrices(form)
-    heads = [form for form in sharded if is_attention(form)]
-    layers = [form for form in sharded if not is_attention(form)]
-    units: list[Unit] = [Sharded(layers)] if layers else []
+    by_rows = [form for form in sharded if is_sharded_by_rows(form)]
+    heads = [form for form in by_rows if is_attention(form)]
+    layers = [form for form in by_rows if not is_attention(form)]
+    units: list[Unit] = [Gathered(form) for form in sharded if form not in by_rows]
+    units += [Sharded(layers)] if layers else []
     units += [ShardedHeads(heads)] if heads else []
     units += tensor_units(tensors)
     alike: dict[tuple[Any, ...], list[Form]] = {}
-    held = Counter(factor.parameter for form in found for factor in form.factors)
     for form in local:
-        kind = _kind(form, held)
-        shape = (*form.U.shape[-2:], form.V.shape[-2])
-        apart = (form,) if kind is Single else shape if kind is Batch else ()
+        kind = Single if not _shares(form) else Fused if is_fusible(form) else Arena
+        apart = (form,) if kind is Single else ()
         alike.setdefault((kind, form.U.dtype, form.U.device, *apart), []).append(form)
     for (kind, *_), members in alike.items():
         units.append(Single(members[0]) if len(members) == 1 else kind(members))
     return units
-
-
-def _kind(form: Form, held: Mapping[nn.Parameter, int]) -> type[Unit]:
-    """Return how to compute a form; ``held`` says in how many places a parameter is."""
-    shared = any(held[factor.parameter] > 1 for factor in form.factors)  # two threads may not write to one
-    if is_native(form) and not shared:
-        return Native
-    if not _shares(form):
-        return Single
-    return Fused if is_fusible(form) else Arena if form.U.is_cuda else Batch
 
 
 def _check_matrices(form: Form) -> None:
@@ -183,10 +131,9 @@ def like_parameter(factor: Factor, gradient: Tensor) -> Tensor:
 
 
 def _shares(form: Form) -> bool:
-    """Say whether a form gains from being computed together with others."""
+    """Return whether a form gains from being computed together with others: on a GPU, where launches are what costs."""
     (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
-    entries = form.left.value.numel() + form.right.value.numel()
-    too_large = entries > LARGEST_BATCHED["cuda" if form.U.is_cuda else "cpu"]
+    too_large = form.left.value.numel() + form.right.value.numel() > LARGEST_BATCHED["cuda"]
     shares_matrices = form.U.dim() > 3  # grouped queries: there are more products than matrices
     product = product_is_cheaper(rows, columns, rank, 0, products=3)
-    return not (form.middle or too_large or shares_matrices or product)
+    return form.U.is_cuda and not (form.middle or too_large or shares_matrices or product)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from factorized.adapters.table import find_attention
 from factorized.adapters.unit import KINDS, AttentionUnit, FormKind, Projection
-from factorized.decay.local import projection_part
+from factorized.decay.local import check_placements, projection_part
 from factorized.layers.base import FactorizedLayer
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.conv import FactorizedConv
@@ -28,6 +28,7 @@ from factorized.planning.model import check_model
 class Factor:
     """A parameter, or a part of one, that is a factor of a product; batched over groups or heads."""
 
+    name: str  # of the parameter, in the model
     parameter: nn.Parameter
     view: Callable[[Tensor], Tensor]  # a tensor shaped like the parameter -> its view (batch, long, rank), or a core
     batch: int = 1  # groups or heads
@@ -160,6 +161,7 @@ class TensorForm:
 
 
 AnyForm = Form | TensorForm
+Names = Mapping[Tensor, str]  # of parameters
 
 
 def forms(model: nn.Module) -> list[AnyForm]:
@@ -168,21 +170,27 @@ def forms(model: nn.Module) -> list[AnyForm]:
     Low-rank layers give a ``Form`` with ``U``, ``inner`` and ``V``, tensorized ones a ``TensorForm`` with ``cores``.
     Attention is two products a module, of the kinds ``"qk"`` and ``"ov"``, where an adapter can read it: see
     ``fz.register_attention``.
+
+    Every factor must be a parameter of the model: one that a parametrization or pruning computes is refused. So are
+    factors of one product that are not distributed over the same ranks.
     """
     check_model(model)
     found: dict[tuple[object, ...], AnyForm] = {}
+    names: Names = {parameter: name for name, parameter in model.named_parameters()}
     attention = {read.module: read.unit for read in find_attention(model)}
     for name, module in model.named_modules():
         if isinstance(module, FactorizedLayer):
-            found.setdefault(module.factors, _layer_form(name, module))
+            found.setdefault(module.factors, _layer_form(name, module, names))
         elif isinstance(module, TensorizedLayer):
-            found.setdefault(module.factors, _tensor_form(name, module))
+            found.setdefault(module.factors, _tensor_form(name, module, names))
         unit = attention.get(module)
         if unit is None:
             continue
         for kind in KINDS:
             identity = [part for p in unit.form(kind) for part in (p.weight, p.start)]
-            found.setdefault((kind, *identity), _attention_form(name, unit, kind))
+            found.setdefault((kind, *identity), _attention_form(name, unit, kind, names))
+    for form in found.values():
+        check_placements({factor.name: factor.parameter for factor in form.factors})
     return list(found.values())
 
 
@@ -193,7 +201,7 @@ def unread_attention(model: nn.Module) -> str:
 
 
 def is_attention(form: AnyForm) -> bool:
-    """Say whether a form is one of attention."""
+    """Return whether a form is one of attention."""
     return form.kind in KINDS
 
 
@@ -206,27 +214,44 @@ def factor_parameters(found: Sequence[AnyForm]) -> dict[nn.Parameter, AnyForm]:
     return owners
 
 
-def _layer_form(name: str, layer: FactorizedLayer) -> Form:
+def _layer_form(name: str, layer: FactorizedLayer, names: Names) -> Form:
     kind = "conv" if isinstance(layer, FactorizedConv) else "linear"
     if isinstance(layer, FactorizedEmbedding):
         kind = "embedding"
     groups = layer.shape.groups
     view = partial(grouped, groups=groups) if groups > 1 else _one_group
-    left, *middle, right = (Factor(parameter, view, groups) for parameter in layer.factors)
+    parts = ["U", *(f"inner.{index}" for index in range(layer.depth)), "V"]
+    _check_parameters(name, dict(zip(parts, layer.factors, strict=True)), names)
+    left, *middle, right = (Factor(names[parameter], parameter, view, groups) for parameter in layer.factors)
     return Form(name, kind, left, tuple(middle), right, layer)
 
 
-def _tensor_form(name: str, layer: TensorizedLayer) -> TensorForm:
-    cores = tuple(Factor(core, _as_it_is) for core in layer.cores)
+def _tensor_form(name: str, layer: TensorizedLayer, names: Names) -> TensorForm:
+    _check_parameters(name, {f"cores.{index}": core for index, core in enumerate(layer.cores)}, names)
+    cores = tuple(Factor(names[core], core, _as_it_is) for core in layer.cores)
     return TensorForm(name, layer.method, cores, layer.format, layer.folding.shape, layer)
+
+
+def _check_parameters(name: str, factors: Mapping[str, Tensor], names: Names) -> None:
+    """Raise unless the factors of a layer, by their names in it, are parameters: only those can be decayed."""
+    for part, factor in factors.items():
+        if factor not in names:
+            raise ValueError(
+                f"{f'{name}.{part}'.lstrip('.')} is not a parameter of the model: a parametrization, a weight norm, "
+                "pruning or FSDP1 computes it, and a gradient of the product cannot be added to it. Make it a "
+                "parameter again, by torch.nn.utils.parametrize.remove_parametrizations or "
+                "torch.nn.utils.prune.remove, or leave this layer dense"
+            )
 
 
 def _as_it_is(core: Tensor) -> Tensor:
     return core
 
 
-def _attention_form(name: str, unit: AttentionUnit, kind: FormKind) -> Form:
-    left, right = (Factor(p.weight, partial(unit.grouped_view, p), p.heads, projection=p) for p in unit.form(kind))
+def _attention_form(name: str, unit: AttentionUnit, kind: FormKind, names: Names) -> Form:
+    left, right = (
+        Factor(names[p.weight], p.weight, partial(unit.grouped_view, p), p.heads, projection=p) for p in unit.form(kind)
+    )
     name = f"{name}.{kind}" if name else kind
     return Form(name, kind, left, (), right, rotary=unit.rotary and kind == "qk")
 

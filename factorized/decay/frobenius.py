@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from factorized.decay.act import FrobeniusEngine, gradient_of
 from factorized.decay.attached import AttachedDecay
 from factorized.decay.forms import Factor, forms, unread_attention
-from factorized.decay.guard import composed_layers
+from factorized.decay.guard import composed_layers, is_adaptive
 from factorized.decay.rest import decay_rest
 from factorized.decay.step import Arguments, Step, act_before_update
 from factorized.decay.strength import (
@@ -38,7 +39,8 @@ class FrobeniusDecay(AttachedDecay):
         strength: λ. A number, a tensor of one number, a schedule ``step -> λ``, or a dict from form kinds or name globs
             to numbers (the last match wins; what matches nothing is not decayed). Of attention, a number or schedule
             decays OV alone; QK is decayed where a dict says ``"qk"``, or, under rotary embeddings, names ``"*.qk"``.
-        decoupled: subtract lr·λ·gradient from the parameters instead, as AdamW does with its decay.
+        decoupled: True subtracts lr·λ·gradient from the parameters instead, as AdamW does with its decay. None means
+            False, with a warning where the optimizer is adaptive and so rescales the gradient: Adam, ``fz.Lamb``, …
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
             which costs next to nothing. Exact where every step is one backward pass that uses each layer once, and
             whose gradients reach the optimizer as they are: no accumulation, gradient clipping or ``GradScaler``.
@@ -48,7 +50,7 @@ class FrobeniusDecay(AttachedDecay):
     penalizes = "the squared Frobenius norm"
 
     def __init__(
-        self, model: nn.Module, strength: Strength, *, decoupled: bool = False, in_backward: bool = False
+        self, model: nn.Module, strength: Strength, *, decoupled: bool | None = None, in_backward: bool = False
     ) -> None:
         self.forms = forms(model)
         if not self.forms:
@@ -58,10 +60,11 @@ class FrobeniusDecay(AttachedDecay):
         check_readable(strength, model)
         check_strength(strength, self.forms)
         self.strength = strength
-        self.decoupled = decoupled
+        self.decoupled = bool(decoupled)
+        self._hints = decoupled is None  # whether to say that an adaptive optimizer rescales what is added
         self.steps = 0  # taken so far: what a schedule is asked with
         super().__init__(decayed_forms(strength, self.forms))
-        self._inside = composed_layers(self._decayed, strength, decoupled) if in_backward else {}
+        self._inside = composed_layers(self._decayed, strength, self.decoupled) if in_backward else {}
         self._engine = FrobeniusEngine([form for form in self._decayed if form not in self._inside])
 
     def penalty(self) -> Tensor:
@@ -107,6 +110,13 @@ class FrobeniusDecay(AttachedDecay):
                 "use in_backward=False"
             )
         super().attach(optimizer)
+        if self._hints and is_adaptive(optimizer):
+            warnings.warn(
+                f"{type(optimizer).__name__} rescales gradients, and with them the decay that is added to them. Pass "
+                "decoupled=True, or use fz.decoupled_frobenius, to shrink the factors as AdamW does with its own "
+                "decay. decoupled=False keeps the decay in the gradients, without this warning",
+                stacklevel=2,
+            )
         for form, number in self._inside.items():
             assert form.layer is not None
             form.layer.decay_in_backward = number

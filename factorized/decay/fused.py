@@ -106,7 +106,7 @@ def launch(alike: _Alike, results: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_fusible(form: Form) -> bool:
-    """Say whether the kernels can compute a form: two whole matrices on a GPU, of a rank and a type that they know."""
+    """Return whether the kernels can compute a form: two whole matrices on a GPU, of a rank and type they know."""
     left, right = form.left, form.right
     return (
         left.parameter.is_cuda
@@ -122,7 +122,7 @@ def is_fusible(form: Form) -> bool:
 
 @cache
 def can_build_kernels(device: torch.device) -> bool:
-    """Say whether the kernels can be built for ``device``, by building them: it takes Triton and a C compiler."""
+    """Return whether the kernels can be built for ``device``, by building them: it takes Triton and a C compiler."""
     if find_spec("triton") is None or torch.version.hip is not None:
         return False
     if torch.cuda.get_device_capability(device) < CAPABILITY:

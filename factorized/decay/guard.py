@@ -1,4 +1,4 @@
-"""What must hold before a decay of products is attached to an optimizer."""
+"""Checks before a decay of products is attached to an optimizer, and before its steps."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import (
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 
 from factorized.decay.forms import AnyForm, factor_parameters
 from factorized.decay.strength import Strength, strengths
 
 
 class DecaysProducts(ABC):
-    """What decays products, before an optimizer's steps or as that optimizer. Abstract."""
+    """Base class of what decays products: before an optimizer's steps, or as that optimizer. Abstract."""
 
     penalizes: ClassVar[str]  # two that penalize the same of one factor exclude each other
 
     @abstractmethod
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Say whether ``parameter`` is a factor that this acts on."""
+        """Return whether ``parameter`` is a factor that this acts on."""
 
 
 def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimizer: Optimizer) -> None:
@@ -34,6 +46,7 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimize
             "fz.factorize, from fz.parameter_groups(model, ...), and the decay after what replaces parameters, as "
             "fully_shard and to_empty do"
         )
+    check_still_held(decayed)
     check_decayed_once(decayed, optimizer)
     if _same(optimizer, decay, held):
         raise ValueError(
@@ -70,6 +83,25 @@ def check_decayed_once(decayed: Sequence[AnyForm], optimizer: Optimizer) -> None
                 f"fz.parameter_groups(model, weight_decay={group['weight_decay']}{_also(owners[doubly[0]])}), which "
                 "leaves the factors out"
             )
+
+
+def check_still_held(decayed: Sequence[AnyForm]) -> None:
+    """Raise if a layer no longer holds a factor as it did: it was pruned, parametrized, sharded or replaced since."""
+    for form in decayed:
+        held = form.layer.factors[: len(form.factors)] if form.layer is not None else ()
+        for factor, parameter in zip(form.factors, held, strict=False):
+            if factor.parameter is not parameter:
+                raise ValueError(
+                    f"{factor.name} is not the parameter that this decay was made for: it was pruned, parametrized, "
+                    "sharded or replaced since. Make optimizer and decay after that; of a computed factor, make it a "
+                    "parameter again first (prune.remove, parametrize.remove_parametrizations)"
+                )
+
+
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer divides gradients by their own size: it keeps a second moment, as Adam does."""
+    known = (Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
+    return isinstance(optimizer, known) or "betas" in optimizer.defaults
 
 
 def _same(other: object, decay: DecaysProducts, held: Sequence[nn.Parameter]) -> bool:

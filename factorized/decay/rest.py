@@ -54,7 +54,7 @@ def decay_rest(optimizer: Optimizer, step: Step, factors: Iterable[Factor], *, d
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any], otherwise: bool) -> bool:
-    """Say whether ``optimizer`` takes its decay off the parameters, as AdamW does, or adds it to the gradients."""
+    """Return whether ``optimizer`` takes its decay off the parameters, as AdamW does, or adds it to the gradients."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     return isinstance(optimizer, _DECOUPLED) or (otherwise and not isinstance(optimizer, _COUPLED))

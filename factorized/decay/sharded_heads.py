@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from factorized.adapters.unit import Projection
 from factorized.decay.forms import Factor, Form
-from factorized.decay.local import first_row
-from factorized.decay.sharded import check_sharded_alike, shard_group
+from factorized.decay.local import first_index
+from factorized.decay.sharded import sum_over_shards
 from factorized.maths.frobenius import computable
 
 
@@ -27,32 +25,24 @@ class ShardedHeads:
     def __init__(self, members: Sequence[Form]) -> None:
         self.members = list(members)
         self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in form.factors)
-        check_sharded_alike(members)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's part of every factor's gradient of ½Σ_h‖U_h V_hᵀ‖², in the order of ``factors``."""
         gathered: dict[Tensor, Tensor] = {}
         for factor in self.factors:
             if _projection(factor).dim == 0 and factor.parameter not in gathered:
-                shard_group(factor.parameter)  # raises where it is not sharded by rows
                 gathered[factor.parameter] = factor.parameter.detach().full_tensor()  # type: ignore[attr-defined]
         values = [_by_head(factor, gathered.get(factor.parameter)) for factor in self.factors]  # (heads, long, size)
         grams = [value.mT @ value for value in values]
-        self._sum_over_shards(grams)
+        split = [i for i, factor in enumerate(self.factors) if _projection(factor).dim == 1]
+        sums = sum_over_shards([grams[i] for i in split], [self.factors[i].parameter for i in split])
+        for i, gram in zip(split, sums, strict=True):
+            grams[i] = gram
         result = []
         for index, (factor, value) in enumerate(zip(self.factors, values, strict=True)):
             gradient = value @ _for_heads(grams[index ^ 1], value.shape[0])  # left and right stand side by side
             result.append(_own_part(factor, gradient))
         return result
-
-    def _sum_over_shards(self, grams: list[Tensor]) -> None:
-        partial = [i for i, factor in enumerate(self.factors) if _projection(factor).dim == 1]
-        if not partial:
-            return
-        flat = torch.cat([grams[i].flatten() for i in partial])
-        dist.all_reduce(flat, group=shard_group(self.factors[partial[0]].parameter))
-        for i, summed in zip(partial, flat.split([grams[i].numel() for i in partial]), strict=True):
-            grams[i] = summed.view_as(grams[i])
 
 
 def _projection(factor: Factor) -> Projection:
@@ -88,6 +78,6 @@ def _own_part(
         return gradient.transpose(0, 1).flatten(1)
     assert isinstance(factor.parameter, DTensor)
     rows = gradient.mT.flatten(0, 1)  # (heads · size, long)
-    first, count = first_row(factor.parameter), factor.parameter.to_local().shape[0]
+    first, count = first_index(factor.parameter), factor.parameter.to_local().shape[0]
     start, stop = (min(max(row - projection.start, 0), projection.size) for row in (first, first + count))
     return rows[start:stop]

@@ -26,11 +26,11 @@ class Step:
         self._found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Say whether the optimizer has ``parameter`` to update."""
+        """Return whether the optimizer has ``parameter`` to update."""
         return parameter in self._group_of
 
     def maximizes(self, parameter: nn.Parameter) -> bool:
-        """Say whether the parameter goes along its gradient, so that what shrinks it has to be subtracted there."""
+        """Return whether the parameter goes along its gradient, so that what shrinks it has to be subtracted there."""
         return bool(self._group_of[parameter].get("maximize", False))
 
     def rate(self, parameter: nn.Parameter) -> Number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import isfinite
 
@@ -12,6 +13,7 @@ from factorized.adapters.table import find_attention
 from factorized.adapters.unit import KINDS
 from factorized.decay.forms import AnyForm, Form
 
+FORM_KINDS = ("linear", "conv", "embedding", "tensor_train", "tucker", *KINDS)
 Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
 Strength = Number | Mapping[str, Number] | Callable[[int], float]
 
@@ -29,7 +31,7 @@ def strengths(strength: Strength, found: Sequence[AnyForm], step: int) -> list[N
 
 
 def decayed_forms(strength: Strength, found: Sequence[AnyForm]) -> list[AnyForm]:
-    """Return the forms that are decayed at all: those of strength zero are none of a decay's business."""
+    """Return the forms that are decayed at all: those whose strength is not zero."""
     if callable(strength):
         return unless_named(found)
     numbers = strengths(strength, found, step=0)
@@ -42,7 +44,10 @@ def unless_named(found: Sequence[AnyForm]) -> list[AnyForm]:
 
 
 def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
-    """Raise unless every number is finite and not negative, and every pattern matches a form."""
+    """Raise unless every number is finite and not negative, and every pattern is a kind or matches a form's name.
+
+    A kind that the model lacks is fine: one dict may serve several models.
+    """
     if callable(strength):
         strengths(strength, found, step=0)
         return
@@ -53,18 +58,19 @@ def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
         if not isinstance(pattern, str):
             raise ValueError(f"strength must name forms by kind or name glob, got {pattern!r}")
         check_number(f"strength of {pattern!r}", number)
-        if not any(_matches(pattern, form) for form in found):
-            kinds = sorted({form.kind for form in found})
+        if pattern not in FORM_KINDS and not any(_matches(pattern, form) for form in found):
+            names = [form.name for form in found]
+            near = get_close_matches(pattern, [*FORM_KINDS, *names], n=3) or names[:3]
             raise ValueError(
-                f"strength names {pattern!r}, which is no form of the model: its kinds are {', '.join(kinds)}, its "
-                f"names {', '.join(repr(form.name) for form in found[:3])}, …"
+                f"strength: no form of the model matches {pattern!r}. Kinds are {', '.join(FORM_KINDS)}; near names "
+                f"are {', '.join(map(repr, near))}"
             )
         turned = next((form for form in found if isinstance(form, Form) and form.rotary), None)
         if pattern == "qk" and turned is not None and (isinstance(number, Tensor) or number != 0):
             raise ValueError(
-                f"strength names 'qk', but rotary embeddings turn the queries and keys of {turned.name!r} by position, "
-                "so that Q Kᵀ is no single form (docs/attention.md). Leave it out, or ask for such forms by name: "
-                f"{{'*.qk': ...}} or {{{turned.name!r}: ...}}"
+                f"strength: 'qk' asks for Q Kᵀ, but rotary embeddings turn the queries and keys of {turned.name!r} by "
+                "position, so that Q Kᵀ is no single form (docs/attention.md). Leave it out, or ask for such forms by "
+                f"name: {{'*.qk': ...}} or {{{turned.name!r}: ...}}"
             )
 
 
@@ -75,7 +81,8 @@ def check_readable(strength: Strength, model: nn.Module) -> None:
     for read in find_attention(model) if named else ():
         if read.unit is None:
             raise ValueError(
-                f"strength names {named[0]!r}, but {read.name or 'the model'!r} cannot be read: {read.reason}\n"
+                f"strength: {named[0]!r} asks for attention, but {read.name or 'the model'!r} cannot be read: "
+                f"{read.reason}\n"
                 f"To decay the others alone, ask for them by name: {{'*.{named[0]}': ...}}"
             )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from factorized.decay.act import FrobeniusEngine
 from factorized.decay.forms import AnyForm, Factor, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
-from factorized.decay.guard import DecaysProducts
+from factorized.decay.guard import DecaysProducts, check_still_held
 from factorized.decay.rest import REST_DECAY
 from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, strengths
 from factorized.optim.lamb import Lamb
@@ -84,7 +84,7 @@ class Flambe(Lamb, DecaysProducts):
         self._decay_of: dict[nn.Parameter, Tensor] = {}
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Say whether ``parameter`` is a factor that is decayed as a part of its product."""
+        """Return whether ``parameter`` is a factor that is decayed as a part of its product."""
         return parameter in self._factors
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,6 +99,8 @@ class Flambe(Lamb, DecaysProducts):
 
     def _before_updates(self) -> None:
         """Compute the decay of every factor from the parameters as they are, before any of them moves."""
+        if not torch.compiler.is_compiling():
+            check_still_held(list(dict.fromkeys(self._engine.form_of.values())))
         rates = {
             p: group.get(REST_DECAY, group["weight_decay"])
             for group in self.param_groups

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from factorized.decay.local import placed_like
 from factorized.optim.finite import StepGuard, check_range, check_rate
 from factorized.optim.norms import global_norm, local_part, norms
 
@@ -187,7 +188,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     if parameter.grad.is_sparse:
         raise ValueError("a parameter has a sparse gradient, which LAMB cannot use; pass sparse=False to its embedding")
-    return local_part(parameter.grad)
+    return local_part(placed_like(parameter.grad, parameter))
 
 
 def _kept(beta: float, passed: Tensor | None) -> float | Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -19,17 +19,18 @@ def norms(
     local: Sequence[Tensor],  # what this rank has of each
     owners: Sequence[Tensor],  # the parameters they are shaped like
 ) -> Tensor:  # (tensors,)
-    """Return the norm of every tensor; shards are put together by a sum of squares over their ranks."""
+    """Return the norm of every tensor; the squares of shards are summed over the ranks that hold them."""
     kind = torch.float64 if any(tensor.dtype == torch.float64 for tensor in local) else torch.float32
     # In at least single precision: the norm of a half tensor, kept as such, overflows or has three digits.
     stacked = torch.stack([norm.to(local[0].device) for norm in torch._foreach_norm(list(local), 2, kind)])
-    sharded: dict[dist.ProcessGroup, list[int]] = {}
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for index, owner in enumerate(owners):
         if isinstance(owner, DTensor):
-            sharded.setdefault(_ranks_of(owner), []).append(index)
-    for ranks, indices in sharded.items():
+            sharded.setdefault(_groups_of(owner), []).append(index)
+    for groups, indices in sharded.items():
         squares = stacked[indices].square()
-        dist.all_reduce(squares, group=ranks)
+        for group in groups:
+            dist.all_reduce(squares, group=group)
         stacked[indices] = squares.sqrt()
     return stacked
 
@@ -39,11 +40,7 @@ def global_norm(local: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(norms(local, owners))
 
 
-def _ranks_of(parameter: DTensor) -> dist.ProcessGroup:
-    """Return the ranks that a parameter's parts, whichever dimension they are cut along, are spread over."""
-    cut = [dim for dim, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
-    if len(cut) != 1 or not parameter.placements[cut[0]].is_shard():
-        raise ValueError(
-            f"parameters must be sharded over one mesh dimension, as fully_shard does, got {parameter.placements}"
-        )
-    return parameter.device_mesh.get_group(cut[0])
+def _groups_of(parameter: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of ranks that a parameter is split over, one for each mesh dimension that splits it."""
+    dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return tuple(parameter.device_mesh.get_group(dim) for dim in dims)

@@ -15,7 +15,7 @@ import factorized as fz
 from tests.decay.models_for_decay import STRENGTH, by_weights, difference, loss_of, mixed, train, twins
 
 DECAYS: dict[str, Callable[[nn.Module], Any]] = {
-    "frobenius": lambda m: fz.FrobeniusDecay(m, STRENGTH),
+    "frobenius": lambda m: fz.FrobeniusDecay(m, STRENGTH, decoupled=False),
     "product": lambda m: fz.ProductPenalty(m, torch.sum),
 }
 
@@ -69,7 +69,9 @@ def test_flambe_that_decays_the_products_takes_no_second_decay_of_them() -> None
     optimizer = fz.Flambe(fz.parameter_groups(model, 0.1), model, frobenius_decay={"conv": 0.1})
     with pytest.raises(ValueError, match=r"Flambe decays the same products itself.*twice; use fz\.Lamb, or give"):
         fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
-    fz.FrobeniusDecay(model, {"linear": STRENGTH}).attach(optimizer)  # the others may be decayed by the gradient
+    fz.FrobeniusDecay(model, {"linear": STRENGTH}, decoupled=False).attach(
+        optimizer
+    )  # the others may be decayed by the gradient
     fz.NuclearDecay(model, 0.1).attach(optimizer)
 
 

@@ -33,9 +33,9 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
         ({"linear": False}, "strength of 'linear' must be .* got False"),
         (
             {"linear": 0.1, "attention": 0.1},
-            "names 'attention', .* kinds are conv, embedding, linear, its names 'embed'",
+            "no form of the model matches 'attention'. Kinds are linear, conv, embedding, .*near names are 'embed'",
         ),
-        ({"layers.*": 0.1}, r"names 'layers\.\*', which is no form of the model"),
+        ({"layers.*": 0.1}, r"no form of the model matches 'layers\.\*'"),
         ({1: 0.1}, "name forms by kind or name glob, got 1"),
         (torch.tensor(-1.0), r"at least 0, got -1\.0"),
         ({"linear": torch.tensor(float("nan"))}, "strength of 'linear' must be .* got nan"),
@@ -260,9 +260,37 @@ def test_a_model_of_attention_that_nobody_registered_says_how_to(decay: Callable
 def test_forms_asked_for_by_kind_that_cannot_be_read_are_refused_with_the_reason() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(8, 2), UnknownAttn()])
     for strength in ({"ov": 0.1}, {"ov": torch.tensor(0.1), "qk": 0}):
-        with pytest.raises(ValueError, match=r"(?s)names 'ov', but '1' cannot be read: nobody registered.*'\*\.ov'"):
+        with pytest.raises(
+            ValueError, match=r"(?s)'ov' asks for attention, but '1' cannot be read: nobody registered.*'\*\.ov'"
+        ):
             fz.FrobeniusDecay(model, strength)
-        with pytest.raises(ValueError, match="names 'ov', but '1' cannot be read"):
+        with pytest.raises(ValueError, match="'ov' asks for attention, but '1' cannot be read"):
             fz.Flambe(fz.parameter_groups(model, 0.1), model, frobenius_decay=strength)
     for strength in (0.1, {"*.ov": 0.1}, {"ov": 0, "*.ov": 0.1}):
         assert [form.kind for form in fz.FrobeniusDecay(model, strength).forms] == ["qk", "ov"]
+
+
+def test_a_kind_that_the_model_lacks_is_fine_and_a_misspelt_name_is_told_the_nearest() -> None:
+    model = nn.Sequential(fz.FactorizedConv2d(4, 4, 3, 2))
+    assert fz.FrobeniusDecay(model, {"conv": 0.1, "linear": 0, "ov": 0.2}).penalty() > 0
+    with pytest.raises(ValueError, match=r"no form of the model matches 'lin'\..*near names are 'linear'"):
+        fz.FrobeniusDecay(model, {"conv": 0.1, "lin": 0})
+    with pytest.raises(ValueError, match=r"matches 'up\.9'.*near names are 'up\.1', 'up\.0'"):
+        fz.FrobeniusDecay(mixed(), {"up.9": 0.1})
+
+
+ADAPTIVE = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Adafactor", "Lamb"]
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_an_adaptive_optimizer_is_told_of_decoupled_decay_unless_asked_for_coupled(name: str) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        kind = getattr(fz if name == "Lamb" else torch.optim, name)
+        return kind(fz.parameter_groups(model, 0.0))
+
+    model = nn.Sequential(fz.FactorizedLinear(8, 8, 2))
+    with pytest.warns(UserWarning, match=rf"^{name} rescales gradients.*decoupled=True, or use fz.decoupled_frobenius"):
+        fz.FrobeniusDecay(model, 0.1).attach(make(model))
+    for decoupled in (False, True):
+        fz.FrobeniusDecay(model, 0.1, decoupled=decoupled).attach(make(model))
+    fz.FrobeniusDecay(model, 0.1).attach(torch.optim.SGD(fz.parameter_groups(model, 0.0)))

@@ -73,7 +73,7 @@ def train_small(model: nn.Module, optimizer: Optimizer, penalty: Callable[[], Te
 def test_with_every_optimizer_it_equals_the_penalty_in_what_is_optimized(name: str, maximize: bool) -> None:
     model, reference = small_twins(bias=True)
     optimizer, plain = (optimizer_of(name, twin, maximize) for twin in (model, reference))
-    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    fz.FrobeniusDecay(model, STRENGTH, decoupled=False).attach(optimizer)
     train_small(model, optimizer)
     sign = -1 if maximize else 1
     train_small(reference, plain, penalty=lambda: sign * by_weights(reference))
@@ -86,7 +86,7 @@ def test_lamb_clips_an_attached_decay_with_the_gradients_like_a_penalty_in_the_l
         fz.Lamb(twin.parameters(), lr=0.01, eps=0.1, weight_decay=0.0, max_grad_norm=1e-2)
         for twin in (model, reference)
     )
-    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    fz.FrobeniusDecay(model, STRENGTH, decoupled=False).attach(optimizer)
     train_small(model, optimizer)
     train_small(reference, plain, penalty=lambda: by_weights(reference))
     assert difference(model, reference) < 1e-8
@@ -97,7 +97,7 @@ def test_muon_is_told_which_groups_to_use_and_then_equals_the_penalty_in_the_los
     with pytest.raises(ValueError, match=r"weight_decay=0\.1\), so they would be decayed twice"):
         fz.FrobeniusDecay(model, STRENGTH).attach(torch.optim.Muon(model.parameters()))
     optimizer, plain = (torch.optim.Muon(fz.parameter_groups(twin, 0.1), lr=0.1) for twin in (model, reference))
-    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    fz.FrobeniusDecay(model, STRENGTH, decoupled=False).attach(optimizer)
     train_small(model, optimizer)
     train_small(reference, plain, penalty=lambda: by_weights(reference))
     assert difference(model, reference) < 1e-8
@@ -107,7 +107,7 @@ def test_muon_is_told_which_groups_to_use_and_then_equals_the_penalty_in_the_los
 def test_a_scaled_run_that_maximizes_equals_the_unscaled_one(fused: bool) -> None:
     model, reference = twins()
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1, maximize=True, fused=fused) for m in (model, reference))
-    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    fz.FrobeniusDecay(model, STRENGTH, decoupled=False).attach(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(2):
         optimizer.zero_grad()
@@ -123,7 +123,7 @@ def test_only_the_groups_that_maximize_turn_the_sign() -> None:
     up = [factor for layer in model.up for factor in layer.factors]
     others = [p for p in model.parameters() if all(p is not q for q in up)]
     optimizer = torch.optim.SGD([{"params": up, "maximize": True}, {"params": others}], lr=0.1)
-    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    fz.FrobeniusDecay(model, STRENGTH, decoupled=False).attach(optimizer)
     factors = [factor for layer in layers(model).values() for factor in layer.factors]
     before = [factor.detach().clone() for factor in factors]
     units = torch.autograd.grad(by_weights(model), factors)
@@ -165,7 +165,7 @@ def test_a_line_search_compares_losses_with_the_penalty_in_them(penalty: str) ->
     def run(model: nn.Module, decayed: bool) -> float:
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
         if decayed and penalty == "frobenius":
-            fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+            fz.FrobeniusDecay(model, STRENGTH, decoupled=False).attach(optimizer)
         elif decayed:
             fz.ProductPenalty(model, lambda W: STRENGTH / 2 * W.square().sum()).attach(optimizer)
 
@@ -197,7 +197,7 @@ class WithoutRate(Optimizer):
 def test_an_optimizer_without_a_learning_rate_in_its_groups_takes_a_coupled_decay() -> None:
     model, reference = twins()
     optimizer = WithoutRate(model.parameters())
-    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    fz.FrobeniusDecay(model, STRENGTH, decoupled=False).attach(optimizer)
     train(model, optimizer, range(2))
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(2), penalty=lambda: by_weights(reference))
     assert difference(model, reference) < 1e-12

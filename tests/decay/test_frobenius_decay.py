@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import factorized as fz
-from factorized.decay.batch import Batch, Single, batches
 from tests.contract import error
 from tests.decay.models_for_decay import (
     STRENGTH,
@@ -68,10 +67,6 @@ class TestGradients:
         assert len(actual) == sum(len(layer.factors) for layer in layers(model).values())
         for one, other in zip(actual, expected, strict=True):
             assert error(one, other) < 1e-10
-
-    @pytest.mark.usefixtures("torch_alone")
-    def test_the_model_these_tests_use_is_computed_both_together_and_one_by_one(self) -> None:
-        assert {type(unit) for unit in batches(fz.forms(mixed()))} == {Batch, Single}
 
     def test_it_acts_on_the_factors_as_they_are_now(self) -> None:
         model = mixed()
@@ -173,7 +168,8 @@ class TestAttached:
     def test_it_equals_the_penalty_in_the_loss(self, make: Make, set_to_none: bool) -> None:
         model, reference = twins()
         optimizer = make(fz.parameter_groups(model, 1e-2))
-        assert isinstance(fz.FrobeniusDecay(model, STRENGTH).attach(optimizer), fz.FrobeniusDecay)
+        decay = fz.FrobeniusDecay(model, STRENGTH, decoupled=False)
+        assert decay.attach(optimizer) is decay
         train(model, optimizer, set_to_none=set_to_none)
         train(reference, make(fz.parameter_groups(reference, 1e-2)), penalty=lambda: by_weights(reference))
         assert difference(model, reference) < 1e-8

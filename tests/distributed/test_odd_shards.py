@@ -55,7 +55,7 @@ def test_lamb_takes_weights_that_are_sharded_by_columns(odd: dict[str, Any]) -> 
         ("load dense", "load before fully_shard. Nothing was changed"),
         ("compose", "fz.save it, which gathers"),
         ("lower", "fz.save it, which gathers"),
-        ("partly sharded", "0: a factor is not sharded, or over other ranks"),
+        ("partly sharded", "0.U is not sharded, but 0.V, a factor of the same product, is"),
     ],
 )
 def test_what_needs_whole_factors_says_what_to_do_instead(odd: dict[str, Any], call: str, message: str) -> None:

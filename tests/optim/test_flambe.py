@@ -233,7 +233,7 @@ def test_parameters_without_any_factor_are_refused() -> None:
     [
         (-0.1, "strength must be a finite number of at least 0, got -0.1"),
         (float("nan"), "strength must be a finite number of at least 0, got nan"),
-        ({"embedding": 0.1}, "'embedding', which is no form of the model: its kinds are conv, linear"),
+        ({"embeding": 0.1}, "no form of the model matches 'embeding'. Kinds are linear, conv, embedding"),
         ({"one": -1}, "strength of 'one' must be a finite number"),
         (lambda step: -1.0, "strength at step 0 must be a finite number"),
     ],

@@ -1,0 +1,86 @@
+"""Factors that a parametrization, a weight norm or pruning computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import factorized as fz
+
+
+class Twice(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return 2 * value
+
+
+COMPUTED: dict[str, Callable[[nn.Module], object]] = {
+    "0.U": lambda model: parametrize.register_parametrization(model[0], "U", Twice()),
+    "0.V": lambda model: prune.l1_unstructured(model[0], "V", 0.5),
+    "1.inner.0": lambda model: parametrize.register_parametrization(model[1].inner, "0", Twice()),
+    "1.U": lambda model: parametrizations.weight_norm(model[1], "U"),
+    "1.V": lambda model: parametrizations.spectral_norm(model[1], "V"),
+    "2.cores.1": lambda model: prune.l1_unstructured(model[2].cores, "1", 0.5),
+}
+ENTRIES: dict[str, Callable[[nn.Module], object]] = {
+    "forms": fz.forms,
+    "decay": lambda model: fz.FrobeniusDecay(model, 0.1),
+    "groups": lambda model: fz.parameter_groups(model, 0.1),
+    "flambe": lambda model: fz.Flambe(model.parameters(), model),
+    "nuclear": lambda model: fz.NuclearDecay(model, 0.1),
+    "matcher": fz.NormMatcher,
+    "diagnose": lambda model: fz.diagnose(model, 0.1),
+}
+
+
+def three() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        fz.FactorizedLinear(8, 8, 2), fz.FactorizedLinear(8, 8, 2, depth=1), fz.TensorizedLinear(8, 8, 2)
+    )
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_factor_that_is_computed_is_refused_by_its_name(name: str, entry: Callable[[nn.Module], object]) -> None:
+    model = three()
+    COMPUTED[name](model)
+    with pytest.raises(ValueError, match=rf"^{name} is not a parameter of the model: a parametrization"):
+        entry(model)
+
+
+@pytest.mark.parametrize("name", ["0.U", "1.inner.0", "1.V"])
+def test_a_parametrized_factor_is_composed_and_lowered_as_it_computes(name: str) -> None:
+    model = three().eval()
+    COMPUTED[name](model)
+    x = torch.randn(5, 8)
+    for made in (fz.compose(model), fz.lower(model)):
+        torch.testing.assert_close(made(x), model(x))
+
+
+@pytest.mark.parametrize("kind", ["frobenius", "nuclear", "flambe"])
+def test_a_factor_that_is_pruned_while_training_is_refused_at_the_next_step(kind: str) -> None:
+    model = three()
+    groups = fz.parameter_groups(model, 0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.1)
+    if kind == "flambe":
+        optimizer = fz.Flambe(groups, model)
+    else:
+        (fz.FrobeniusDecay(model, 0.1) if kind == "frobenius" else fz.NuclearDecay(model, 0.1)).attach(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    prune.l1_unstructured(model[0], "U", 0.5)
+    with pytest.raises(ValueError, match=r"0\.U is not the parameter that this decay was made for: it was pruned"):
+        optimizer.step()
+
+
+def test_attention_whose_projection_is_computed_has_no_form_and_says_why() -> None:
+    attention = nn.MultiheadAttention(8, 2)
+    parametrizations.weight_norm(attention.out_proj)
+    assert fz.forms(nn.Sequential(attention)) == []
+    with pytest.raises(ValueError, match=r"out_proj is \w+, whose weight is no plain parameter"):
+        fz.FrobeniusDecay(nn.Sequential(attention), 0.1)
