@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from factorized.decay.forms import forms
+from factorized.deploy.checksum import read_tensors, save_tensors
 from factorized.vision.recipe import Recipe
 
 FILE = "norms.safetensors"
@@ -26,8 +25,8 @@ def norms_table(
     if not path.is_file():
         raise ValueError(f"decay.norms: there is no {path}; train that run with decay.record_norms=true first")
     try:
-        norms = load_file(path)["norms"]
-    except (SafetensorError, KeyError, OSError) as error:
+        norms = read_tensors(path, "train that run again")["norms"]
+    except (ValueError, KeyError, OSError) as error:
         raise ValueError(f"decay.norms: {path} cannot be read ({error}); train that run again") from None
     if tuple(norms.shape) != shape:
         raise ValueError(
@@ -42,4 +41,4 @@ def write_norms(
     folder: Path,
 ) -> None:
     """Write the recorded norms into the folder of their run."""
-    save_file({"norms": norms.cpu()}, folder / FILE)
+    save_tensors(folder / FILE, {"norms": norms})

@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from factorized.deploy.checkpoint import load, save
+from factorized.deploy.checksum import read_tensors, save_tensors
 from factorized.deploy.compose import is_factorized
 from factorized.vision.data.images import Images
 from factorized.vision.models.build import build_model
@@ -31,9 +29,7 @@ def save_trained(network: nn.Module, run: Path) -> None:
         save(network, folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # cloned: the format has no place for weights that share memory
-    tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in network.state_dict().items()}
-    save_file(tensors, folder / DENSE)
+    save_tensors(folder / DENSE, network.state_dict())
 
 
 def load_trained(run: Path) -> tuple[Recipe, dict[str, Any], nn.Module]:
@@ -45,9 +41,9 @@ def load_trained(run: Path) -> tuple[Recipe, dict[str, Any], nn.Module]:
     dense = run / FOLDER / DENSE
     if dense.is_file():
         try:
-            fresh.load_state_dict(load_file(dense))
-        except (SafetensorError, RuntimeError) as error:  # the latter for weights of another network
-            raise ValueError(f"{dense} is damaged, or of another network: {error}") from error
+            fresh.load_state_dict(read_tensors(dense, "train the run again"))
+        except RuntimeError as error:
+            raise ValueError(f"{dense} holds the weights of another network: {error}") from error
         return recipe, result, fresh.eval()
     return recipe, result, load(run / FOLDER, fresh).eval()
 
