@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from factorized.adapters.table import adapter_of
 from factorized.deploy.checksum import in_file_order
 from factorized.deploy.describe import describe
 from factorized.deploy.folder import read_checkpoint, write_checkpoint
@@ -55,8 +55,7 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
             write_checkpoint(Path(folder), plan, tensors, values, aliases)
         except BaseException as error:  # sent to the other ranks, which would wait forever
             outcome = [error]
-    for _ in values:  # the other ranks take part and keep nothing, and so does one that failed
-        pass
+    deque(values, maxlen=0)  # the other ranks take part and keep nothing, and so does a rank 0 that failed
     dist.broadcast_object_list(outcome)
     if outcome[0] is not None:
         raise outcome[0]
@@ -76,9 +75,8 @@ def load(
     """
     refuse_wrapped(model)
     inside = unwrapped(model)
-    plan, tensors = read_checkpoint(Path(folder))
-    plan = _renamed(plan, inside)
-    _check_registered(plan, inside, Path(folder))
+    saved, tensors = read_checkpoint(Path(folder))
+    plan = _renamed(saved, inside)
     layers = build_layers(inside, plan, init=None)
     expected = _shapes_after(inside, layers)
     check_same(f"the checkpoint in {folder}", expected, {key: tuple(value.shape) for key, value in tensors.items()})
@@ -92,19 +90,6 @@ def load(
         return model
     wrapped = next(name for name, module in model.named_modules() if module is inside)
     return replace_module(model, wrapped, filled)
-
-
-def _check_registered(plan: Plan, model: nn.Module, folder: Path) -> None:
-    """Raise where the plan shrinks attention of a class of the user's that is not registered in this process."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for entry in plan.attention:
-        module = modules.get(entry.name)
-        if module is not None and type(module).__name__ == entry.type and adapter_of(module) is None:
-            raise ValueError(
-                f"{entry.name}: the checkpoint in {folder} shrinks attention of class {entry.type}, which is not "
-                f"registered in this process; call fz.register_attention({entry.type}, ...) before fz.load, as before "
-                "fz.factorize. Nothing was changed"
-            )
 
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -109,7 +111,9 @@ def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, it is not a mapping
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError, OSError) as error:
+        if not path.exists():  # removed since it was read: torch, which opens it once more, says so in words of its own
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
         raise ValueError(f"{path} is damaged ({error}; {size:,} bytes): {remedy}") from error
 
 

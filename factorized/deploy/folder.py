@@ -69,7 +69,7 @@ def _named_failure(folder: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         remedy = "save into a folder that can be written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
             remedy = f"{needed:,} bytes are needed and {free:,} are free; make room, or save elsewhere"
         reason = error.strerror or error
         raise OSError(error.errno, f"the model could not be saved: {reason} ({remedy})", str(folder)) from error

@@ -9,26 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import factorized as fz
 from factorized.deploy import folder
+from tests.deploy.saver import dense, filled
 from tests.models.unchanged import files
 
 
 class Interruption(BaseException):
     """What stops a program from outside, like KeyboardInterrupt."""
-
-
-def dense() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
-
-
-def filled(value: float) -> nn.Module:
-    model = fz.factorize(dense(), rank=2)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
 
 
 def loaded_value(saved: Path) -> float:
