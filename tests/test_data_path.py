@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,29 @@ def test_the_public_names_are_those_that_the_package_imports() -> None:
     imported = {alias.name for node in statements if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert imported == set(fz.__all__)
     assert len(fz.__all__) == len(set(fz.__all__))
+
+
+def test_the_library_imports_only_packages_that_it_states_as_dependencies() -> None:
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {re.split(r"[<>=\[ ]", name)[0] for name in stated}
+    library = PATH[: PATH.index("vision text")]
+    found = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in sources(*(f"factorized/{stage}" for stage in library))
+        for node in ast.walk(ast.parse(path.read_text()))
+        for module in imported_by(node)
+        if module not in {*needed, *sys.stdlib_module_names, "factorized", "__future__"}
+    }
+    # transformers inside fz.from_pretrained, which is given a class of it; Triton comes with torch on GPUs
+    allowed = {"factorized/deploy/pretrained.py: transformers", "factorized/decay/kernels.py: triton"}
+    assert found <= allowed
+    assert "numpy" in needed  # tensors become bytes through it, and safetensors.torch imports it
+
+
+def imported_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name.split(".")[0] for alias in node.names]
+    return [(node.module or "").split(".")[0]] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
 def test_importing_the_package_and_reading_attention_imports_nothing_but_torch_and_safetensors() -> None:

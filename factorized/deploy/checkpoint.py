@@ -1,86 +1,66 @@
-"""``fz.save`` and ``fz.load``: factorized models in files, without pickle.
-
-A checkpoint is a folder: ``plan.json`` names a safetensors file and holds the plan that rebuilds the model around it.
-The weights are written first, under a name of their own, and ``plan.json`` is renamed into place last: until that
-moment the folder holds the old checkpoint, afterwards the new one, and never half of each.
-"""
+"""``fz.save`` and ``fz.load``: factorized models in files, without pickle."""
 
 from __future__ import annotations
 
-import json
-import uuid
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from factorized.deploy.checksum import in_file_order
 from factorized.deploy.describe import describe
+from factorized.deploy.folder import read_checkpoint, write_checkpoint
 from factorized.deploy.state import (
     Shapes,
+    check_finite,
     check_same,
     distinct_tensors,
     fill,
+    gathered,
     is_sharded,
     named_slots,
     plain_name,
     plain_state,
     unwrapped,
 )
-from factorized.deploy.whole_file import write_whole
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import build_layers, install, refuse_wrapped, replace_module
 from factorized.planning.model import check_model
 from factorized.planning.plan import Plan
-from factorized.version import __version__
-
-FORMAT = 1
-MANIFEST = "plan.json"
 
 
-def save(model: nn.Module, folder: str | Path) -> None:
+def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
     """Write ``model`` to ``folder`` as safetensors and ``plan.json``, replacing a checkpoint that is there.
 
     Models wrapped by ``torch.compile`` or ``DistributedDataParallel`` are saved as what they wrap. Of a sharded model
-    (``fully_shard``) every rank calls this: the shards are gathered, rank 0 writes, and all return when it has.
+    (``fully_shard``) every rank calls this: the shards are gathered one tensor at a time, rank 0 writes, and all return
+    when it has, or raise its error. Weights that are not finite are refused unless ``allow_nonfinite``.
     """
     check_model(model)
     model = unwrapped(model)
     plan = describe(model)
+    if not allow_nonfinite:
+        check_finite(model, "nothing was written. Pass allow_nonfinite=True to save the model as it is")
     tensors, aliases = distinct_tensors(plain_state(model))
+    tensors = in_file_order(tensors)
+    values = gathered(tensors)
     if not is_sharded(model):
-        _write(Path(folder), plan, tensors, aliases)
+        write_checkpoint(Path(folder), plan, tensors, values, aliases)
         return
+    outcome: list[BaseException | None] = [None]
     if dist.get_rank() == 0:
-        _write(Path(folder), plan, tensors, aliases)
-    dist.barrier()
-
-
-def _write(folder: Path, plan: Plan, tensors: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    old = _current_weights(folder)
-    new = folder / f"weights-{uuid.uuid4().hex[:12]}.safetensors"
-    manifest = {
-        "format": FORMAT,
-        "factorized": __version__,
-        "torch": torch.__version__,
-        "weights": new.name,
-        "aliases": aliases,
-        "plan": plan.to_dict(),
-    }
-    try:
-        write_whole(new, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        write_whole(folder / MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
-    finally:  # whichever way it ended, plan.json names one file and the other is of no use
-        for weights in (old, new):
-            if weights is not None and weights != _current_weights(folder):
-                weights.unlink(missing_ok=True)
+        try:
+            write_checkpoint(Path(folder), plan, tensors, values, aliases)
+        except BaseException as error:  # sent to the other ranks, which would wait forever
+            outcome = [error]
+    deque(values, maxlen=0)  # the other ranks take part and keep nothing, and so does a rank 0 that failed
+    dist.broadcast_object_list(outcome)
+    if outcome[0] is not None:
+        raise outcome[0]
 
 
 def load(
@@ -98,11 +78,8 @@ def load(
     check_model(model)
     refuse_wrapped(model)
     inside = unwrapped(model)
-    manifest = _read_manifest(Path(folder))
-    plan = _renamed(Plan.from_dict(manifest["plan"]), inside)
-    aliases: dict[str, str] = manifest["aliases"]
-    tensors = _read_weights(Path(folder) / manifest["weights"])
-    tensors |= {alias: tensors[key] for alias, key in aliases.items() if key in tensors}
+    saved, tensors = read_checkpoint(Path(folder))
+    plan = _renamed(saved, inside)
     layers = build_layers(inside, plan, init=None)
     expected = _shapes_after(inside, layers)
     check_same(f"the checkpoint in {folder}", expected, {key: tuple(value.shape) for key, value in tensors.items()})
@@ -116,53 +93,6 @@ def load(
         return model
     wrapped = next(name for name, module in model.named_modules() if module is inside)
     return replace_module(model, wrapped, filled)
-
-
-def _current_weights(folder: Path) -> Path | None:
-    try:
-        name = json.loads((folder / MANIFEST).read_text())["weights"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return folder / name if _is_weights_name(name) else None
-
-
-def _is_weights_name(name: object) -> bool:
-    """Return whether ``save`` could have written a file of this name: never one of another folder, or of the user."""
-    return isinstance(name, str) and fnmatchcase(name, "weights-*.safetensors") and Path(name).name == name
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no checkpoint: {MANIFEST} is missing. fz.save(model, folder) writes one")
-    try:
-        manifest = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise ValueError(f"{path} was not written by fz.save: it has no format number")
-    if manifest["format"] != FORMAT:
-        raise ValueError(
-            f"{path} has format {manifest['format']!r}, written by factorized {manifest.get('factorized')}; this is "
-            f"factorized {__version__}, which reads format {FORMAT}. Install a version that fits"
-        )
-    missing = [key for key in ("weights", "aliases", "plan") if key not in manifest]
-    if missing:
-        raise ValueError(f"{path} is damaged: {', '.join(missing)} is missing")
-    if not isinstance(manifest["aliases"], dict) or not _is_weights_name(manifest["weights"]):
-        raise ValueError(f"{path} is damaged: weights or aliases is not what fz.save writes. Save the model again")
-    return manifest
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing, though {MANIFEST} names it")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is not a mapping
-    except SafetensorError as error:
-        size = path.stat().st_size
-        raise ValueError(f"{path} is damaged ({error}; {size:,} bytes): save the model again") from error
 
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:
@@ -209,11 +139,16 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module], tensors: dict
         if id(module) in replaced and (attribute == "weight" or id(module) not in layer_ids):
             continue
         other = first.setdefault(slot, name)
-        if not torch.equal(tensors[name], tensors[other]):
+        if not _same_bits(tensors[name], tensors[other]):
             raise ValueError(
                 f"{other} and {name} are one tensor in the model and two in the checkpoint, with different values. "
                 f"Untie them in the model first. Nothing was changed"
             )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, NaN to NaN."""
+    return a is b or (a.dtype == b.dtype and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)))
 
 
 def _check_no_lost_buffers(model: nn.Module) -> None:

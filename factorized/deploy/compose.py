@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from factorized.adapters.unit import AttentionUnit
 from factorized.deploy.attention import shrunken_attention, with_plain_attention
-from factorized.deploy.state import is_sharded
+from factorized.deploy.state import check_finite, is_sharded
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import replace_module
 from factorized.planning.model import check_model
@@ -34,14 +34,14 @@ def is_factorized(model: nn.Module) -> bool:
     return any(isinstance(module, ComposedLayer) for module in model.modules()) or bool(shrunken_attention(model))
 
 
-def compose(model: nn.Module) -> nn.Module:
+def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
     """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
 
     The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunken attention gets its dense head size
     back, filled up with zeros, in the class it came from. The given model is not touched, and nothing of this package
-    is left in the copy.
+    is left in the copy. Weights that are not finite are refused unless ``allow_nonfinite``.
     """
-    return convert(model, dense_layer, lambda unit: unit.head_size)
+    return convert(model, dense_layer, lambda unit: unit.head_size, allow_nonfinite=allow_nonfinite)
 
 
 def dense_layer(layer: ComposedLayer, shared: SharedWeights) -> nn.Module:
@@ -57,10 +57,13 @@ def convert(
     model: nn.Module,
     to_plain: Callable[[ComposedLayer, SharedWeights], nn.Module],
     head_size: Callable[[AttentionUnit], int],
+    *,
+    allow_nonfinite: bool,
 ) -> nn.Module:
     """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names.
 
-    Shrunken attention is replaced by its own class with heads of ``head_size``.
+    Shrunken attention is replaced by its own class with heads of ``head_size``. Weights must be finite, before and
+    after, unless ``allow_nonfinite``.
     """
     check_model(model)
     if is_sharded(model):
@@ -68,6 +71,8 @@ def convert(
             f"{type(model).__name__} is sharded over processes and cannot be copied; fz.save it, which gathers, and "
             "fz.load it in one process"
         )
+    if not allow_nonfinite:
+        check_finite(model, "pass allow_nonfinite=True to convert the model as it is")
     copy = deepcopy(model)
     places: dict[ComposedLayer, list[str]] = {}
     for name, module in copy.named_modules(remove_duplicate=False):
@@ -81,4 +86,11 @@ def convert(
         layer.hand_back(plain)
         for name in names:
             copy = replace_module(copy, name, plain)
-    return with_plain_attention(copy, head_size)
+    copy = with_plain_attention(copy, head_size)
+    if not allow_nonfinite:
+        check_finite(
+            copy,
+            "its finite factors have a product that is too large for its type. Convert model.float(), or pass "
+            "allow_nonfinite=True",
+        )
+    return copy

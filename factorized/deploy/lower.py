@@ -16,7 +16,7 @@ from factorized.layers.transposed import FactorizedTransposedLinear
 from factorized.maths.kernel import KernelShape, column_kernel, grouped, row_kernel
 
 
-def lower(model: nn.Module) -> nn.Module:
+def lower(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
     """Return a copy of ``model`` whose low-rank layers are pairs of plain layers in ``nn.Sequential``.
 
     Two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a factor. A
@@ -27,9 +27,10 @@ def lower(model: nn.Module) -> nn.Module:
     where rotary embeddings need it. A tied embedding and output layer go on sharing ``U``; ``V`` stands transposed in
     one of them and is copied. The given model is not touched. Code that reads ``layer.weight`` of a lowered layer finds
     a pair there: such a model wants ``fz.compose``. Torch's own encoder, which does so on its fast paths, is kept off
-    them; like in training, its output at padded positions is then no longer zero.
+    them; like in training, its output at padded positions is then no longer zero. Weights that are not finite are
+    refused unless ``allow_nonfinite``.
     """
-    lowered = convert(model, _pair_or_dense, plain_size)
+    lowered = convert(model, _pair_or_dense, plain_size, allow_nonfinite=allow_nonfinite)
     for module in lowered.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and _has_pair(module):
             module.activation_relu_or_gelu = 0  # torch's own switch for "not on the fast path"

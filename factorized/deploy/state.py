@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from factorized.layers.swap import COMPILED
@@ -31,8 +33,8 @@ def plain_name(name: str) -> str:
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of ``model`` under plain names; shards are gathered, so all ranks must call this."""
-    state = {plain_name(key): _whole(value) for key, value in model.state_dict().items()}
+    """Return the state dict of ``model`` under plain names, the very parameters; shards stay shards."""
+    state = {plain_name(key): value for key, value in model.state_dict(keep_vars=True).items()}
     odd = [key for key, value in state.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(f"{odd[0]} is {type(state[odd[0]]).__name__}; a checkpoint without pickle holds tensors only")
@@ -40,29 +42,49 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether any parameter of ``model`` is spread over processes."""
+    """Return whether any parameter of ``model`` is spread over processes."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return every tensor once, contiguous and with storage of its own, and which names are aliases of which."""
+    """Return every tensor once, and which names are aliases of which."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    storages: set[int] = set()
+    first: dict[object, str] = {}
     for key, tensor in state.items():
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values to save")
-        storage = tensor.untyped_storage().data_ptr()
-        identity = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and identity in first:
+        identity = _identity(tensor)
+        if identity in first:
             aliases[key] = first[identity]
-            continue
-        first[identity] = key
-        whole = tensor.contiguous()
-        tensors[key] = whole.clone() if storage in storages else whole
-        storages.add(storage)
+        else:
+            first[identity] = key
+            tensors[key] = tensor
     return tensors, aliases
+
+
+def gathered(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield ``tensors`` one after the other, each whole; of shards, every rank must take every one."""
+    for tensor in tensors.values():
+        with torch.no_grad():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield whole
+        del whole  # before the next one is gathered
+
+
+def check_finite(model: nn.Module, remedy: str) -> None:
+    """Raise where a parameter of ``model`` is not finite; all ranks of a sharded one raise alike.
+
+    Buffers may hold infinities, as masks do, but no NaN; the running statistics of normalization must be finite.
+    """
+    wrong = [text for slot in named_slots(model) if (text := _not_finite(*slot)) is not None]
+    if is_sharded(model):  # a rank sees its own shards only
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, wrong)
+        wrong = list(dict.fromkeys(text for texts in found for text in texts))
+    if wrong:
+        more = f" ({len(wrong) - 1} more tensors are not finite)" if len(wrong) > 1 else ""
+        raise ValueError(f"{wrong[0]}{more}; {remedy}")
 
 
 def check_same(what: str, expected: Shapes, found: Shapes, optional: Iterable[str] = ()) -> None:
@@ -108,8 +130,28 @@ def fill(
         setattr(module, attribute, made[slot])
 
 
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def _identity(tensor: Tensor) -> object:
+    """Return what two tensors have in common if they are one; equal on all ranks or different on all."""
+    if isinstance(tensor, DTensor) or not tensor.numel():
+        return id(tensor)
+    place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*place, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+@torch.no_grad()
+def _not_finite(name: str, module: nn.Module, attribute: str, tensor: Tensor) -> str | None:
+    values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if values.is_meta or not (values.is_floating_point() or values.is_complex()):
+        return None
+    if values.dtype.itemsize == 1:  # torch does not ask float8 whether it is finite
+        values = values.float()
+    may_be_infinite = attribute in module._buffers and not isinstance(module, _NormBase)
+    good = ~values.isnan() if may_be_infinite else values.isfinite()
+    if good.all():
+        return None
+    what = "NaN" if values.isnan().any() else "infinite values"
+    layer = name.rpartition(".")[0]
+    return f"{layer}: {attribute} holds {what}" if layer else f"{attribute} holds {what}"
 
 
 def _times(extents: tuple[int, ...]) -> str:

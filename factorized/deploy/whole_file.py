@@ -1,21 +1,86 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
 import os
+import re
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Self
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows has other locks
+    fcntl = None  # type: ignore[assignment]
+
+_TEMPORARY = re.compile(r"(?P<name>.+)\.[0-9a-f]{12}\.tmp")
+
+
+class WholeFile:
+    """While entered, a temporary file beside ``path``; ``put`` renames it to ``path`` once it is written.
+
+    The file has the mode that the umask gives new files. It is locked until the block ends, under either name, so that
+    ``remove_abandoned`` can tell it from one whose process was killed.
+    """
+
+    file: IO[bytes]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")  # no two writers share one
+
+    def __enter__(self) -> Self:
+        while True:
+            self.file = self.temporary.open("xb")
+            _lock(self.file, wait=True)
+            if os.fstat(self.file.fileno()).st_nlink:
+                return self
+            self.file.close()  # removed as abandoned before it was locked
+
+    def put(self) -> None:
+        """Flush the file to the disk and rename it: ``path`` is the old file or the new one, never half of it."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.temporary.replace(self.path)
+
+    def __exit__(self, *exception: object) -> None:
+        with suppress(OSError):  # what a full disk refused once, it refuses again when the file is closed
+            self.file.close()
+        with suppress(OSError):
+            self.temporary.unlink()
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a file beside ``path``, then put it in place: ``path`` is the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two processes at once do not write into one
+    with WholeFile(path) as new:
+        write(new.temporary)
+        new.put()
+
+
+def remove_abandoned(folder: Path, is_ours: Callable[[str], bool], is_needed: Callable[[Path], bool]) -> None:
+    """Remove the files that killed processes left in ``folder``: temporary ones, and others that nothing needs.
+
+    ``is_ours`` tells by name which files may be removed, ``is_needed`` which are in use. A file that a living process
+    is writing is locked and is kept. Where the system has no locks, everything is kept.
+    """
+    for path in folder.iterdir():
+        temporary = _TEMPORARY.fullmatch(path.name)
+        if not is_ours(temporary["name"] if temporary else path.name) or path.is_symlink() or not path.is_file():
+            continue
+        with suppress(OSError), path.open("rb") as file:
+            # In this order: whoever held the lock has by now put in place what says that the file is needed.
+            if _lock(file, wait=False) and (temporary or not is_needed(path)):
+                path.unlink()
+
+
+def _lock(file: IO[bytes], *, wait: bool) -> bool:
+    """Return whether the file could be locked; the lock ends when the file is closed, or its process is killed."""
+    if fcntl is None:
+        return False
     try:
-        write(temporary)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.replace(path)
-    finally:
-        with suppress(OSError):  # where nothing may be written, nothing is there to remove
-            temporary.unlink()
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # held by another process, or a file system without locks
+        return False
+    return True

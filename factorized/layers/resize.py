@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from factorized.adapters.family import is_transposed
-from factorized.adapters.table import read_attention
+from factorized.adapters.table import adapter_of, read_attention
 from factorized.adapters.unit import KINDS, AttentionUnit, Projection, Shrunken
 from factorized.layers.attention import Matrices, check_finite, drawn_matrices, spectral_matrices, write_matrices
 from factorized.layers.composed import added_attributes
@@ -51,6 +51,17 @@ def build_attention(model: nn.Module, entry: PlanEntry, init: Init | None) -> nn
     if init == "spectral":
         return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=ov < unit.head_size))
     return shrunken_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
+
+
+def refuse_unregistered(entries: Iterable[PlanEntry], modules: Mapping[str, nn.Module]) -> None:
+    """Raise where a plan shrinks attention of a class that had an adapter when the plan was made and has none now."""
+    for entry in entries:
+        module = modules.get(entry.name)
+        if module is not None and type(module).__name__ == entry.type and adapter_of(module) is None:
+            raise ValueError(
+                f"{entry.name}: the plan shrinks attention of class {entry.type}, which is not registered in this "
+                f"process; call fz.register_attention({entry.type}, ...) first. Nothing was changed"
+            )
 
 
 def attention_difference(entry: PlanEntry, modules: Mapping[str, nn.Module]) -> str | None:

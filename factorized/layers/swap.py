@@ -19,7 +19,7 @@ from factorized.layers.draw import Init, check_init
 from factorized.layers.embedding import FactorizedEmbedding
 from factorized.layers.linear import FactorizedLinear
 from factorized.layers.nested import keep_off_nested_tensors
-from factorized.layers.resize import attention_difference, build_attention
+from factorized.layers.resize import attention_difference, build_attention, refuse_unregistered
 from factorized.layers.tensor_conv import TensorizedConv2d
 from factorized.layers.tensor_linear import TensorizedLinear
 from factorized.layers.transposed import FactorizedTransposedLinear
@@ -213,6 +213,7 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     """
     refuse_wrapped(model)
     modules = dict(model.named_modules(remove_duplicate=False))
+    refuse_unregistered(plan.attention, modules)
     places: dict[nn.Module, set[str]] = {}
     for name, module in modules.items():
         places.setdefault(module, set()).add(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,13 @@ from factorized.planning.scheme import Scheme, scheme_from_dict, scheme_to_dict
 from factorized.planning.table import plan_table
 
 FORMAT = 1
+# What the fields of a plan in a file must be.
+_LEAST = {"shape": 1, "groups": 1, "rank": 1, "depth": 0, "head_ranks": 1, "dims": 1, "refinements": 0} | dict.fromkeys(
+    ("params", "params_after", "macs", "macs_after"), 0
+)
+_LISTS = ("shape", "aliases", "head_ranks", "forms", "dims")
+_TEXTS = ("name", "type", "kind", "reason", "aliases", "tied_to", "forms", "method", "core", "model", "budget")
+_OPTIONAL = ("rank", "reason", "tied_to", "macs", "macs_after")
 
 
 @dataclass(frozen=True)
@@ -111,12 +119,13 @@ class Plan:
     def from_dict(data: Mapping[str, Any]) -> Plan:
         """Undo ``to_dict``."""
         if not isinstance(data, Mapping):
-            raise ValueError(f"not a plan made by Plan.to_dict(): {data!r}")
+            raise ValueError(f"not a plan made by Plan.to_dict(): {reprlib.repr(data)}")
         if data.get("format") != FORMAT:
             raise ValueError(f"plan format must be {FORMAT}, got {data.get('format')!r}; make the plan anew")
         try:
             entries = tuple(_entry_from_dict(entry) for entry in data["entries"])
             fields = {key: data[key] for key in ("model", "budget", "params", "params_after", "macs", "macs_after")}
+            _check_fields("plan", fields)
             return Plan(scheme=scheme_from_dict(data["scheme"]), entries=entries, **fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan made by Plan.to_dict(): {error}") from error
@@ -143,7 +152,25 @@ def _entry_from_dict(data: Mapping[str, Any]) -> PlanEntry:
     fields = _read_json(data)
     if fields.get("tensor") is not None:
         fields["tensor"] = TensorEntry(**_read_json(fields["tensor"]))
+        _check_fields(f"entry {reprlib.repr(fields.get('name'))}: tensor", asdict(fields["tensor"]))
     entry = PlanEntry(**fields)
-    if not all(isinstance(value, tuple) for value in (entry.shape, entry.aliases, entry.head_ranks, entry.forms)):
-        raise TypeError(f"the shape, aliases, head_ranks and forms of {entry.name!r} must be lists")
+    _check_fields(f"entry {reprlib.repr(entry.name)}", {key: getattr(entry, key) for key in fields})
+    if entry.rank is not None and len(entry.shape) < 2:
+        raise ValueError(f"entry {entry.name!r}: shape must be a list of at least two, got {list(entry.shape)}")
     return entry
+
+
+def _check_fields(where: str, fields: Mapping[str, Any]) -> None:
+    """Raise unless every value has the type of its field."""
+    for key, value in fields.items():
+        if key in _OPTIONAL and value is None:
+            continue
+        several = isinstance(value, tuple) and key in (*_LISTS, "rank")
+        if key in _LISTS and not several:
+            raise ValueError(f"{where}: {key} must be a list, got {reprlib.repr(value)}")
+        for part in value if several else (value,):
+            if key in _LEAST and (isinstance(part, bool) or not isinstance(part, int) or part < _LEAST[key]):
+                expected = f"a whole number of at least {_LEAST[key]}"
+                raise ValueError(f"{where}: {key} must be {expected}, got {reprlib.repr(part)}")
+            if key in _TEXTS and not isinstance(part, str):
+                raise ValueError(f"{where}: {key} must be text, got {reprlib.repr(part)}")

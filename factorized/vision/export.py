@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from factorized.deploy.checksum import save_tensors
 from factorized.deploy.compose import compose, is_factorized
 from factorized.deploy.lower import lower
 from factorized.deploy.state import plain_state
@@ -54,10 +55,7 @@ def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, abou
     """Write a plain network on the CPU to ``path``; the batch of an ONNX or export file is free."""
     if kind == "plain":
         # Tied weights are written under each of their names: whoever reads the file has a whole state dict.
-        tensors = {
-            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in plain_state(plain).items()
-        }
-        path.write_bytes(save(tensors, metadata={"format": "pt", **about}))
+        save_tensors(path, plain_state(plain), about)
         return
     example = torch.zeros(2, images.channels, *images.size)
     free = ({0: torch.export.Dim("batch", max=65536)},)

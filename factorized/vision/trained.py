@@ -9,15 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from factorized.deploy.checkpoint import load, save
+from factorized.deploy.checksum import read_tensors, save_tensors
 from factorized.deploy.compose import is_factorized
-from factorized.deploy.whole_file import write_whole
 from factorized.vision.data.images import Images
 from factorized.vision.models.build import build_model
 from factorized.vision.network import boundless_buffers, not_finite
@@ -67,9 +64,7 @@ def save_trained(network: nn.Module, run: Path) -> dict[str, str]:
         save(network, folder)
     else:
         folder.mkdir(parents=True)
-        # cloned: the format has no place for weights that share memory
-        tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in network.state_dict().items()}
-        write_whole(folder / DENSE, lambda path: save_file(tensors, path))
+        save_tensors(folder / DENSE, network.state_dict())
     return {path.name: _checksum(path) for path in sorted(folder.iterdir())}
 
 
@@ -95,9 +90,9 @@ def load_trained(run: Path, *, trust_model: bool = False) -> tuple[Recipe, dict[
     boundless = boundless_buffers(fresh)
     if DENSE in files:
         try:
-            fresh.load_state_dict(load_file(run / FOLDER / DENSE))
-        except (SafetensorError, RuntimeError) as error:  # the latter for weights of another network
-            raise ValueError(f"{run / FOLDER / DENSE} is damaged, or of another network: {error}") from error
+            fresh.load_state_dict(read_tensors(run / FOLDER / DENSE, "train the run again"))
+        except RuntimeError as error:
+            raise ValueError(f"{run / FOLDER / DENSE} holds the weights of another network: {error}") from error
         network = fresh
     else:
         network = load(run / FOLDER, fresh)

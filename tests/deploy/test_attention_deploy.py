@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.adapters.table import find_attention
+from factorized.adapters.table import _registered, find_attention
 from tests.adapters.attention_zoo import (
     BERT,
     EVERY,
@@ -19,9 +19,11 @@ from tests.adapters.attention_zoo import (
     OWN,
     TORCH,
     Kind,
+    OwnAttention,
     register_own,
 )
 from tests.contract import error
+from tests.models.unchanged import unchanged
 
 every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
 
@@ -200,3 +202,17 @@ def test_a_packed_weight_stays_frozen_only_if_all_that_goes_into_it_is(frozen: t
     dense = fz.compose(model)
     assert dense.in_proj_weight.requires_grad == dense.in_proj_bias.requires_grad == (len(frozen) < 3)
     assert dense.out_proj.weight.requires_grad
+
+
+def test_a_checkpoint_of_a_class_that_is_not_registered_says_to_register_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fz.save(shrunken(OWN), tmp_path)
+    plan = fz.plan(OWN.make(), rank_scale=0.5, attention=True)
+    monkeypatch.delitem(_registered, OwnAttention)
+    message = r"attention of class OwnAttention, .*; call fz\.register_attention\(OwnAttention, \.\.\.\) first"
+    fresh = OWN.make()
+    with unchanged(fresh), pytest.raises(ValueError, match=message):
+        fz.load(tmp_path, fresh)
+    with unchanged(fresh), pytest.raises(ValueError, match=message):
+        fz.factorize(fresh, plan)

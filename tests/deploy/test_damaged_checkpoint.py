@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.deploy.checksum import save_tensors, sealed
 from tests.models.unchanged import unchanged
 
 
@@ -70,7 +71,11 @@ def test_a_folder_without_a_manifest_holds_no_checkpoint(tmp_path: Path, folder:
         ('{"format": 1, "pl', "is damaged"),
         ("[1, 2]", "was not written by fz.save"),
         ("{}", "was not written by fz.save"),
-        ('{"format": 1}', "is damaged: weights, aliases, plan is missing"),
+        (json.dumps(sealed({"format": 1})), "is damaged: weights, aliases, plan is missing"),
+        ('{"format": 1}', "is damaged: its checksum is not the one it says"),
+        ('{"format": 1, "plan": ' + "[" * 100_000, "is damaged: its values are nested too deeply"),
+        ('{"format": 1, "plan": ' + "[" * 10_000 + "]" * 10_000 + "}", "is damaged"),
+        ('{"format": 1, "plan": ' + "9" * 10_000 + "}", "is damaged"),
     ],
 )
 def test_a_manifest_of_garbage_is_called_damaged(saved: Path, text: str, message: str) -> None:
@@ -99,6 +104,29 @@ def edit(**changes: object) -> Callable[[dict[str, Any]], None]:
         (edit_entry(rank=3), "1.U is 8x2, expected 8x3; 1.V is 8x2, expected 8x3. Nothing was changed"),
         (edit_entry(rank=0), "rank must be a whole number of at least 1, got 0"),
         (edit_entry(rank=2.0), "rank must be a whole number of at least 1, got 2.0"),
+        (edit_entry(rank="2"), r"plan\.json: entry '1': rank must be a whole number of at least 1, got '2'"),
+        (edit_entry(rank=True), r"plan\.json: entry '1': rank must be a whole number of at least 1, got True"),
+        (edit_entry(rank={"a": 1}), r"plan\.json: entry '1': rank must be a whole number of at least 1, got {'a': 1}"),
+        (edit_entry(rank=10**15), r"plan\.json: the factors of '1' at rank=10{15}, depth=0 are larger than all of the"),
+        (edit_entry(depth=10**15), r"plan\.json: the factors of '1' at rank=2, depth=10{15} are larger than all"),
+        (edit_entry(depth=-1), r"plan\.json: entry '1': depth must be a whole number of at least 0, got -1"),
+        (edit_entry(shape=[8, -8]), r"plan\.json: entry '1': shape must be a whole number of at least 1, got -8"),
+        (edit_entry(shape=["8", 8]), r"plan\.json: entry '1': shape must be a whole number of at least 1, got '8'"),
+        (edit_entry(shape=8), r"plan\.json: entry '1': shape must be a list, got 8"),
+        (edit_entry(shape=None), r"plan\.json: entry '1': shape must be a list, got None"),
+        (edit_entry(shape=[]), r"plan\.json: entry '1': shape must be a list of at least two, got \[\]"),
+        (edit_entry(groups=0), r"plan\.json: entry '1': groups must be a whole number of at least 1, got 0"),
+        (edit_entry(name=1), r"plan\.json: entry 1: name must be text, got 1"),
+        (edit_entry(kind="round"), "plan.json: .*kind"),
+        (edit_entry(type=["Linear"]), r"plan\.json: entry '1': type must be text, got \('Linear',\)"),
+        (edit_entry(aliases="2"), r"plan\.json: entry '1': aliases must be a list, got '2'"),
+        (edit_entry(aliases=[2]), r"plan\.json: entry '1': aliases must be text, got 2"),
+        (edit_entry(params="many"), r"plan\.json: entry '1': params must be a whole number of at least 0, got 'many'"),
+        (edit_entry(tensor=3), r"plan\.json: .*not a plan"),
+        (edit_entry(tensor={"method": "tucker", "dims": [-2, 4]}), r"plan\.json: entry '1': tensor: dims must be"),
+        (edit_entry(head_ranks=[2, "2"]), r"plan\.json: entry '1': head_ranks must be a whole number"),
+        (edit_entry(head_ranks=[2]), "1"),
+        (edit_entry(rank=[2, 2]), "rank must be a whole number of at least 1"),
         (edit_entry(rank=None), "missing 1.weight; unexpected 1.U, 1.V"),
         (edit_entry(depth=1), "missing 1.inner.0"),
         (edit_entry(name="7"), "7 is missing"),
@@ -110,16 +138,18 @@ def edit(**changes: object) -> Callable[[dict[str, Any]], None]:
         (edit_entry(surprise=1), "not a plan"),
         (edit(plan={"format": 2}), "plan format must be 1, got 2"),
         (edit(plan=[]), "plan"),
-        (edit(aliases=[]), "is damaged: weights or aliases"),
-        (edit(weights=3), "is damaged: weights or aliases"),
-        (edit(weights="../weights-1.safetensors"), "is damaged: weights or aliases"),
-        (edit(weights="/etc/passwd"), "is damaged: weights or aliases"),
+        (edit(aliases=[]), "plan.json is damaged: aliases must map names to names"),
+        (edit(aliases={"1.U": 3}), "plan.json is damaged: aliases must map names to names"),
+        (edit(weights=3), "plan.json is damaged: weights must be a name that fz.save gives, got 3"),
+        (edit(weights="../weights-0123456789ab.safetensors"), "plan.json is damaged: weights must be a name"),
+        (edit(weights="/etc/passwd"), "plan.json is damaged: weights must be a name"),
     ],
 )
 def test_an_edited_manifest_is_refused(saved: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
     manifest = manifest_of(saved)
     change(manifest)
-    (saved / "plan.json").write_text(json.dumps(manifest))
+    del manifest["checksum"]
+    (saved / "plan.json").write_text(json.dumps(sealed(manifest)))
     assert_refused(saved, message)
 
 
@@ -148,7 +178,7 @@ def reshape(tensors: dict[str, Tensor]) -> None:
 def test_edited_weights_are_refused(saved: Path, change: Callable[[dict[str, Tensor]], None], message: str) -> None:
     tensors = load_file(weights_of(saved))
     change(tensors)
-    save_file(tensors, weights_of(saved))
+    save_tensors(weights_of(saved), tensors)
     assert_refused(saved, f"the checkpoint in .* does not fit the model: {message}")
 
 

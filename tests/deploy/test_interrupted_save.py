@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import factorized as fz
-from factorized.deploy import checkpoint
+from factorized.deploy import folder
+from tests.deploy.saver import dense, filled
 from tests.models.unchanged import files
 
 
@@ -19,19 +20,8 @@ class Interruption(BaseException):
     """What stops a program from outside, like KeyboardInterrupt."""
 
 
-def dense() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
-
-
-def filled(value: float) -> nn.Module:
-    model = fz.factorize(dense(), rank=2)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
-
-
-def loaded_value(folder: Path) -> float:
-    values = torch.cat([p.detach().flatten() for p in fz.load(folder, dense()).parameters()]).unique()
+def loaded_value(saved: Path) -> float:
+    values = torch.cat([p.detach().flatten() for p in fz.load(saved, dense()).parameters()]).unique()
     assert len(values) == 1
     return values.item()
 
@@ -54,13 +44,11 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int, 
 
 
 STEPS = [
-    (checkpoint, "save_file", 1, False),
-    (checkpoint, "save_file", 1, True),
+    (folder, "write_tensors", 1, False),
+    (folder, "write_tensors", 1, True),
     (os, "fsync", 1, False),
     (Path, "replace", 1, False),
     (Path, "replace", 1, True),
-    (Path, "write_text", 1, False),
-    (Path, "write_text", 1, True),
     (os, "fsync", 2, False),
     (Path, "replace", 2, False),
 ]
@@ -137,8 +125,9 @@ def test_files_are_written_under_temporary_names_next_to_their_place(
     monkeypatch.setattr(Path, "replace", watched)
     fz.save(filled(1.0), tmp_path)
     weights = json.loads((tmp_path / "plan.json").read_text())["weights"]
-    mine = f"{os.getpid()}.tmp"  # of this process: another one that saves at the same time has its own
-    assert renamed == [(f"{weights}.{mine}", weights, True), (f"plan.json.{mine}", "plan.json", True)]
+    assert [(target, beside) for _, target, beside in renamed] == [(weights, True), ("plan.json", True)]
+    for source, target, _ in renamed:  # nobody else has this name: others may save at the same time
+        assert re.fullmatch(rf"{re.escape(target)}\.[0-9a-f]{{12}}\.tmp", source)
 
 
 def test_what_is_written_is_flushed_to_the_disk_before_it_is_renamed(
@@ -163,11 +152,11 @@ def test_saving_again_replaces_the_checkpoint_and_removes_the_old_weights(tmp_pa
 
 @pytest.mark.parametrize("named", ["../precious", "precious", "{}/precious", "weights-1/../../precious.safetensors"])
 def test_a_manifest_that_names_another_file_does_not_get_it_removed(tmp_path: Path, named: str) -> None:
-    folder = tmp_path / "out"
-    (folder / "weights-1").mkdir(parents=True)
-    for place in (tmp_path / "precious", folder / "precious", tmp_path / "precious.safetensors"):
+    out = tmp_path / "out"
+    (out / "weights-1").mkdir(parents=True)
+    for place in (tmp_path / "precious", out / "precious", tmp_path / "precious.safetensors"):
         place.write_text("mine")
-    (folder / "plan.json").write_text(json.dumps({"weights": named.format(tmp_path)}))
-    fz.save(filled(1.0), folder)
-    for place in (tmp_path / "precious", folder / "precious", tmp_path / "precious.safetensors"):
+    (out / "plan.json").write_text(json.dumps({"weights": named.format(tmp_path)}))
+    fz.save(filled(1.0), out)
+    for place in (tmp_path / "precious", out / "precious", tmp_path / "precious.safetensors"):
         assert place.read_text() == "mine"

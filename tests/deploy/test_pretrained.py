@@ -92,6 +92,41 @@ def test_wrong_input_to_the_wrappers_is_refused(call: Any, message: str, tmp_pat
         call(tmp_path)
 
 
+def test_a_config_with_code_of_its_own_is_refused_for_auto_classes(tmp_path: Path) -> None:
+    from transformers import AutoModel, BertModel
+
+    fz.save_pretrained(fz.factorize_attention(BERT.make()), tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    (tmp_path / "mine.py").write_text("raise SystemExit('this code was run')")
+    for model_type in ("bert", "mine"):
+        mine = {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}
+        path.write_text(json.dumps({**config, "model_type": model_type, "auto_map": mine}))
+        message = r"config\.json names code of its own \(auto_map\), which is never run; import .* instead of AutoModel"
+        with pytest.raises(ValueError, match=message) as caught:
+            fz.from_pretrained(AutoModel, tmp_path)
+        assert "trust_remote_code" not in str(caught.value)
+    path.write_text(json.dumps({**config, "auto_map": mine}))
+    assert isinstance(fz.from_pretrained(BertModel, tmp_path), BertModel)
+
+
+def test_code_of_the_folder_is_refused_to_transformers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    fz.save_pretrained(fz.factorize_attention(BERT.make(torch.float32)), tmp_path)
+    asked = []
+    for cls, name in ((AutoConfig, "from_pretrained"), (AutoModel, "from_config")):
+        original = getattr(cls, name)
+
+        def watched(*args: Any, original: Any = original, **options: Any) -> Any:
+            asked.append(options.get("trust_remote_code"))
+            return original(*args, **options)
+
+        monkeypatch.setattr(cls, name, watched)
+    fz.from_pretrained(AutoModel, tmp_path)
+    assert asked == [False, False]
+
+
 def test_what_is_no_model_class_of_transformers_or_no_type_is_refused(tmp_path: Path) -> None:
     from transformers import BertModel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def run(scenario: str, folder: Path, worker: str = "tests/distributed/worker.py"
 
 TRAINED = [f"{kind}-{optimizer}" for kind in ("ddp", "fsdp") for optimizer in ("sgd", "adamw", "flambe")]
 TENSORS = ["ddp-sgd-tensors", "fsdp-adamw-tensors", "fsdp-flambe-tensors"]
-OTHERS = ["count", "checkpoint", "late", "wrapped"]
+OTHERS = ["count", "checkpoint", "unwritable", "held", "late", "wrapped"]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,26 @@ def test_products_left_to_distributed_tensors_would_move_more(results: dict[str,
 
 def test_a_sharded_model_is_saved_whole(results: dict[str, Any]) -> None:
     assert results["checkpoint"]["difference"] == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no folder", "FileExistsError: .*could not be saved: .*/file'"),
+        ("full", "OSError: .*could not be saved: No space left on device .*bytes are needed.*/full'"),
+        ("nan", "ValueError: head: weight holds NaN; nothing was written"),
+    ],
+)
+def test_a_save_that_fails_raises_the_same_error_on_all_ranks(case: str, message: str, results: dict[str, Any]) -> None:
+    first, second = results["unwritable"][case]
+    assert re.match(message, first)
+    assert first == second
+    assert results["unwritable"]["left"] == []
+
+
+def test_saving_shards_holds_one_whole_tensor_at_a_time_on_every_rank(results: dict[str, Any]) -> None:
+    assert results["held"]["most"] == [1, 1]
+    assert results["held"]["gathered"] == [results["held"]["tensors"]] * 2
 
 
 def test_factorizing_a_sharded_model_says_what_to_do_instead(results: dict[str, Any]) -> None:

@@ -5,8 +5,12 @@ torchrun --nproc-per-node 2 tests/distributed/worker.py SCENARIO,SCENARIO OUT.js
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import math
 import sys
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -23,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import factorized as fz
+from factorized.deploy import checksum
 
 STEPS = 3
 
@@ -177,6 +182,61 @@ def checkpoint(scenario: str, folder: Path) -> dict[str, float]:
     return {"difference": largest_difference(loaded, expected)}
 
 
+def on_all_ranks(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def error_of_saving(model: nn.Module, folder: Path) -> str:
+    try:
+        fz.save(model, folder)
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def unwritable(scenario: str, folder: Path) -> dict[str, list[str]]:
+    """Save where rank 0 cannot: no folder, a disk that is full at the third tensor, and a NaN that rank 1 holds."""
+    model = shard(build())
+    (folder / "file").write_text("")
+    errors = {"no folder": on_all_ranks(error_of_saving(model, folder / "file"))}
+    written, take = itertools.count(), checksum._bytes
+
+    def full(tensor: Tensor) -> memoryview:
+        if next(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return take(tensor)
+
+    checksum._bytes = full
+    errors["full"] = on_all_ranks(error_of_saving(model, folder / "full"))
+    checksum._bytes = take
+    if dist.get_rank() == 1:
+        model.head.weight.to_local().detach()[0, 0] = math.nan
+    errors["nan"] = on_all_ranks(error_of_saving(model, folder / "nan"))
+    left = [path.name for name in ("full", "nan") for path in (folder / name).glob("*")]
+    return {**errors, "left": left}
+
+
+def held(scenario: str, folder: Path) -> dict[str, list[int]]:
+    """Count the whole tensors that are alive, the new one included, each time that one is gathered."""
+    model = shard(build())
+    gathered: list[weakref.ref[Tensor]] = []
+    most, gather = 0, DTensor.full_tensor
+
+    def counted(tensor: DTensor, **options: Any) -> Tensor:
+        nonlocal most
+        whole = gather(tensor, **options)
+        gathered.append(weakref.ref(whole))
+        most = max(most, sum(reference() is not None for reference in gathered))
+        return whole
+
+    DTensor.full_tensor = counted
+    fz.save(model, folder / "held")
+    DTensor.full_tensor = gather
+    return {"most": on_all_ranks(most), "gathered": on_all_ranks(len(gathered)), "tensors": len(model.state_dict())}
+
+
 def late(scenario: str, folder: Path) -> dict[str, str]:
     torch.manual_seed(0)
     model = Net().double()
@@ -202,7 +262,10 @@ def wrapped(scenario: str, folder: Path) -> dict[str, str]:
 def main() -> None:
     scenarios, out = sys.argv[1].split(","), Path(sys.argv[2])
     dist.init_process_group("gloo")
-    others = {"count": count, "checkpoint": checkpoint, "late": late, "wrapped": wrapped}
+    others = {"count": count, "checkpoint": checkpoint, "unwritable": unwritable, "held": held} | {
+        "late": late,
+        "wrapped": wrapped,
+    }
     result = {scenario: others.get(scenario, compare)(scenario, out.parent) for scenario in scenarios}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))

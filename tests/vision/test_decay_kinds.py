@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.deploy.checksum import save_tensors
 from factorized.vision.network import build_dense, build_network, plan_network, set_learning_rate
 from factorized.vision.processes import Processes
 from factorized.vision.recipe import Recipe
@@ -138,7 +139,7 @@ def test_norms_to_follow_must_be_there_and_fit(recorded: Path, tmp_path: Path) -
     (tmp_path / "seed-0" / "norms.safetensors").write_bytes(b"no norms")
     with pytest.raises(ValueError, match="cannot be read"):
         train(following(tmp_path), digits(), tmp_path / "out", device="cpu")
-    save_file({"other": torch.zeros(1)}, tmp_path / "seed-0" / "norms.safetensors")
+    save_tensors(tmp_path / "seed-0" / "norms.safetensors", {"other": torch.zeros(1)})
     with pytest.raises(ValueError, match="cannot be read"):
         train(following(tmp_path), digits(), tmp_path / "out", device="cpu")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from factorized.vision.data.extras import need
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+SAFE = ("model.safetensors", "model.safetensors.index.json")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class ImageClassifier(nn.Module):
@@ -41,6 +43,7 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
             f"model hf:{folder}: {folder / 'config.json'} is missing; save a model there with "
             "model.save_pretrained(folder)"
         )
+    _refuse_own_code(folder)
     transformers = _transformers()
     kind = transformers.AutoModelForImageClassification
     try:
@@ -48,22 +51,52 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         _check(folder, config.to_dict(), image_size, channels)
         if config.num_labels != classes:
             config.num_labels = classes
-        if any((folder / name).is_file() for name in WEIGHTS):
-            with _quiet(transformers):
-                model, report = kind.from_pretrained(
-                    folder,
-                    config=config,
-                    ignore_mismatched_sizes=True,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                )
+        if any((folder / name).is_file() for name in (*SAFE, *PICKLED)):
+            model, report = _load(transformers, kind, folder, config)
             _check_filled(folder, model, report, classes)
         else:
             model = kind.from_config(config, trust_remote_code=False)
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"model hf:{folder} cannot be read: {error}") from error
     return ImageClassifier(model.train())
+
+
+def _load(transformers: Any, kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model with the weights of ``folder``, and what transformers reports about them."""
+    pickled = [name for name in PICKLED if (folder / name).is_file()]
+    try:
+        with _quiet(transformers):
+            model, report = kind.from_pretrained(
+                folder,
+                config=config,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        if not pickled or any((folder / name).is_file() for name in SAFE):
+            raise
+        # torch would tell the user to read it with weights_only=False, which runs whatever code is in it
+        raise ValueError(
+            f"model hf:{folder}: {pickled[0]} is damaged, or a pickle of more than tensors, which is never run; save "
+            "the model again as safetensors, with model.save_pretrained(folder)"
+        ) from error
+    return model, report
+
+
+def _refuse_own_code(folder: Path) -> None:
+    """Raise where config.json is no config, or names Python code, which is never run."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"model hf:{folder}: {path} is damaged: {error}") from None
+    if isinstance(config, dict) and config.get("auto_map"):
+        raise ValueError(
+            f"model hf:{folder}: its config.json names code of its own (auto_map), which is never run; write a "
+            "function that builds the model, and name it as module:function"
+        )
 
 
 def _check(folder: Path, config: dict[str, Any], image_size: int, channels: int) -> None:

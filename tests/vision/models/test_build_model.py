@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import factorized as fz
@@ -230,6 +232,62 @@ def test_a_folder_without_config_says_which_file_is_missing(tmp_path: Path) -> N
 def test_damaged_hugging_face_weights_name_the_folder(vit_folder: Path) -> None:
     (vit_folder / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match=f"hf:{vit_folder} cannot be read"):
+        build_model(f"hf:{vit_folder}", 4, image_size=16)
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def pickled(folder: Path) -> Path:
+    """Turn the weights of a folder into a pickle."""
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    return folder / "pytorch_model.bin"
+
+
+def test_pickled_tensors_are_loaded(vit_folder: Path) -> None:
+    expected = build_model(f"hf:{vit_folder}", 4, image_size=16).model.state_dict()
+    pickled(vit_folder)
+    found = build_model(f"hf:{vit_folder}", 4, image_size=16).model.state_dict()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("damage", ["bomb", "cut", "garbage"])
+def test_a_pickle_of_more_than_tensors_is_refused_without_advice_to_run_it(vit_folder: Path, damage: str) -> None:
+    path, trace = pickled(vit_folder), vit_folder / "ran"
+    if damage == "bomb":
+        torch.save({"a": Bomb(trace)}, path)
+    else:
+        path.write_bytes(path.read_bytes()[:1000] if damage == "cut" else b"garbage")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged, or a pickle of more than") as caught:
+        build_model(f"hf:{vit_folder}", 4, image_size=16)
+    assert "weights_only" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not trace.exists()
+
+
+def test_a_config_with_code_of_its_own_is_refused(vit_folder: Path) -> None:
+    path = vit_folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}))
+    (vit_folder / "mine.py").write_text("raise SystemExit('this code was run')")
+    with pytest.raises(ValueError, match="names code of its own \\(auto_map\\), which is never run") as caught:
+        build_model(f"hf:{vit_folder}", 4, image_size=16)
+    assert "trust_remote_code" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000])
+def test_a_config_that_is_not_json_is_called_damaged(vit_folder: Path, text: str) -> None:
+    (vit_folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
         build_model(f"hf:{vit_folder}", 4, image_size=16)
 
 
