@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from factorized.deploy.checkpoint import load, save
-from factorized.deploy.checksum import read_tensors, save_tensors
+from factorized.deploy.checksum import is_sealed, read_tensors, save_tensors
 from factorized.deploy.compose import is_factorized
 from factorized.vision.data.images import Images
 from factorized.vision.models.build import build_model
@@ -118,7 +118,7 @@ def _checksum(path: Path) -> str:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """Return what a finished run wrote about itself; a field that other commands read has its type."""
+    """Return what a finished run wrote about itself; a file whose checksum is not the one it says is refused."""
     path = run / RESULT
     if not path.is_file():
         within = sorted(path.parent for path in run.glob("*/result.json")) if run.is_dir() else []
@@ -128,9 +128,13 @@ def read_result(run: Path) -> dict[str, Any]:
         raise ValueError(f"there is no {path}{hint}")
     try:
         found: Any = json.loads(path.read_text())
+        intact = isinstance(found, dict) and is_sealed(found)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    return check_result(found, path)
+    result = check_result(found, path)
+    if not intact:
+        raise ValueError(f"{path} is damaged, or was changed: its checksum is not the one it says; train the run again")
+    return {key: value for key, value in result.items() if key != "checksum"}
 
 
 def check_result(found: Any, path: Path) -> dict[str, Any]:

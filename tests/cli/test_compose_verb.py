@@ -19,6 +19,7 @@ from factorized.vision.data.digits import load_digits
 from factorized.vision.models.build import build_model
 from factorized.vision.trained import load_trained
 from tests.cli.conftest import Cli
+from tests.vision.small import change_result
 from tests.vision.test_folder import files_of_at_most
 
 SUFFIX = {"plain": ".safetensors", "onnx": ".onnx", "export": ".pt2"}
@@ -66,9 +67,7 @@ def change_weights(run: Path, change: Callable[[torch.Tensor], object], name: st
     change(tensors[name])
     save_file(tensors, path)
     if admit:
-        result = json.loads((run / "result.json").read_text())
-        result["files"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
-        (run / "result.json").write_text(json.dumps(result))
+        change_result(run, files={path.name: hashlib.sha256(path.read_bytes()).hexdigest()})
 
 
 @pytest.mark.parametrize("verb", ["compose", "evaluate"])

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from factorized.deploy.checksum import sealed
 from factorized.vision.state import load_state, save_state
 from tests.hostile.cases import Case, Prepare
 from tests.hostile.damage import damage
@@ -235,7 +236,7 @@ def wrong_data() -> Iterator[Case]:
 
 
 def edited(path: str, *keys: str | int, value: Any) -> Prepare:
-    """Change one value of a JSON file, or remove it."""
+    """Change one value of a JSON file, or remove it; its checksum is made anew."""
 
     def prepare(folder: Path) -> None:
         table = inner = json.loads((folder / path).read_text())
@@ -245,7 +246,8 @@ def edited(path: str, *keys: str | int, value: Any) -> Prepare:
             del inner[keys[-1]]
         else:
             inner[keys[-1]] = value
-        (folder / path).write_text(json.dumps(table))
+        del table["checksum"]
+        (folder / path).write_text(json.dumps(sealed(table)))
 
     return prepare
 
