@@ -17,6 +17,7 @@ from typing import Any
 
 from factorized.cli.processes import process_number
 from factorized.vision.data.extras import install_command
+from factorized.vision.explain import in_words
 from factorized.vision.interrupt import Interrupted, OneInterrupt
 
 LONGEST = 4096  # characters of an argument: as long as a path can be
@@ -106,7 +107,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     if missing in EXTRAS and "pip install" not in str(error):
         _complain(f"this needs {missing}, which is not installed: {install_command('vision')}")
     elif isinstance(error, (ValueError, OSError, ImportError)):
-        _complain(str(error))
+        _complain(in_words(error))
     elif (misused := _misuse(error)) is not None:
         _complain(f"{misused}{'' if misused.endswith(('.', '?')) else '.'} See `{_help_of(given)}`.")
     else:

@@ -14,6 +14,7 @@ from typing import Literal
 from safetensors import SafetensorError
 
 from factorized.vision import norms, state, trained
+from factorized.vision.explain import in_words
 from factorized.vision.export import COMPOSED, LOWERED, SUFFIXES
 
 try:
@@ -60,8 +61,6 @@ def prepare_folders(
             unfinished.unlink()
         if not resume:
             _clear(folder)
-        elif not (folder / trained.RESULT).exists():  # until that is there, the network is not whole
-            shutil.rmtree(folder / trained.FOLDER, ignore_errors=True)
 
 
 def _runs(folder: Path) -> list[str]:
@@ -116,9 +115,9 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ValueError(
-            f"cannot write to {folder}: {reason}; the checkpoint before it is kept. Make room, then go on with --resume"
+            f"cannot write to {folder}: {in_words(error, named=False)}; the checkpoint before it is kept. Make room, "
+            "then go on with --resume"
         ) from error
 
 

@@ -17,6 +17,7 @@ from factorized.planning.cost import evaluation_mode, measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
 from factorized.vision.data.images import Images
+from factorized.vision.explain import place_and_reason
 from factorized.vision.models.build import build_model
 from factorized.vision.recipe import Recipe
 
@@ -52,6 +53,8 @@ def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | Non
 def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     """Return the recipe's network on the CPU, factorized, drawn with ``seed``: the same on every machine."""
     network = build_dense(recipe, images, seed)
+    if empty := [name for name, tensor in network.state_dict().items() if tensor.is_meta]:
+        raise ValueError(f"model {recipe.model.name!r}: {empty[0]} is on the meta device; build it with memory")
     if (bad := not_finite(dict(network.named_parameters()))) is not None:
         raise ValueError(
             f"model {recipe.model.name!r}: {bad} holds NaN or infinity before training; mend the function or the "
@@ -78,7 +81,6 @@ def boundless_buffers(network: nn.Module) -> set[str]:
     return {name for name, buffer in network.named_buffers() if not buffer.isfinite().all()}
 
 
-@torch.no_grad()
 def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
     """Refuse a network that cannot be trained to classify the images: somebody else's function may return anything."""
     name, classes = recipe.model.name, len(images.classes)
@@ -93,11 +95,18 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
     try:
         with evaluation_mode(network):
             answer = network(example)
-    except Exception as error:  # layers that do not fit each other or the images; a function's own mistakes
-        raise ValueError(f"model {name!r} cannot classify images {tuple(example.shape[1:])}: {error}") from error
+    except (Exception, SystemExit) as error:  # layers that do not fit each other or the images; own mistakes
+        raise ValueError(
+            f"model {name!r} cannot classify images {tuple(example.shape[1:])}: it failed {place_and_reason(error)}"
+        ) from error
     if not isinstance(answer, Tensor) or answer.shape != (2, classes):
         got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise ValueError(f"model {name!r} must return a tensor (images, {classes}), got {got} for two images")
+    if not answer.requires_grad:
+        raise ValueError(
+            f"model {name!r} must return logits that its parameters can be trained by, got {answer.dtype} without a "
+            "gradient: do not detach or round them"
+        )
 
 
 def count_macs(recipe: Recipe, images: Images, seed: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from factorized.deploy.whole_file import write_whole
+from factorized.vision.explain import first_problem, in_words
 from factorized.vision.network import not_finite
 from factorized.vision.step import TrainingStep
 
@@ -96,15 +97,11 @@ def load_state(folder: Path) -> RunState:
     except pickle.UnpicklingError as error:  # torch would advise to run whatever the file holds
         raise ValueError(f"{path} is damaged (it holds more than tensors and plain values); {REMEDY}") from error
     except Exception as error:  # a damaged file can raise anything
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is damaged ({reason}); {REMEDY}") from error
+        raise ValueError(f"{path} is damaged ({in_words(error, named=False)}); {REMEDY}") from error
     try:
         return RunState.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        got = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
-        raise ValueError(f"{path}: {where}: {first['msg']}{got}; {REMEDY}") from None
+        raise ValueError(f"{path}: {first_problem(error)}; {REMEDY}") from None
 
 
 def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str, folder: Path) -> None:

@@ -7,15 +7,16 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import nn
 
 from factorized.deploy.checkpoint import load, save
 from factorized.deploy.checksum import is_sealed, read_tensors, save_tensors
 from factorized.deploy.compose import is_factorized
 from factorized.vision.data.images import Images
+from factorized.vision.explain import first_problem
 from factorized.vision.models.build import build_model
 from factorized.vision.network import boundless_buffers, not_finite
 from factorized.vision.recipe import Recipe
@@ -38,8 +39,15 @@ class _Data(_Part):
     classes: Annotated[list[str], Field(min_length=1)]
     channels: Positive
     size: Annotated[list[Positive], Field(min_length=2, max_length=2)]
-    mean: list[float] | None = None
-    std: list[Annotated[float, Field(gt=0)]] | None = None
+    mean: list[float] = []  # not given, or one for each channel
+    std: list[Annotated[float, Field(gt=0)]] = []
+
+    @model_validator(mode="after")
+    def _one_for_each_channel(self) -> Self:
+        for name in self.model_fields_set & {"mean", "std"}:
+            if len(getattr(self, name)) != self.channels:
+                raise ValueError(f"{name} must be {self.channels} numbers, one for each channel")
+        return self
 
 
 class _Result(_Part):
@@ -148,9 +156,7 @@ def check_result(found: Any, path: Path) -> dict[str, Any]:
     try:
         _Result.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: {where}: {first['msg']}, got {first['input']!r:.60}; train the run again") from None
+        raise ValueError(f"{path}: {first_problem(error)}; train the run again") from None
     checked: dict[str, Any] = found
     return checked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -130,4 +131,6 @@ def test_damaged_weights_of_a_dense_run_are_named(cli: Cli, trained_dense: Path,
     weights.write_bytes(weights.read_bytes()[:1000])
     assert f"{weights} is damaged" in cli("evaluate", run).error
     save_tensors(weights, {"a": torch.zeros(1)})
+    assert f"{weights} is damaged, or of another network" in cli("evaluate", run).error
+    change_result(run, files={weights.name: hashlib.sha256(weights.read_bytes()).hexdigest()})
     assert f"{weights} holds the weights of another network" in cli("evaluate", run).error
