@@ -16,10 +16,12 @@ from factorized.layers.swap import factorize
 from factorized.planning.cost import evaluation_mode, measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
+from factorized.planning.scheme import LowRank, Overcomplete, Scheme
+from factorized.planning.tensor_scheme import TensorTrain, Tucker
 from factorized.vision.data.images import Images
 from factorized.vision.explain import place_and_reason
 from factorized.vision.models.build import build_model
-from factorized.vision.recipe import Recipe
+from factorized.vision.recipe import Factorize, Recipe
 
 
 def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
@@ -28,9 +30,23 @@ def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     return build_model(recipe.model.name, len(images.classes), images.size[0], images.channels)
 
 
+def build_scheme(fields: Factorize) -> Scheme | None:
+    """Return the scheme that these fields describe; None for a dense network."""
+    if fields.scheme == "low_rank":
+        return LowRank(fields.kind)
+    if fields.scheme == "overcomplete":
+        return Overcomplete(fields.variant, fields.width, fields.kind)
+    dims = None if fields.dims is None else tuple(fields.dims)
+    if fields.scheme == "tensor_train":
+        return TensorTrain(dims, fields.order, fields.separable)
+    if fields.scheme == "tucker":
+        return Tucker(dims, fields.order, fields.separable, fields.core, fields.refinements)
+    return None
+
+
 def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | None:
     """Return the plan of the recipe's factorization; None for a dense network."""
-    fields, scheme = recipe.factorize, recipe.factorize.build_scheme()
+    fields, scheme = recipe.factorize, build_scheme(recipe.factorize)
     if scheme is None:
         return None
     return make_plan(

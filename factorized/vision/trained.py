@@ -15,6 +15,7 @@ from torch import nn
 from factorized.deploy.checkpoint import load, save
 from factorized.deploy.checksum import is_sealed, read_tensors, save_tensors
 from factorized.deploy.compose import is_factorized
+from factorized.deploy.state import check_finite
 from factorized.vision.data.images import Images
 from factorized.vision.explain import first_problem
 from factorized.vision.models.build import build_model
@@ -71,6 +72,7 @@ def save_trained(network: nn.Module, run: Path) -> dict[str, str]:
     if is_factorized(network):
         save(network, folder)
     else:
+        check_finite(network, "the network was not written")
         folder.mkdir(parents=True)
         save_tensors(folder / DENSE, network.state_dict())
     return {path.name: _checksum(path) for path in sorted(folder.iterdir())}
