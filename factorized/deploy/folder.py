@@ -117,7 +117,9 @@ def read_checkpoint(folder: Path) -> tuple[Plan, dict[str, Tensor]]:
     except ValueError as error:
         raise ValueError(f"{folder / MANIFEST}: {error}") from error
     aliases: dict[str, str] = manifest["aliases"]
-    return plan, tensors | {alias: tensors[key] for alias, key in aliases.items() if key in tensors}
+    if lost := [key for key in aliases.values() if key not in tensors]:
+        raise ValueError(f"{folder / MANIFEST} is damaged: aliases name {lost[0]!r}, which the weights do not hold")
+    return plan, tensors | {alias: tensors[key] for alias, key in aliases.items()}
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
