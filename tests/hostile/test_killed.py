@@ -40,7 +40,7 @@ def was_killed(process: ForkServerProcess, moment: float) -> bool:
     return process.exitcode == -9
 
 
-def without_times_and_names(path: Path) -> Any:
+def comparable(path: Path) -> Any:
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: clean(inner) for key, inner in value.items() if key not in DIFFERENT}
@@ -77,9 +77,7 @@ def test_a_run_that_is_killed_thirty_times_ends_as_one_that_was_not(tmp_path: Pa
 def assert_same(actual: Path, expected: Path) -> None:
     run = next(expected.glob("**/result.json")).parent.relative_to(expected)
     assert_same_run((actual / run).parent, (expected / run).parent)
-    assert without_times_and_names(actual / run / "result.json") == without_times_and_names(
-        expected / run / "result.json"
-    )
+    assert comparable(actual / run / "result.json") == comparable(expected / run / "result.json")
     assert names(actual) == names(expected)
 
 
