@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from factorized.cli.processes import process_number
-from factorized.vision.data.extras import install_command
+from factorized.vision.data.extras import not_installed
 from factorized.vision.explain import in_words
 from factorized.vision.interrupt import Interrupted, OneInterrupt
 
@@ -105,7 +105,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
         return error.exit_code
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS and "pip install" not in str(error):
-        _complain(f"this needs {missing}, which is not installed: {install_command('vision')}")
+        _complain(not_installed("this", missing, "vision"))
     elif isinstance(error, (ValueError, OSError, ImportError)):
         _complain(in_words(error))
     elif (misused := _misuse(error)) is not None:

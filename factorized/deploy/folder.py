@@ -117,8 +117,8 @@ def read_checkpoint(folder: Path) -> tuple[Plan, dict[str, Tensor]]:
     except ValueError as error:
         raise ValueError(f"{folder / MANIFEST}: {error}") from error
     aliases: dict[str, str] = manifest["aliases"]
-    if lost := [key for key in aliases.values() if key not in tensors]:
-        raise ValueError(f"{folder / MANIFEST} is damaged: aliases name {lost[0]!r}, which the weights do not hold")
+    if wrong := [alias for alias, key in aliases.items() if alias in tensors or key not in tensors]:
+        raise ValueError(f"{folder / MANIFEST} is damaged: alias {wrong[0]!r} must be another name of a saved tensor")
     return plan, tensors | {alias: tensors[key] for alias, key in aliases.items()}
 
 
