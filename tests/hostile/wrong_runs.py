@@ -151,7 +151,8 @@ def wrong_checkpoints() -> Iterator[Case]:
     ways["a momentum missing"] = state(lambda s: s.momentum.popitem())
     ways |= {name: spoil(path) for name, spoil in GARBAGE.items() if name != "missing"}
     ways |= {f"truncated to {share:.0%}": truncated(path, share) for share in (0.01, 0.5, 0.99)}
-    ways["code"] = lambda folder: torch.save({"recipe": Runs()}, folder / path)
+    code: Any = {"recipe": Runs()}
+    ways["code"] = lambda folder: save_state(code, folder / LOW)
     for name, prepare in ways.items():
         yield Case(f"resume {name}", ("train", "low.toml", "--resume"), prepare)
 
