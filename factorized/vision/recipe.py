@@ -43,10 +43,11 @@ def _word(text: str) -> str:
 
 def portable(path: str) -> str:
     """Return an absolute path from the working folder or from home: results that are shown show no user's folders."""
-    for start, folder in (("", Path.cwd()), ("~/", Path("~").expanduser())):
-        if Path(path).is_absolute() and Path(path).is_relative_to(folder):
-            return f"{start}{Path(path).relative_to(folder).as_posix()}"
-    return path
+    if not Path(path).is_absolute():
+        return path
+    starts = (("", Path.cwd()), ("~/", Path("~").expanduser()))
+    inside = (f"{start}{Path(path).relative_to(top)}" for start, top in starts if Path(path).is_relative_to(top))
+    return next(inside, path)
 
 
 Line = Annotated[str, Field(max_length=1000), AfterValidator(_one_line)]
