@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _run(arguments, OneInterrupt())
     interrupt = OneInterrupt()
-    interrupt.install()
     try:
+        interrupt.install()
         code = _run(sys.argv[1:], interrupt)
     except KeyboardInterrupt:  # while an error was being explained
         _complain("stopped by Ctrl-C")

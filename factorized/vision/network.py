@@ -109,7 +109,7 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
         raise ValueError(f"model {name!r} has no parameters that can be trained")
     example = torch.zeros(2, images.channels, *images.size)
     try:
-        with evaluation_mode(network):
+        with evaluation_mode(network), torch.enable_grad():
             answer = network(example)
     except (Exception, SystemExit) as error:  # layers that do not fit each other or the images; own mistakes
         raise ValueError(
