@@ -14,6 +14,7 @@ from factorized.cli.arguments import Data, Device, Run, TrustModel, examples
 from factorized.cli.console import say
 from factorized.cli.evaluate import ALLOWED as ALLOWED_TO_RECORDED
 from factorized.vision.data.extras import install_command
+from factorized.vision.explain import in_words
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +107,8 @@ def _check_recorded(
 def _check_path(path: Path, suffix: str, overwrite: bool) -> None:
     if path.suffix != suffix:
         raise ValueError(f"--out {path}: the name of such a file must end in {suffix}")
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder; name a file")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} is already there; name another file by --out, or replace it with --overwrite")
     if not path.parent.is_dir():
@@ -130,7 +133,9 @@ def _write_checked(
         try:
             write_network(plain, to.value, temporary, images, about)
         except OSError as problem:
-            raise ValueError(f"cannot write {path}: {problem.strerror}; name another file by --out") from problem
+            raise ValueError(
+                f"cannot write {path}: {in_words(problem, named=False)}; name another file by --out"
+            ) from problem
         function = read_network(to.value, temporary, plain, device)
         if function is None:
             say(f"accuracy before {expected:.2f} %; the file was written and not run: {install_command('onnx')}")

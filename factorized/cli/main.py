@@ -16,7 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 from factorized.cli.processes import process_number
-from factorized.vision.data.extras import install_command
+from factorized.vision.data.extras import not_installed
+from factorized.vision.explain import in_words
 from factorized.vision.interrupt import Interrupted, OneInterrupt
 
 LONGEST = 4096  # characters of an argument: as long as a path can be
@@ -30,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _run(arguments, OneInterrupt())
     interrupt = OneInterrupt()
-    interrupt.install()
     try:
+        interrupt.install()
         code = _run(sys.argv[1:], interrupt)
     except KeyboardInterrupt:  # while an error was being explained
         _complain("stopped by Ctrl-C")
@@ -104,9 +105,9 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
         return error.exit_code
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS and "pip install" not in str(error):
-        _complain(f"this needs {missing}, which is not installed: {install_command('vision')}")
+        _complain(not_installed("this", missing, "vision"))
     elif isinstance(error, (ValueError, OSError, ImportError)):
-        _complain(str(error))
+        _complain(in_words(error))
     elif (misused := _misuse(error)) is not None:
         _complain(f"{misused}{'' if misused.endswith(('.', '?')) else '.'} See `{_help_of(given)}`.")
     else:

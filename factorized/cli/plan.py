@@ -17,6 +17,7 @@ from factorized.cli.arguments import (
     examples,
 )
 from factorized.cli.console import say, write_page
+from factorized.vision.models.names import MOST_CLASSES, MOST_VALUES
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +32,6 @@ EXAMPLES = examples(
     "factorized plan --model mymodels:small --macs 0.3",
     "factorized plan --model resnet32 --scheme overcomplete --variant wide",
 )
-
-MOST_CLASSES = 1_000_000
-MOST_VALUES = 2**26  # of an image
 
 
 def plan(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized.adapters.table import find_attention, read_attention
-from factorized.adapters.unit import KINDS, AttentionUnit
+from factorized.adapters.unit import KINDS, AttentionUnit, shrunken_note
 from factorized.deploy.state import Shapes, named_slots
 from factorized.layers.attention import Matrices, check_finite, padded_matrices, spectral_matrices
 from factorized.layers.multihead import ShrunkenMultiheadAttention
@@ -22,8 +22,14 @@ from factorized.planning.plan import PlanEntry
 
 def shrunken_attention(model: nn.Module) -> dict[str, AttentionUnit]:
     """Return every shrunken attention module of ``model`` under its first name."""
-    found = ((read.name, read.unit) for read in find_attention(model))
-    return {name: unit for name, unit in found if unit is not None and unit.shrunken is not None}
+    found = {}
+    for read in find_attention(model):
+        if shrunken_note(read.module) is None:
+            continue
+        if read.unit is None:
+            raise ValueError(f"{read.name or 'the model'}: its heads are shrunken, and cannot be read: {read.reason}")
+        found[read.name] = read.unit
+    return found
 
 
 def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int]) -> nn.Module:

@@ -13,7 +13,7 @@ from factorized.deploy.attention import shrunken_attention, with_plain_attention
 from factorized.deploy.state import check_finite, is_sharded
 from factorized.layers.composed import ComposedLayer
 from factorized.layers.swap import replace_module
-from factorized.planning.model import check_model
+from factorized.planning.model import check_copyable, check_model
 
 
 class SharedWeights:
@@ -73,6 +73,7 @@ def convert(
         )
     if not allow_nonfinite:
         check_finite(model, "pass allow_nonfinite=True to convert the model as it is")
+    check_copyable(model)
     copy = deepcopy(model)
     places: dict[ComposedLayer, list[str]] = {}
     for name, module in copy.named_modules(remove_duplicate=False):

@@ -33,6 +33,7 @@ def describe(model: nn.Module) -> Plan:
     leaders: dict[tuple[nn.Parameter, ...], str] = {}
     entries = []
     for layer, names in places.items():
+        _check_parameters(names[0], layer)
         leader = leaders.setdefault(layer.factors, names[0])
         entries.append(_entry(layer, names, leader if leader != names[0] else None))
     entries += attention
@@ -46,6 +47,17 @@ def describe(model: nn.Module) -> Plan:
         params=after + saved,
         params_after=after,
     )
+
+
+def _check_parameters(name: str, layer: ComposedLayer) -> None:
+    """Refuse a layer that ``fz.load`` could not fill: it makes parameters of all that a layer holds."""
+    tensors = (*layer.factors, *(() if layer.bias is None else (layer.bias,)))
+    if any(not isinstance(tensor, nn.Parameter) for tensor in tensors):
+        raise ValueError(
+            f"{name or 'the model'}: a parametrization, a weight norm, pruning or FSDP1 computes its factors or bias, "
+            "and a checkpoint holds parameters only. Make them parameters again first, by "
+            "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove"
+        )
 
 
 def _entry(layer: ComposedLayer, names: list[str], tied_to: str | None) -> PlanEntry:

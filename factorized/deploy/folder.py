@@ -117,7 +117,9 @@ def read_checkpoint(folder: Path) -> tuple[Plan, dict[str, Tensor]]:
     except ValueError as error:
         raise ValueError(f"{folder / MANIFEST}: {error}") from error
     aliases: dict[str, str] = manifest["aliases"]
-    return plan, tensors | {alias: tensors[key] for alias, key in aliases.items() if key in tensors}
+    if wrong := [alias for alias, key in aliases.items() if alias in tensors or key not in tensors]:
+        raise ValueError(f"{folder / MANIFEST} is damaged: alias {wrong[0]!r} must be another name of a saved tensor")
+    return plan, tensors | {alias: tensors[key] for alias, key in aliases.items()}
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class WholeFile:
     def __enter__(self) -> Self:
         while True:
             self.file = self.temporary.open("xb")
-            _lock(self.file, wait=True)
+            lock(self.file, wait=True)
             if os.fstat(self.file.fileno()).st_nlink:
                 return self
             self.file.close()  # removed as abandoned before it was locked
@@ -71,16 +71,21 @@ def remove_abandoned(folder: Path, is_ours: Callable[[str], bool], is_needed: Ca
             continue
         with suppress(OSError), path.open("rb") as file:
             # In this order: whoever held the lock has by now put in place what says that the file is needed.
-            if _lock(file, wait=False) and (temporary or not is_needed(path)):
+            if lock(file, wait=False) and (temporary or not is_needed(path)):
                 path.unlink()
 
 
-def _lock(file: IO[bytes], *, wait: bool) -> bool:
-    """Return whether the file could be locked; the lock ends when the file is closed, or its process is killed."""
+def lock(file: IO[bytes] | int, *, wait: bool) -> bool | None:
+    """Return whether the file, or the folder of a descriptor, is locked now; None where there are no locks.
+
+    The lock ends when the file is closed, or its process is killed.
+    """
     if fcntl is None:
-        return False
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # held by another process, or a file system without locks
+    except BlockingIOError:  # held by another process
         return False
+    except OSError:  # a file system without locks
+        return None
     return True

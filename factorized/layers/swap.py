@@ -65,8 +65,7 @@ def factorize(
     ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance these give a dense one). Every
     new layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself
     one layer cannot be changed in place: use what is returned. Attributes set on a layer go to the new one, and plain
-    values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter, as it
-    does those of any parameter.
+    values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
     """
     check_model(model)
     if not isinstance(plan, Plan):

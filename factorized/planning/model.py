@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def check_model(model: object) -> None:
@@ -21,6 +21,18 @@ def check_model(model: object) -> None:
     else:
         got, remedy = repr(model), "pass the model itself"
     raise ValueError(f"model must be an nn.Module, got {got}; {remedy}")
+
+
+def check_copyable(model: nn.Module) -> None:
+    """Raise where a tensor is computed by hooks before each forward: torch cannot copy such a layer."""
+    for name, module in model.named_modules():
+        for part, value in vars(module).items():
+            if isinstance(value, Tensor) and not module._parameters.keys().isdisjoint((f"{part}_orig", f"{part}_g")):
+                raise ValueError(
+                    f"{f'{name}.{part}'.lstrip('.')} is computed by pruning, or by torch's older weight_norm or "
+                    "spectral_norm, and such a layer cannot be copied. Make it a parameter again first, by "
+                    "torch.nn.utils.prune.remove, remove_weight_norm or remove_spectral_norm"
+                )
 
 
 @contextmanager

@@ -32,6 +32,8 @@ PLAIN_LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second is to
 def why_not_replaced(module: nn.Module) -> str | None:
     """Return what a factorized layer in the place of a plain one would lose, or None."""
     if any(getattr(module, hooks) for hooks in (*HOOKS, *STATE_HOOKS)):
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            return "is sharded over processes: factorize the model before fully_shard"
         return "has hooks that a replacement would lose"
     if "forward" in module.__dict__:
         return "its forward was replaced, which a replacement would lose"

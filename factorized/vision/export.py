@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from factorized.deploy.checksum import save_tensors
+from factorized.deploy.checksum import read_tensors, save_tensors
 from factorized.deploy.compose import compose, is_factorized
 from factorized.deploy.lower import lower
 from factorized.deploy.state import plain_state
@@ -105,7 +104,7 @@ def read_network(kind: Kind, path: Path, like: nn.Module, device: torch.device) 
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.fill_(math.nan)  # so that nothing but the file can answer
-        network.load_state_dict(load_file(path))
+        network.load_state_dict(read_tensors(path, "write it again"))
         return network.to(device)
     if kind == "export":
         with _quiet_exporter():

@@ -13,13 +13,10 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
+from factorized.deploy.whole_file import lock
 from factorized.vision import norms, state, trained
+from factorized.vision.explain import in_words
 from factorized.vision.export import COMPOSED, LOWERED, SUFFIXES
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows has other locks
-    fcntl = None  # type: ignore[assignment]
 
 METRICS = "metrics.jsonl"
 _LEFT = (state.FILE, METRICS, trained.RESULT, norms.FILE)
@@ -60,8 +57,6 @@ def prepare_folders(
             unfinished.unlink()
         if not resume:
             _clear(folder)
-        elif not (folder / trained.RESULT).exists():  # until that is there, the network is not whole
-            shutil.rmtree(folder / trained.FOLDER, ignore_errors=True)
 
 
 def _runs(folder: Path) -> list[str]:
@@ -91,20 +86,13 @@ def _nothing_to_resume(folders: Sequence[Path]) -> str:
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Keep other processes from training into ``folder``; the claim of one that is killed ends with it."""
-    if fcntl is None:
+    if os.name == "nt":  # which opens no folders
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ValueError(
-            f"another process is training into {folder}; let it end, or choose another with --out"
-        ) from None
-    except OSError:  # a file system without locks: nothing to be done about it
-        pass
-    try:
+        if lock(descriptor, wait=False) is False:
+            raise ValueError(f"another process is training into {folder}; let it end, or choose another with --out")
         yield
     finally:
         os.close(descriptor)
@@ -116,9 +104,9 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ValueError(
-            f"cannot write to {folder}: {reason}; the checkpoint before it is kept. Make room, then go on with --resume"
+            f"cannot write to {folder}: {in_words(error, named=False)}; the checkpoint before it is kept. Make room, "
+            "then go on with --resume"
         ) from error
 
 

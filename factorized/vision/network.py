@@ -16,9 +16,12 @@ from factorized.layers.swap import factorize
 from factorized.planning.cost import evaluation_mode, measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
+from factorized.planning.scheme import LowRank, Overcomplete, Scheme
+from factorized.planning.tensor_scheme import TensorTrain, Tucker
 from factorized.vision.data.images import Images
+from factorized.vision.explain import place_and_reason
 from factorized.vision.models.build import build_model
-from factorized.vision.recipe import Recipe
+from factorized.vision.recipe import Factorize, Recipe
 
 
 def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
@@ -27,9 +30,23 @@ def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     return build_model(recipe.model.name, len(images.classes), images.size[0], images.channels)
 
 
+def build_scheme(fields: Factorize) -> Scheme | None:
+    """Return the scheme that these fields describe; None for a dense network."""
+    if fields.scheme == "low_rank":
+        return LowRank(fields.kind)
+    if fields.scheme == "overcomplete":
+        return Overcomplete(fields.variant, fields.width, fields.kind)
+    dims = None if fields.dims is None else tuple(fields.dims)
+    if fields.scheme == "tensor_train":
+        return TensorTrain(dims, fields.order, fields.separable)
+    if fields.scheme == "tucker":
+        return Tucker(dims, fields.order, fields.separable, fields.core, fields.refinements)
+    return None
+
+
 def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | None:
     """Return the plan of the recipe's factorization; None for a dense network."""
-    fields, scheme = recipe.factorize, recipe.factorize.build_scheme()
+    fields, scheme = recipe.factorize, build_scheme(recipe.factorize)
     if scheme is None:
         return None
     return make_plan(
@@ -52,6 +69,8 @@ def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | Non
 def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     """Return the recipe's network on the CPU, factorized, drawn with ``seed``: the same on every machine."""
     network = build_dense(recipe, images, seed)
+    if empty := [name for name, tensor in network.state_dict().items() if tensor.is_meta]:
+        raise ValueError(f"model {recipe.model.name!r}: {empty[0]} is on the meta device; build it with memory")
     if (bad := not_finite(dict(network.named_parameters()))) is not None:
         raise ValueError(
             f"model {recipe.model.name!r}: {bad} holds NaN or infinity before training; mend the function or the "
@@ -78,7 +97,6 @@ def boundless_buffers(network: nn.Module) -> set[str]:
     return {name for name, buffer in network.named_buffers() if not buffer.isfinite().all()}
 
 
-@torch.no_grad()
 def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
     """Refuse a network that cannot be trained to classify the images: somebody else's function may return anything."""
     name, classes = recipe.model.name, len(images.classes)
@@ -91,13 +109,20 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
         raise ValueError(f"model {name!r} has no parameters that can be trained")
     example = torch.zeros(2, images.channels, *images.size)
     try:
-        with evaluation_mode(network):
+        with evaluation_mode(network), torch.enable_grad():
             answer = network(example)
-    except Exception as error:  # layers that do not fit each other or the images; a function's own mistakes
-        raise ValueError(f"model {name!r} cannot classify images {tuple(example.shape[1:])}: {error}") from error
+    except (Exception, SystemExit) as error:  # layers that do not fit each other or the images; own mistakes
+        raise ValueError(
+            f"model {name!r} cannot classify images {tuple(example.shape[1:])}: it failed {place_and_reason(error)}"
+        ) from error
     if not isinstance(answer, Tensor) or answer.shape != (2, classes):
         got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise ValueError(f"model {name!r} must return a tensor (images, {classes}), got {got} for two images")
+    if not answer.requires_grad:
+        raise ValueError(
+            f"model {name!r} must return logits that its parameters can be trained by, got {answer.dtype} without a "
+            "gradient: do not detach or round them"
+        )
 
 
 def count_macs(recipe: Recipe, images: Images, seed: int) -> int:

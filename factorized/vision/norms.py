@@ -21,7 +21,7 @@ def norms_table(
     shape = (steps, len(forms(network)))
     if recipe.decay.kind != "normalized":
         return torch.zeros(shape) if recipe.decay.record_norms else None
-    path = Path(str(recipe.decay.norms).replace("{seed}", str(seed))) / FILE
+    path = Path(str(recipe.decay.norms).replace("{seed}", str(seed))).expanduser() / FILE
     if not path.is_file():
         raise ValueError(f"decay.norms: there is no {path}; train that run with decay.record_norms=true first")
     try:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
-
-if TYPE_CHECKING:
-    from factorized.planning.scheme import Scheme
 
 BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
 TENSORS = ("tensor_train", "tucker")
@@ -43,6 +41,15 @@ def _word(text: str) -> str:
     return _one_line(text)
 
 
+def portable(path: str) -> str:
+    """Return an absolute path from the working folder or from home: results that are shown show no user's folders."""
+    if not Path(path).is_absolute():
+        return path
+    starts = (("", Path.cwd()), ("~/", Path("~").expanduser()))
+    inside = (f"{start}{Path(path).relative_to(top)}" for start, top in starts if Path(path).is_relative_to(top))
+    return next(inside, path)
+
+
 Line = Annotated[str, Field(max_length=1000), AfterValidator(_one_line)]
 Word = Annotated[str, Field(max_length=1000), AfterValidator(_word)]
 Epochs = Annotated[int, Field(gt=0, le=MOST_EPOCHS)]
@@ -69,6 +76,11 @@ class Model(Section):
     """Which network: a name of ``factorized.vision.models``, ``module:function`` or ``hf:FOLDER``."""
 
     name: Word
+
+    @field_validator("name")
+    @classmethod
+    def _portable_folder(cls, name: str) -> str:
+        return f"hf:{portable(name.removeprefix('hf:'))}" if name.startswith("hf:") else name
 
 
 class Data(Section):
@@ -98,12 +110,9 @@ class Factorize(Section):
     kind: Literal["spatial", "channel"] = "spatial"  # of low_rank and overcomplete
     variant: Literal["full", "deep", "wide"] = "full"  # of overcomplete
     width: float = Field(default=3, ge=1, le=1000)  # of overcomplete wide
-    dims: list[Annotated[int, Field(gt=0)]] | None = (
-        None  # of tensors: the dimensions that a weight is folded into; chosen unless given
-    )
-    order: int | None = Field(
-        default=None, ge=2, le=64
-    )  # of tensors: how many nearly equal dimensions, instead of dims
+    # of tensors: the dimensions that a weight is folded into, or how many nearly equal ones; chosen unless given
+    dims: list[Annotated[int, Field(gt=0)]] | None = None
+    order: int | None = Field(default=None, ge=2, le=64)
     separable: bool = False  # of tensors: a depthwise convolution, then the decomposed pointwise matrix
     core: Literal["whole", "train"] | None = None  # of tucker
     refinements: int = Field(default=0, ge=0, le=1000)  # of tucker: rounds of HOOI after the HOSVD
@@ -160,23 +169,6 @@ class Factorize(Section):
                 )
         return self
 
-    def build_scheme(self) -> Scheme | None:
-        """Return the scheme these fields describe; None for a dense network."""
-        # here, because they bring torch, which listing recipes does not need
-        from factorized.planning.scheme import LowRank, Overcomplete
-        from factorized.planning.tensor_scheme import TensorTrain, Tucker
-
-        if self.scheme == "low_rank":
-            return LowRank(self.kind)
-        if self.scheme == "overcomplete":
-            return Overcomplete(self.variant, self.width, self.kind)
-        dims = None if self.dims is None else tuple(self.dims)
-        if self.scheme == "tensor_train":
-            return TensorTrain(dims, self.order, self.separable)
-        if self.scheme == "tucker":
-            return Tucker(dims, self.order, self.separable, self.core, self.refinements)
-        return None
-
 
 class Decay(Section):
     """What is decayed: every parameter alike, or the products as products."""
@@ -186,7 +178,8 @@ class Decay(Section):
     # of parameters that belong to no product; the strength unless given, 0 for "none" and "normalized"
     rest: Strength | None = None
     record_norms: bool = False  # write the products' norms at every step, for a "normalized" run to follow
-    norms: Word | None = None  # the folder of the run whose norms "normalized" follows; {seed} stands for the seed
+    # the folder of the run whose norms "normalized" follows; {seed} stands for the seed
+    norms: Annotated[Word, AfterValidator(portable)] | None = None
 
     @property
     def of_the_rest(self) -> float:

@@ -82,8 +82,8 @@ def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
     if path.resolve() in seen:
         raise ValueError(f"{name}: extends itself, by way of {' -> '.join(p.stem for p in seen)}")
     try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = _parse(path.read_text())
+    except ValueError as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     parent = table.pop("extends", None)
     if parent is None:
@@ -116,17 +116,24 @@ def change_table(table: Table, changes: Sequence[str]) -> Table:
 
 def _parse_change(change: str) -> Table:
     key, separator, value = change.partition("=")
-    if not separator or "." not in key:
+    if not (separator and "." in key and change.isprintable()):
         raise ValueError(f"a change is section.field=value, such as schedule.epochs=10; got {change!r}")
     try:
-        return tomllib.loads(f"{key.strip()} = {value}")
-    except tomllib.TOMLDecodeError:
+        return _parse(f"{key.strip()} = {value}")
+    except ValueError:
         try:
-            return tomllib.loads(f"{key.strip()} = '{value.strip()}'")  # a word without quotes
-        except tomllib.TOMLDecodeError:
+            return _parse(f"{key.strip()} = '{value.strip()}'")  # a word without quotes
+        except ValueError:
             raise ValueError(
                 f"cannot read {change!r}: a value is a number, true, false, a word or a TOML list"
             ) from None
+
+
+def _parse(text: str) -> Table:
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def _explain(error: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from factorized.decay.forms import forms
+from factorized.deploy.checksum import sealed
 from factorized.deploy.whole_file import write_whole
 from factorized.diagnostics.diagnose import diagnose
 from factorized.version import __version__
@@ -130,8 +131,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def write_json(path: Path, data: Row) -> None:
-    """Write ``data`` whole or not at all."""
-    text = json.dumps(_plain(data), indent=1, allow_nan=False) + "\n"
+    """Write ``data`` with its checksum, whole or not at all."""
+    text = json.dumps(sealed(_plain(data)), indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda temporary: temporary.write_text(text))
 
 

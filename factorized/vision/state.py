@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
-import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from factorized.deploy.whole_file import write_whole
+from factorized.vision.explain import first_problem, in_words
 from factorized.vision.network import not_finite
 from factorized.vision.step import TrainingStep
 
 FILE = "checkpoint.pt"
+DIGEST = 32  # bytes of the checksum at its end
 REMEDY = "start this run anew with --overwrite"
 Tensors = dict[str, Tensor]
 
@@ -79,9 +81,10 @@ def _counts(step: TrainingStep) -> Tensors:
 
 
 def save_state(state: RunState, folder: Path) -> None:
-    """Write ``state`` to ``folder``: the file there is the old one or the new one, never half of it."""
+    """Write ``state`` to ``folder``, its checksum last: the file there is the old one or the new one, whole."""
     buffer = io.BytesIO()  # torch's own writer ends the program when the disk is full
     torch.save(dict(state), buffer)
+    buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
     write_whole(folder / FILE, lambda path: path.write_bytes(buffer.getbuffer()))
 
 
@@ -89,22 +92,18 @@ def load_state(folder: Path) -> RunState:
     """Read what ``save_state`` wrote; nothing in the file is executed, and every field has its type."""
     path = folder / FILE
     try:
-        with zipfile.ZipFile(path) as archive:
-            if (broken := archive.testzip()) is not None:  # torch does not look at the checksums
-                raise ValueError(f"{broken} has another checksum than it says")
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        data = path.read_bytes()
+        if hashlib.sha256(memoryview(data)[:-DIGEST]).digest() != data[-DIGEST:]:  # torch does not look at any
+            raise ValueError(f"its checksum is not the one it says; {len(data):,} bytes")
+        found = torch.load(io.BytesIO(data[:-DIGEST]), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch would advise to run whatever the file holds
         raise ValueError(f"{path} is damaged (it holds more than tensors and plain values); {REMEDY}") from error
     except Exception as error:  # a damaged file can raise anything
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is damaged ({reason}); {REMEDY}") from error
+        raise ValueError(f"{path} is damaged ({in_words(error, named=False)}); {REMEDY}") from error
     try:
         return RunState.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        got = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
-        raise ValueError(f"{path}: {where}: {first['msg']}{got}; {REMEDY}") from None
+        raise ValueError(f"{path}: {first_problem(error)}; {REMEDY}") from None
 
 
 def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str, folder: Path) -> None:

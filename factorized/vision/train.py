@@ -73,8 +73,8 @@ def train(
     All seeds share one copy of the data and, on a GPU, one compiled and captured step. Under ``torchrun`` every process
     calls this and trains on its share of each batch; the first one writes.
     """
-    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
-        raise ValueError(f"seeds must be different whole numbers from 0, one at least, got {list(seeds)}")
+    if not seeds or len(set(seeds)) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**63:
+        raise ValueError(f"seeds must be different whole numbers from 0 to 2**63 - 1, one at least, got {list(seeds)}")
     folders = [folder / f"seed-{seed}" for seed in seeds]
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:

@@ -7,15 +7,17 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import nn
 
 from factorized.deploy.checkpoint import load, save
-from factorized.deploy.checksum import read_tensors, save_tensors
+from factorized.deploy.checksum import is_sealed, read_tensors, save_tensors
 from factorized.deploy.compose import is_factorized
+from factorized.deploy.state import check_finite
 from factorized.vision.data.images import Images
+from factorized.vision.explain import first_problem
 from factorized.vision.models.build import build_model
 from factorized.vision.network import boundless_buffers, not_finite
 from factorized.vision.recipe import Recipe
@@ -38,8 +40,15 @@ class _Data(_Part):
     classes: Annotated[list[str], Field(min_length=1)]
     channels: Positive
     size: Annotated[list[Positive], Field(min_length=2, max_length=2)]
-    mean: list[float] | None = None
-    std: list[Annotated[float, Field(gt=0)]] | None = None
+    mean: list[float] = []  # not given, or one for each channel
+    std: list[Annotated[float, Field(gt=0)]] = []
+
+    @model_validator(mode="after")
+    def _one_for_each_channel(self) -> Self:
+        for name in self.model_fields_set & {"mean", "std"}:
+            if len(getattr(self, name)) != self.channels:
+                raise ValueError(f"{name} must be {self.channels} numbers, one for each channel")
+        return self
 
 
 class _Result(_Part):
@@ -63,6 +72,7 @@ def save_trained(network: nn.Module, run: Path) -> dict[str, str]:
     if is_factorized(network):
         save(network, folder)
     else:
+        check_finite(network, "the network was not written")
         folder.mkdir(parents=True)
         save_tensors(folder / DENSE, network.state_dict())
     return {path.name: _checksum(path) for path in sorted(folder.iterdir())}
@@ -118,7 +128,7 @@ def _checksum(path: Path) -> str:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """Return what a finished run wrote about itself; a field that other commands read has its type."""
+    """Return what a finished run wrote about itself; a file whose checksum is not the one it says is refused."""
     path = run / RESULT
     if not path.is_file():
         within = sorted(path.parent for path in run.glob("*/result.json")) if run.is_dir() else []
@@ -128,9 +138,13 @@ def read_result(run: Path) -> dict[str, Any]:
         raise ValueError(f"there is no {path}{hint}")
     try:
         found: Any = json.loads(path.read_text())
+        intact = isinstance(found, dict) and is_sealed(found)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    return check_result(found, path)
+    result = check_result(found, path)
+    if not intact:
+        raise ValueError(f"{path} is damaged, or was changed: its checksum is not the one it says; train the run again")
+    return {key: value for key, value in result.items() if key != "checksum"}
 
 
 def check_result(found: Any, path: Path) -> dict[str, Any]:
@@ -144,9 +158,7 @@ def check_result(found: Any, path: Path) -> dict[str, Any]:
     try:
         _Result.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: {where}: {first['msg']}, got {first['input']!r:.60}; train the run again") from None
+        raise ValueError(f"{path}: {first_problem(error)}; train the run again") from None
     checked: dict[str, Any] = found
     return checked
 

@@ -5,10 +5,18 @@ python tests/cli/interrupted.py ARGUMENT...
 
 import sys
 
-from factorized.cli.main import main
+from factorized.cli import main
 from factorized.vision.interrupt import OneInterrupt
 
+
+class Telling(OneInterrupt):
+    """Says when it is in place."""
+
+    def install(self) -> None:
+        super().install()
+        print("ready", flush=True)
+
+
 if __name__ == "__main__":
-    OneInterrupt().install()  # as main does first of all
-    print("ready", flush=True)
-    sys.exit(main())
+    main.OneInterrupt = Telling  # type: ignore[misc]
+    sys.exit(main.main())

@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from factorized.deploy.checksum import save_tensors
+from factorized.deploy.whole_file import WholeFile
 from factorized.vision import export
 from factorized.vision.data.digits import load_digits
 from factorized.vision.models.build import build_model
 from factorized.vision.trained import load_trained
 from tests.cli.conftest import Cli
+from tests.vision.small import change_result
 from tests.vision.test_folder import files_of_at_most
 
 SUFFIX = {"plain": ".safetensors", "onnx": ".onnx", "export": ".pt2"}
@@ -64,11 +67,10 @@ def change_weights(run: Path, change: Callable[[torch.Tensor], object], name: st
     path = run / "model/dense.safetensors"
     tensors = load_file(path)
     change(tensors[name])
-    save_file(tensors, path)
+    path.unlink()  # which may be mapped into memory
+    save_tensors(path, tensors)
     if admit:
-        result = json.loads((run / "result.json").read_text())
-        result["files"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
-        (run / "result.json").write_text(json.dumps(result))
+        change_result(run, files={path.name: hashlib.sha256(path.read_bytes()).hexdigest()})
 
 
 @pytest.mark.parametrize("verb", ["compose", "evaluate"])
@@ -153,11 +155,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(cli: Cli, trained: Pa
 def test_a_place_that_may_not_be_written_is_named(
     cli: Cli, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, *arguments: object) -> None:
-        raise OSError(30, "Read-only file system", str(path))
+    def refuse(file: WholeFile) -> None:
+        raise OSError(30, "Read-only file system", str(file.temporary))
 
-    for way in ("write_bytes", "unlink"):
-        monkeypatch.setattr(Path, way, refuse)
+    monkeypatch.setattr(WholeFile, "__enter__", refuse)
     path = tmp_path / "m.safetensors"
     assert f"cannot write {path}: Read-only file system" in cli("compose", trained, "--out", path).error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 
 from factorized.deploy.checksum import save_tensors
 from factorized.vision.data.digits import load_digits
-from factorized.vision.trained import check_result
+from factorized.vision.trained import check_result, read_result
 from tests.cli.conftest import Cli
+from tests.vision.small import change_result
 
 
 def test_a_run_has_the_accuracy_that_was_recorded(cli: Cli, trained: Path, trained_dense: Path) -> None:
@@ -27,11 +29,10 @@ def test_a_run_has_the_accuracy_that_was_recorded(cli: Cli, trained: Path, train
 
 def test_a_run_that_is_not_what_it_says_fails(cli: Cli, trained: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps({**result, "accuracy": result["accuracy"] + 1}))
+    change_result(run, accuracy=read_result(run)["accuracy"] - 1)
     said = cli("evaluate", run)
     assert said.code == 1
-    assert "-1.00 points" in said.out
+    assert "+1.00 points" in said.out
 
 
 def test_other_images_are_measured_and_not_compared(cli: Cli, trained: Path, npz: Path) -> None:
@@ -57,9 +58,8 @@ def test_a_result_that_does_not_say_how_images_were_fed_is_still_evaluated(
     cli: Cli, trained: Path, tmp_path: Path
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    result = json.loads((run / "result.json").read_text())
-    result["data"] = {key: value for key, value in result["data"].items() if key not in ("mean", "std")}
-    (run / "result.json").write_text(json.dumps(result))
+    data = read_result(run)["data"]
+    change_result(run, data={key: value for key, value in data.items() if key not in ("mean", "std")})
     assert "+0.00 points" in cli("evaluate", run).out
 
 
@@ -102,11 +102,18 @@ def test_a_field_of_another_type_is_named(
     cli: Cli, trained: Path, tmp_path: Path, verb: str, field: str, value: object, message: str
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps({**result, field: value}))
+    change_result(run, **{field: value})
     said = cli(verb, run).error
     assert f"{run}/result.json: {message}" in said
     assert "train the run again" in said
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "compose"])
+def test_a_result_that_was_changed_is_refused(cli: Cli, trained: Path, tmp_path: Path, verb: str) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    text = (run / "result.json").read_text()
+    (run / "result.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+    assert f"{run}/result.json is damaged, or was changed" in cli(verb, run).error
 
 
 def test_committed_results_can_be_read() -> None:
@@ -124,4 +131,6 @@ def test_damaged_weights_of_a_dense_run_are_named(cli: Cli, trained_dense: Path,
     weights.write_bytes(weights.read_bytes()[:1000])
     assert f"{weights} is damaged" in cli("evaluate", run).error
     save_tensors(weights, {"a": torch.zeros(1)})
+    assert f"{weights} is damaged, or of another network" in cli("evaluate", run).error
+    change_result(run, files={weights.name: hashlib.sha256(weights.read_bytes()).hexdigest()})
     assert f"{weights} holds the weights of another network" in cli("evaluate", run).error

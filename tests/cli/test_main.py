@@ -111,7 +111,7 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(cli: Cli, arguments: list[s
     ("problem", "line"),
     [
         (ValueError("one\n  two"), "factorized: one two\n"),
-        (PermissionError(13, "Permission denied", "out"), "factorized: [Errno 13] Permission denied: 'out'\n"),
+        (PermissionError(13, "Permission denied", "out"), "factorized: out: Permission denied\n"),
         (ModuleNotFoundError("a needs b: pip install b"), "factorized: a needs b: pip install b\n"),
         (RuntimeError("odd"), "factorized: RuntimeError: odd; `factorized --debug …` shows where\n"),
         (RuntimeError("CUDA out of memory"), "factorized: RuntimeError: CUDA out of memory; use a smaller run.batch"),

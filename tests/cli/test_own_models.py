@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from factorized.vision.trained import read_result
 from tests.cli.conftest import Cli
+from tests.vision.small import change_result
 
 MINE = """
 import torch
@@ -78,8 +80,9 @@ def test_it_is_trained_evaluated_and_composed(cli: Cli, function: str, factorize
 @pytest.mark.parametrize("verb", ["evaluate", "compose"])
 def test_a_module_that_a_result_names_is_not_imported_unless_trusted(cli: Cli, verb: str) -> None:
     assert cli("train", write_recipe("tied"), "--quiet").code == 0
-    path = Path("out/tied/seed-0/result.json")
-    path.write_text(path.read_text().replace("own_networks:tied", "somebody_s:tied"))
+    run = Path("out/tied/seed-0")
+    recipe = read_result(run)["recipe"]
+    change_result(run, recipe={**recipe, "model": {"name": "somebody_s:tied"}})
     Path("somebody_s.py").write_text("import pathlib\npathlib.Path('harm').touch()\n" + MINE)
     message = cli(verb, "out/tied/seed-0").error
     assert "names the model 'somebody_s:tied'" in message

@@ -140,6 +140,8 @@ def edit(**changes: object) -> Callable[[dict[str, Any]], None]:
         (edit(plan=[]), "plan"),
         (edit(aliases=[]), "plan.json is damaged: aliases must map names to names"),
         (edit(aliases={"1.U": 3}), "plan.json is damaged: aliases must map names to names"),
+        (edit(aliases={"1.U": "2.U"}), "plan.json is damaged: alias '1.U' must be another name of a saved tensor"),
+        (edit(aliases={"x": "9.U"}), "plan.json is damaged: alias 'x' must be another name of a saved tensor"),
         (edit(weights=3), "plan.json is damaged: weights must be a name that fz.save gives, got 3"),
         (edit(weights="../weights-0123456789ab.safetensors"), "plan.json is damaged: weights must be a name"),
         (edit(weights="/etc/passwd"), "plan.json is damaged: weights must be a name"),

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from factorized.cli.main import main
-from tests.hostile.cases import Case, command_lines, own_models, wrong_fields, wrong_recipes
+from tests.hostile.cases import Case, command_lines, wrong_fields
 from tests.hostile.place import contents, copy_place
-from tests.hostile.wrong_files import wrong_checkpoints, wrong_data, wrong_runs
+from tests.hostile.wrong_data import wrong_data
+from tests.hostile.wrong_recipes import own_models, wrong_recipes
+from tests.hostile.wrong_runs import wrong_checkpoints, wrong_runs
 
 SEED = 13
 KINDS = (command_lines, wrong_fields, wrong_recipes, own_models, wrong_data, wrong_runs, wrong_checkpoints)

@@ -50,7 +50,7 @@ ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
         ),
         ({"scheme": Overcomplete(), "energy": 0.9}, "energy=0.9 is for LowRank; Overcomplete takes ratio="),
         ({"scheme": Overcomplete(), "rank_scale": 0.5}, "rank_scale=0.5 is below full rank; rank_scale must be at"),
-        ({"scheme": Overcomplete(), "rank": 3}, "full rank, for Overcomplete layer"),
+        ({"scheme": Overcomplete(), "rank": 3}, "full rank to 1000 times that, for Overcomplete layer"),
         ({"scheme": Overcomplete(), "ratio": 0.1}, "full rank everywhere, the lowest of Overcomplete, it still keeps"),
         (
             {"scheme": "low_rank", "ratio": 0.5},
@@ -73,7 +73,7 @@ def test_a_wrong_budget_says_what_is_allowed(arguments: dict[str, Any], message:
     ("scheme", "arguments", "message"),
     [
         (LowRank(), {"rank": 10**15}, r"rank must be in 1\.\.\d+ for layer .*got 1000000000000000"),
-        (Overcomplete("wide"), {"rank": 10**15}, r"rank must be in 1\.\.\d+ for layer .*1000 times its full rank"),
+        (Overcomplete("wide"), {"rank": 10**15}, r"rank must be in \d+\.\.\d+, full rank to 1000 times that"),
         (LowRank(), {"rank": 10**400}, r"rank must be below 1e\+18, got a number of more than 18 digits"),
         (LowRank(), {"rank": -(10**5000)}, r"rank must be below 1e\+18, got a number of more than 18 digits"),
         (Overcomplete("wide"), {"rank_scale": 1e15}, r"rank_scale=1e\+15 is above 1000"),

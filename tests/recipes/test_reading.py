@@ -196,3 +196,22 @@ def test_a_hostile_value_is_refused_in_one_line_or_is_what_the_field_may_hold(fi
             assert message.startswith("own: "), value
             assert "\n" not in message, value
             assert len(message) < 1000, value
+
+
+def test_a_path_of_the_user_s_is_recorded_from_the_working_folder_or_from_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    expected = {
+        tmp_path / "here/models/vit": "models/vit",
+        tmp_path / "home/vit": "~/vit",
+        Path("/srv/vit"): "/srv/vit",
+        Path("../vit"): "../vit",
+    }
+    for path, recorded in expected.items():
+        table = {"model": {"name": f"hf:{path}"}, "factorize": {"scheme": "low_rank", "ratio": 0.1}}
+        recipe = check_recipe({**table, "decay": {"kind": "normalized", "norms": f"{path}/seed-{{seed}}"}}, "mine")
+        assert recipe.to_dict()["model"]["name"] == f"hf:{recorded}"
+        assert recipe.to_dict()["decay"]["norms"] == f"{recorded}/seed-{{seed}}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from factorized.deploy.checksum import sealed
 from factorized.vision.data.images import Images
 from factorized.vision.data.load import load_images
 from factorized.vision.progress import Reporter
@@ -62,6 +64,13 @@ def metrics(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def state_of(folder: Path, seed: int = 0) -> RunState:
     return load_state(folder / f"seed-{seed}")
+
+
+def change_result(run: Path, **fields: Any) -> None:
+    """Change fields of a run's result, as one who knows how its checksum is made."""
+    path = run / "result.json"
+    result = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps(sealed({key: value for key, value in result.items() if key != "checksum"})))
 
 
 def assert_same_run(actual: Path, expected: Path, seed: int = 0) -> None:

@@ -74,6 +74,16 @@ def test_a_plain_file_holds_tied_weights_under_each_name(tmp_path: Path) -> None
     assert torch.equal(logits_on_test(function, images, CPU), logits_on_test(network, images, CPU))
 
 
+def test_a_plain_file_with_one_bit_changed_is_refused(tmp_path: Path) -> None:
+    network, path = Attentive(), tmp_path / "a.safetensors"
+    write_network(network, "plain", path, stand_in("gray", 4, 16, 1), {})
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="is damaged"):
+        read_network("plain", path, network, CPU)
+
+
 def test_accuracy_is_a_share_in_percent() -> None:
     images = stand_in("noise", 4, 8, 1, count=4)
     right = nn.functional.one_hot(images.y_test, 4).float()

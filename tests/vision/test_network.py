@@ -10,11 +10,25 @@ from factorized.vision.train import train
 from tests.vision.small import digits, recipe
 
 MINE = """
+import sys
 from torch import nn
 
 class Pair(nn.Linear):
     def forward(self, x): return super().forward(x.flatten(1)), x
 
+class Leaves(nn.Linear):
+    def forward(self, x): sys.exit(0)
+
+class Detached(nn.Linear):
+    def forward(self, x): return super().forward(x.flatten(1)).detach()
+
+class Rounded(nn.Linear):
+    def forward(self, x): return super().forward(x.flatten(1)).long()
+
+def leaves(classes): return Leaves(64, classes)
+def detached(classes): return Detached(64, classes)
+def rounded(classes): return Rounded(64, classes)
+def without_memory(classes): return good(classes).to("meta")
 def fewer(classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, classes - 3))
 def pair(classes): return Pair(64, classes)
 def other_size(classes): return nn.Sequential(nn.Flatten(), nn.Linear(63, classes))
@@ -36,7 +50,13 @@ def in_a_folder_with_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("fewer", r"must return a tensor \(images, 10\), got \(2, 7\) for two images"),
         ("pair", r"must return a tensor \(images, 10\), got tuple"),
-        ("other_size", r"cannot classify images \(1, 8, 8\): mat1 and mat2"),
+        ("other_size", r"cannot classify images \(1, 8, 8\): it failed outside of your code: RuntimeError: mat1"),
+        ("leaves", r"cannot classify images .*: it failed at .*odd_networks\.py:9: SystemExit: it exits with 0"),
+        (
+            "detached",
+            r"must return logits that its parameters can be trained by, got torch\.float32 without",
+        ),
+        ("rounded", r"must return logits that its parameters can be trained by, got torch\.int64 without"),
         ("nothing", "has no parameters that can be trained"),
         ("frozen", "has no parameters that can be trained"),
     ],
@@ -48,6 +68,12 @@ def test_a_network_that_cannot_classify_the_images_is_refused_before_anything_is
     with pytest.raises(ValueError, match=f"model 'odd_networks:{function}' {message}"):
         train(changed, digits(), tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_network_without_memory_is_refused(tmp_path: Path) -> None:
+    changed = recipe("model.name=odd_networks:without_memory", name="digits/resnet8")
+    with pytest.raises(ValueError, match=r"'odd_networks:without_memory': 1\.weight is on the meta device"):
+        train(changed, digits(), tmp_path / "out", device="cpu")
 
 
 def test_checking_a_network_leaves_it_as_it_was() -> None:

@@ -13,6 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import factorized as fz
+from factorized.deploy.checksum import is_sealed
 from factorized.planning.cost import count_parameters
 from factorized.vision import record
 from factorized.vision.interrupt import Interrupted
@@ -144,7 +145,9 @@ def test_what_json_has_no_number_for_is_written_as_null(tmp_path: Path) -> None:
         recorder.add(row)
     expected = {"epoch": 0, "effective_step": None, "test_loss": None, "loss": 1.5}
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == expected
-    assert json.loads((tmp_path / "result.json").read_text()) == {"history": [expected]}
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["history"] == [expected]
+    assert is_sealed(result)
 
 
 def test_the_commit_is_that_of_the_package_and_of_no_repository_around_it(

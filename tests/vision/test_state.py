@@ -86,7 +86,8 @@ def test_a_checkpoint_that_the_run_cannot_have_written_is_refused_by_field(
     field, value, message = WRONG[case]
     shutil.copytree(cut, tmp_path / "run")
     path = tmp_path / "run" / "seed-0" / FILE
-    torch.save({**torch.load(path, weights_only=True), field: value}, path)
+    changed: Any = {**dict(state_of(tmp_path / "run")), field: value}
+    save_state(changed, path.parent)
     before = path.read_bytes()
     with pytest.raises(ValueError, match=rf"seed-0/checkpoint\.pt: {message}.*; start this run anew with --overwrite"):
         train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)
@@ -113,7 +114,8 @@ def test_a_checkpoint_with_a_wrong_tensor_is_refused_by_name(cut: Path, tmp_path
 
 
 def test_a_checkpoint_that_holds_code_gets_no_advice_to_run_it(cut: Path, tmp_path: Path) -> None:
-    torch.save({"recipe": Path("x")}, tmp_path / FILE)
+    code: Any = {"recipe": Path("x")}
+    save_state(code, tmp_path)
     with pytest.raises(ValueError, match="holds more than tensors and plain values") as refused:
         load_state(tmp_path)
     assert "weights_only" not in str(refused.value)

@@ -16,10 +16,13 @@ def need(module: str, package: str, purpose: str, extra: Extra = "vision") -> An
     except ModuleNotFoundError as error:
         if error.name != top:
             raise  # it is installed, and misses something itself
-        raise ModuleNotFoundError(
-            f"{purpose} needs {package}, which is not installed: {install_command(extra)}", name=top
-        ) from error
+        raise ModuleNotFoundError(not_installed(purpose, package, extra), name=top) from error
     return importlib.import_module(module)
+
+
+def not_installed(purpose: str, package: str, extra: Extra) -> str:
+    """Return what to say where ``purpose`` needs a package of an extra that is not there."""
+    return f"{purpose} needs {package}, which is not installed: {install_command(extra)}"
 
 
 def install_command(extra: Extra) -> str:

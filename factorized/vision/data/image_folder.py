@@ -16,6 +16,7 @@ from factorized.vision.data.extras import need
 from factorized.vision.data.images import Images
 from factorized.vision.data.known import make_images
 from factorized.vision.data.progress import Progress
+from factorized.vision.explain import in_words
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 TESTS = ("test", "val", "valid", "validation")
@@ -68,7 +69,7 @@ def read_pixels(path: Path) -> Pixels:
         with pillow.open(path) as image:
             return to_pixels(image, str(path))
     except (OSError, pillow.DecompressionBombError) as error:
-        raise ValueError(f"{path} is damaged, or no image: {error}") from error
+        raise ValueError(f"{path} is damaged, or no image: {in_words(error, named=False)}") from error
 
 
 def _read_in_order(paths: Sequence[Path]) -> Iterator[tuple[str, Pixels]]:

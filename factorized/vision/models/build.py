@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -14,8 +13,9 @@ from types import ModuleType
 
 from torch import nn
 
+from factorized.vision.explain import place_and_reason
 from factorized.vision.models.hugging_face import hugging_face_model
-from factorized.vision.models.names import MODELS
+from factorized.vision.models.names import MODELS, MOST_CLASSES, MOST_VALUES
 from factorized.vision.models.resnet import resnet, resnet32x2
 from factorized.vision.models.vgg import vgg19_nfc
 from factorized.vision.models.wide_resnet import wide_resnet
@@ -43,8 +43,15 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
     for argument, value in (("classes", classes), ("image_size", image_size), ("channels", channels)):
         if value < 1:
             raise ValueError(f"{argument} must be a whole number from 1, got {value!r}")
+    if classes > MOST_CLASSES:
+        raise ValueError(f"classes must be at most {MOST_CLASSES:,}, got {classes:,}")
+    if (values := channels * image_size**2) > MOST_VALUES:
+        raise ValueError(
+            f"image_size={image_size} with channels={channels} makes images of {values:,} values; expected at most "
+            f"{MOST_VALUES:,}"
+        )
     if name.startswith("hf:"):
-        return _from_folder(name, classes, image_size, channels)
+        return hugging_face_model(Path(name.removeprefix("hf:")).expanduser(), classes, image_size, channels)
     if ":" in name:
         return _from_function(name, classes, image_size, channels)
     if name not in _BUILDERS:
@@ -60,18 +67,6 @@ def _vgg_pool(size: int) -> int:
     if size < 16:
         raise ValueError(f"vgg19 halves an image four times and needs 16×16 at least, got {size}×{size}; use resnet8")
     return size // 16
-
-
-def _from_folder(name: str, classes: int, image_size: int, channels: int) -> nn.Module:
-    try:
-        return hugging_face_model(Path(name.removeprefix("hf:")).expanduser(), classes, image_size, channels)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"model {name!r}: its config.json asks for Python code of its own, which is not run here; take a model "
-            "that transformers knows, or name a function of yours as module:function"
-        ) from error
 
 
 def _from_function(name: str, classes: int, image_size: int, channels: int) -> nn.Module:
@@ -92,7 +87,7 @@ def _from_function(name: str, classes: int, image_size: int, channels: int) -> n
         try:
             model = function(**{argument: value for argument, value in offered.items() if argument in taken})
         except (Exception, SystemExit) as error:  # it may do anything
-            raise ValueError(f"model {name!r}: {function_name} failed {_place_and_reason(error)}") from error
+            raise ValueError(f"model {name!r}: {function_name} failed {place_and_reason(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r}: {function_name} must return a torch.nn.Module, got {type(model).__name__}")
     return model
@@ -108,19 +103,7 @@ def _import(name: str, module_name: str) -> ModuleType:
                 f"model {name!r}: there is no module {missing!r} here or on the Python path; install it, or put its "
                 "folder on PYTHONPATH"
             ) from error
-        raise ValueError(f"model {name!r}: importing {module_name} failed {_place_and_reason(error)}") from error
-
-
-def _place_and_reason(error: BaseException) -> str:
-    """Return the line of the user's code that failed, and why; the last line outside of installed packages."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"at {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is ours
-    own = [f for f in frames if "site-packages" not in f.filename and Path(f.filename).is_file()]
-    own = [f for f in own if not f.filename.startswith(sys.base_prefix)]
-    place = f"at {own[-1].filename}:{own[-1].lineno}" if own else "outside of your code"
-    reason = str(error) if not isinstance(error, SystemExit) else f"it exits with {error.code!r}"
-    return f"{place}: {type(error).__name__}: {reason}"
+        raise ValueError(f"model {name!r}: importing {module_name} failed {place_and_reason(error)}") from error
 
 
 @contextmanager

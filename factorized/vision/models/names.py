@@ -1,5 +1,8 @@
 """The names that ``build_model`` knows, apart from it: a shell that completes one does not wait for torch."""
 
+MOST_CLASSES = 1_000_000  # that a model is built for
+MOST_VALUES = 2**26  # of an image
+
 MODELS = (
     "resnet8",
     "resnet20",

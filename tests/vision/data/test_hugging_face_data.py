@@ -187,7 +187,7 @@ def test_an_address_is_split_into_its_parts() -> None:
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs datasets, .*pip install 'factorized\[vision\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs datasets, .*pip install '\.\[vision\]'"):
         load_hugging_face("a", "a/b", silent)
 
 

@@ -140,5 +140,5 @@ def test_a_missing_package_is_named_with_what_to_install(
     for name in [name for name in sys.modules if name.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"needs {package}, .*pip install 'factorized\[vision\]'"):
+    with pytest.raises(ModuleNotFoundError, match=rf"needs {package}, .*pip install '\.\[vision\]'"):
         load_images("digits" if module == "sklearn" else str(tmp_path))

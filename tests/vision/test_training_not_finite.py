@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+import factorized as fz
 from factorized.vision.models.build import build_model
 from factorized.vision.state import FILE
 from factorized.vision.step import TrainingStep
 from factorized.vision.train import train
+from factorized.vision.trained import save_trained
 from tests.vision.small import STEPS, Signals, digits, recipe, state_of
 
 
@@ -83,3 +85,14 @@ def test_a_signal_does_not_replace_a_good_checkpoint_by_one_that_is_not_finite(
     with pytest.raises(ValueError, match="in epoch 2"):
         train(recipe(), digits(), tmp_path, device="cpu", reporter=Signals(signal.SIGTERM, epoch=1, step=0))
     assert (state_of(tmp_path).epoch, state_of(tmp_path).step) == (1, 0)
+
+
+@pytest.mark.parametrize("factorized", [False, True])
+def test_a_network_that_is_not_finite_is_not_written(tmp_path: Path, factorized: bool) -> None:
+    network = build_model("resnet8", 10, 8, 1)
+    if factorized:
+        fz.factorize(network, ratio=0.5)
+    network.get_submodule("linear").weight.data[1, 2] = float("nan")
+    with pytest.raises(ValueError, match=r"^linear: weight holds NaN; "):
+        save_trained(network, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,41 @@
+"""What went wrong, in words: of the system, of data that were read, of somebody else's code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def in_words(error: BaseException, *, named: bool = True) -> str:
+    """Return what an exception says in one line, without the system's number for it; ``named``, with the file."""
+    if isinstance(error, SystemExit):
+        return f"it exits with {error.code!r}"
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}" if named and error.filename is not None else error.strerror
+    return " ".join(str(error).split())
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return where data are not what they must be, what is expected there and what was found."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"])) or "the file"
+    got = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}{got}"
+
+
+def place_and_reason(error: BaseException) -> str:
+    """Return the line of the user's code that failed, and why; the last line outside of installed packages."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"at {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is ours
+    own = [f for f in frames if "site-packages" not in f.filename and Path(f.filename).is_file()]
+    own = [f for f in own if not f.filename.startswith((sys.base_prefix, _PACKAGE))]
+    place = f"at {own[-1].filename}:{own[-1].lineno}" if own else "outside of your code"
+    return f"{place}: {type(error).__name__}: {in_words(error)}"
