@@ -13,10 +13,10 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 .PHONY: demo test nightly lint format types env clean
 
 demo: $(STAMP)
-	$(BIN)/python -m factorized.cli demo
+	$(BIN)/factorized demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not nightly"
+	$(BIN)/python -m pytest -n 2 -m "not nightly" --durations=25
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m nightly

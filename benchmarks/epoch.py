@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from factorized.vision.data.images import Images
-from factorized.vision.processes import Processes
-from factorized.vision.recipes import load_recipe
-from factorized.vision.record import describe_machine, product_row
-from factorized.vision.train import Trainer
+from factorized.experiments.data.images import Images
+from factorized.experiments.recipes.find import load_recipe
+from factorized.experiments.training.processes import Processes
+from factorized.experiments.training.record import describe_machine, product_row
+from factorized.experiments.training.train import Trainer
 
 RECIPES = ("cifar10/resnet32x2", "cifar10/resnet32x2-lowrank-0.1-si-fd", "cifar10/resnet32", "cifar10/resnet32-full-fd")
 

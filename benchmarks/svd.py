@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from factorized.maths.spectral import Method, truncated_svd
-from factorized.vision.record import describe_machine
+from factorized.experiments.training.record import describe_machine
+from factorized.formats.svd import Method, truncated_svd
 
 
 def seconds(W: torch.Tensor, rank: int, method: Method) -> float:

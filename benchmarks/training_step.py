@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import factorized as fz
-from factorized.layers.timing import capture, median_milliseconds
-from factorized.vision.models.resnet import resnet32x2
-from factorized.vision.record import describe_machine
+from factorized.experiments.models.resnet import resnet32x2
+from factorized.experiments.training.record import describe_machine
+from factorized.nn.timing import capture, median_milliseconds
 
 # ratio of parameters, how the layers run, what decays them
 VARIANTS = [
     (None, "dense", "weight"),
-    (0.1, "one_conv", "weight"),
+    (0.1, "composed", "weight"),
     (0.1, "auto", "weight"),
     (0.1, "auto", "frobenius"),
     (0.1, "auto", "loop"),

@@ -1,52 +1,53 @@
 """The public names, in the order of the data path; see docs/path.md for the tour."""
 
-from factorized.adapters.table import register_attention
-from factorized.decay.forms import Form, TensorForm, forms
+from factorized.attention.register import register_attention
+from factorized.decay.forms import Form, forms
 from factorized.decay.frobenius import FrobeniusDecay, decoupled_frobenius
 from factorized.decay.groups import parameter_groups
 from factorized.decay.penalty import NuclearDecay, ProductPenalty
-from factorized.deploy.checkpoint import load, save
-from factorized.deploy.compose import compose
-from factorized.deploy.dense import load_dense
-from factorized.deploy.lower import lower
-from factorized.deploy.pretrained import from_pretrained, save_pretrained
 from factorized.diagnostics.bounds import MarginBounds, margin_bounds
 from factorized.diagnostics.diagnose import Diagnosis, diagnose
 from factorized.diagnostics.match import NormMatcher
-from factorized.layers.autotune import autotune
-from factorized.layers.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
-from factorized.layers.drop_connect import drop_connect
-from factorized.layers.embedding import FactorizedEmbedding
-from factorized.layers.linear import FactorizedLinear
-from factorized.layers.shrink import factorize_attention, spectral_init_attention
-from factorized.layers.swap import factorize
-from factorized.layers.tensor_conv import TensorizedConv2d
-from factorized.layers.tensor_linear import TensorizedLinear
+from factorized.files.checkpoint import load, save
+from factorized.files.dense import load_dense
+from factorized.files.pretrained import from_pretrained, save_pretrained
+from factorized.formats.kronecker import Kronecker
+from factorized.formats.monarch import Monarch
+from factorized.formats.product import LowRank, Overcomplete
+from factorized.formats.tensor_train import TensorTrain
+from factorized.formats.tucker import Tucker
+from factorized.nn.autotune import autotune
+from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.nn.drop_connect import drop_connect
+from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.linear import FactorizedLinear
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
-from factorized.planning.plan import Plan, PlanEntry, TensorEntry
+from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
 from factorized.planning.planner import plan
-from factorized.planning.scheme import LowRank, Overcomplete
-from factorized.planning.tensor_scheme import TensorTrain, Tucker
+from factorized.surgery.compose import compose
+from factorized.surgery.factorize import factorize
+from factorized.surgery.lower import lower
+from factorized.surgery.shrink import factorize_attention, spectral_init_attention
 from factorized.version import __version__
 
 __all__ = [  # noqa: RUF022, in path order
     "plan",
     "Plan",
     "PlanEntry",
-    "TensorEntry",
+    "AttentionEntry",
     "LowRank",
     "Overcomplete",
     "TensorTrain",
     "Tucker",
+    "Monarch",
+    "Kronecker",
     "factorize",
     "FactorizedLinear",
     "FactorizedConv1d",
     "FactorizedConv2d",
     "FactorizedConv3d",
     "FactorizedEmbedding",
-    "TensorizedLinear",
-    "TensorizedConv2d",
     "register_attention",
     "factorize_attention",
     "spectral_init_attention",
@@ -54,7 +55,6 @@ __all__ = [  # noqa: RUF022, in path order
     "drop_connect",
     "forms",
     "Form",
-    "TensorForm",
     "parameter_groups",
     "FrobeniusDecay",
     "decoupled_frobenius",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from tests.adapters.attention_zoo import GPT2, OwnAttention
+from tests.attention.attention_zoo import GPT2, OwnAttention
 
 CARD = (Path(__file__).parent.parent / "docs" / "attention.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", CARD, flags=re.DOTALL)

@@ -12,8 +12,9 @@ from torch import nn
 
 import factorized as fz
 from factorized.decay.arena import Arena
-from factorized.maths.spectral import spectral_factors
-from factorized.vision.models.resnet import resnet
+from factorized.experiments.models.resnet import resnet
+from factorized.formats.format import WAYS
+from factorized.formats.svd import spectral_factors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -23,7 +24,7 @@ def small_model() -> nn.Module:
     return fz.factorize(resnet(8).double(), ratio=0.4).cuda()
 
 
-@pytest.mark.parametrize("execution", fz.FactorizedConv2d.executions)
+@pytest.mark.parametrize("execution", WAYS)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_convolutions_compute_on_the_gpu_what_the_dense_layer_does(execution: str, channels_last: bool) -> None:
     dense = nn.Conv2d(16, 24, 3, (2, 1), padding=1, device="cuda", dtype=torch.float64)
@@ -74,7 +75,7 @@ def trained(
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(fz.parameter_groups(model, 1e-2), lr=0.05, momentum=0.9)
     decay = fz.FrobeniusDecay(model, 0.05).attach(optimizer)
-    assert any(isinstance(unit, Arena) for unit in decay._engine.units)
+    assert any(isinstance(worker, Arena) for worker in decay._engine.workers)
     return optimizer
 
 
@@ -151,7 +152,7 @@ def test_attention_forms_are_decayed_on_the_gpu_as_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_shrunken_attention_runs_fused_on_the_gpu(dtype: torch.dtype) -> None:
+def test_shrunk_attention_runs_fused_on_the_gpu(dtype: torch.dtype) -> None:
     dense = nn.MultiheadAttention(64, 4, batch_first=True, device="cuda").eval()
     small = fz.factorize_attention(deepcopy(dense), {"qk": 0.5, "ov": 0.75})
     x = torch.randn(2, 16, 64, device="cuda")

@@ -9,9 +9,9 @@ from torch import nn
 import factorized as fz
 from factorized.decay import fused
 from factorized.decay.arena import Arena
-from factorized.decay.batch import Single, batches
+from factorized.decay.engine import Alike, make_workers
 from factorized.decay.fused import Fused
-from factorized.vision.models.resnet import resnet
+from factorized.experiments.models.resnet import resnet
 from tests.test_cuda import trained
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -48,21 +48,21 @@ def test_gradients_are_those_of_the_products(dtype: torch.dtype) -> None:
 
 
 def test_they_do_not_vary_from_run_to_run() -> None:
-    unit = Fused(fz.forms(products(torch.float32)))
-    first = [gradient.clone() for gradient in unit.gradients()]
+    worker = Fused(fz.forms(products(torch.float32)))
+    first = [gradient.clone() for gradient in worker.gradients()]
     for _ in range(5):
-        assert all(torch.equal(*pair) for pair in zip(unit.gradients(), first, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(worker.gradients(), first, strict=True))
 
 
 def test_parameters_that_were_given_other_memory_are_found() -> None:
     model = products(torch.float32)
     forms = fz.forms(model)
-    unit = Fused(forms)
+    worker = Fused(forms)
     for parameter in model.parameters():
         parameter.data = 2 * parameter.data
     for layer in model[::2]:
         layer.U.data = layer.U.data.t().contiguous().t()  # the same matrix, column by column
-    gradients = unit.gradients()
+    gradients = worker.gradients()
     assert max(relative_error(form, *gradients[2 * n : 2 * n + 2]) for n, form in enumerate(forms)) < 1e-5
 
 
@@ -70,7 +70,7 @@ def test_what_the_kernels_do_not_know_is_computed_by_torch() -> None:
     assert [Fused in kinds(products(dtype)) for dtype in (torch.float32, torch.float64)] == [True, False]
     assert Arena in kinds(products(torch.float64))
     large = nn.ModuleList([fz.FactorizedLinear(400, 400, 65).cuda() for _ in range(2)])
-    assert kinds(large) <= {Single, Arena}
+    assert kinds(large) <= {Alike, Arena}
 
 
 def test_where_the_kernels_cannot_be_built_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,13 +80,13 @@ def test_where_the_kernels_cannot_be_built_torch_computes(monkeypatch: pytest.Mo
     fused.can_build_kernels.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(fused, "launch", no_compiler)
-        assert kinds(products(torch.float32)) <= {Single, Arena}
+        assert kinds(products(torch.float32)) <= {Alike, Arena}
     fused.can_build_kernels.cache_clear()
     assert Fused in kinds(products(torch.float32))
 
 
 def kinds(model: nn.Module) -> set[type]:
-    return {type(unit) for unit in batches(fz.forms(model))}
+    return {type(worker) for worker in make_workers(fz.forms(model))}
 
 
 def test_the_decay_compiles_whole() -> None:
@@ -105,7 +105,7 @@ def test_the_decay_compiles_whole() -> None:
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(fz.parameter_groups(model, 1e-2), lr=0.05, momentum=0.9)
     decay = fz.FrobeniusDecay(model, 0.05).attach(optimizer)
-    assert any(isinstance(unit, Fused) for unit in decay._engine.units)
+    assert any(isinstance(worker, Fused) for worker in decay._engine.workers)
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""Tensorized layers on a GPU: the same results as on the CPU, and steps that can be captured as CUDA graphs."""
+"""Formats that are no products on a GPU: the same results as on the CPU, and steps captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.maths.folding import fold
-from factorized.maths.kernel import KernelShape
+from factorized.formats.kernel import KernelShape
+from factorized.formats.scheme import Scheme
 from tests.models.tensorized import SCHEMES, images, tensorized
 from tests.test_cuda import adamw, flambe, trained
 
+FOLDED = [fz.TensorTrain(), fz.Tucker()]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -22,11 +23,11 @@ def test_models_compute_on_the_gpu_what_they_do_on_the_cpu(kind: str) -> None:
     torch.testing.assert_close(model.cuda()(images().cuda()).cpu(), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["tensor_train", "tucker"])
-def test_the_decomposition_is_the_same_on_both_devices(method: str) -> None:
-    made = fold(KernelShape.of((24, 30)), method).format(3)
-    tensors = torch.randn(4, *made.dims, dtype=torch.float64)
-    here, there = (made.expand(made.decompose(part)) for part in (tensors, tensors.cuda()))
+@pytest.mark.parametrize("scheme", [*FOLDED, fz.Monarch(blocks=2)], ids=str)
+def test_the_decomposition_is_the_same_on_both_devices(scheme: Scheme) -> None:
+    made = scheme.at_rank(KernelShape.of((24, 30)), 3)
+    weights = torch.randn(4, 24, 30, dtype=torch.float64)
+    here, there = (made.compose(made.decompose(part)) for part in (weights, weights.cuda()))
     torch.testing.assert_close(there.cpu(), here, rtol=1e-9, atol=1e-9)
 
 
@@ -48,11 +49,12 @@ def test_a_captured_step_with_decay_ends_where_eager_steps_do(kind: str, make: o
         )
 
 
-@pytest.mark.parametrize("method", ["tensor_train", "tucker"])
-def test_training_holds_at_most_twice_what_the_dense_layer_does(method: str) -> None:
+@pytest.mark.parametrize("scheme", FOLDED, ids=str)
+def test_training_holds_at_most_twice_what_the_dense_layer_does(scheme: Scheme) -> None:
+    format = scheme.at_rank(KernelShape.of((1024, 1024)), 16)
     x = torch.randn(256, 1024, device="cuda")
     peaks = []
-    for layer in (nn.Linear(1024, 1024), fz.TensorizedLinear(1024, 1024, 16, method=method)):
+    for layer in (nn.Linear(1024, 1024), fz.FactorizedLinear(1024, 1024, format)):
         torch.cuda.synchronize()
         layer = layer.cuda()
         before = torch.cuda.memory_allocated()

@@ -28,7 +28,7 @@ def test_importing_the_package_does_not_import_torch_and_using_it_does() -> None
     first, second, third = found.stdout.splitlines()
     assert first == "False factorized"
     assert second == "factorized.planning.planner True"
-    assert third == f"factorized.planning.scheme {fz.__version__}"
+    assert third == f"factorized.formats.product {fz.__version__}"
 
 
 @pytest.mark.parametrize("name", public.__all__)

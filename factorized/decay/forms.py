@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from factorized.adapters.table import find_attention
-from factorized.adapters.unit import KINDS, AttentionUnit, FormKind, Projection
+from factorized.attention.register import find_attention
+from factorized.attention.unit import KINDS, AttentionUnit, FormKind, Projection
 from factorized.decay.local import check_placements, projection_part
-from factorized.layers.base import FactorizedLayer
-from factorized.layers.composed import ComposedLayer
-from factorized.layers.conv import FactorizedConv
-from factorized.layers.embedding import FactorizedEmbedding
-from factorized.layers.tensor import TensorizedLayer
-from factorized.maths.frobenius import compose, frobenius_norm_squared
-from factorized.maths.kernel import KernelShape, grouped, to_matrix
-from factorized.maths.tensor_format import TensorFormat
-from factorized.planning.model import check_model
+from factorized.formats.format import Format
+from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
+from factorized.formats.kernel import grouped, to_matrix
+from factorized.formats.svd import factor_spectrum
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,28 +66,49 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """One product ``U M₁…M_d Vᵀ``, batched: a factorized layer, or all heads of an attention form.
+    """One weight that is decayed as a whole: that of a factorized layer, or all heads of an attention form.
 
-    Of attention, ``"qk"`` is ``Q_h K_hᵀ`` and ``"ov"`` is ``V_h O_hᵀ``. Where query heads share a K/V head, the batch
-    is (K/V heads, query heads of each), with 1 in the second place for the shared matrix.
+    A product ``U M₁…M_d Vᵀ`` is batched over groups or heads. Of attention, ``"qk"`` is ``Q_h K_hᵀ`` and ``"ov"`` is
+    ``V_h O_hᵀ``. Where query heads share a K/V head, the batch is (K/V heads, query heads of each), with 1 in the
+    second place for the shared matrix. Of other formats the factors are their cores, of a separable convolution those
+    of its pointwise part.
     """
 
     name: str  # of the module it belongs to; of attention with its kind: "encoder.0.self_attn.ov"
     kind: str  # "linear", "conv", "embedding", "qk" or "ov"
-    left: Factor
-    middle: tuple[Factor, ...]
-    right: Factor
-    layer: ComposedLayer | None = None  # where one module holds the whole product
+    factors: tuple[Factor, ...]  # in the order of the product, or of the format
+    format: Format | None = None  # None for attention, which is a product
+    layer: FactorizedLayer | None = None  # where one module holds the whole product
     rotary: bool = False  # of "qk": positions turn queries and keys, so that this is no single bilinear form
 
     @property
+    def is_product(self) -> bool:
+        """Whether the factors are ``U``, inner matrices and ``V``."""
+        return self.format is None or self.format.is_product
+
+    @property
+    def left(self) -> Factor:
+        """The factor ``U`` of a product."""
+        return self.factors[0]
+
+    @property
+    def middle(self) -> tuple[Factor, ...]:
+        """The factors between ``U`` and ``V`` of a product."""
+        return self.factors[1:-1]
+
+    @property
+    def right(self) -> Factor:
+        """The factor ``V`` of a product."""
+        return self.factors[-1]
+
+    @property
     def U(self) -> Tensor:  # (batch, m, rank)
-        """The left factor, differentiable."""
+        """The left factor of a product, differentiable."""
         return self.left.differentiable
 
     @property
     def V(self) -> Tensor:  # (batch, n, rank)
-        """The right factor, differentiable."""
+        """The right factor of a product, differentiable."""
         return self.right.differentiable
 
     @property
@@ -99,90 +117,63 @@ class Form:
         return tuple(factor.differentiable for factor in self.middle)
 
     @property
-    def factors(self) -> tuple[Factor, ...]:
-        """All factors, in the product's order."""
-        return (self.left, *self.middle, self.right)
-
-    @property
     def numel(self) -> int:
-        """Entries of the product."""
-        if self.layer is not None:
-            return self.layer.shape.numel
+        """Entries of the weight."""
+        if self.format is not None:
+            return self.format.shape.numel
         batch = torch.broadcast_shapes(self.U.shape[:-2], self.V.shape[:-2])
         return batch.numel() * self.U.shape[-2] * self.V.shape[-2]
 
     @property
     def values(self) -> list[Tensor]:
-        """All factors in the product's order, differentiable; sharded ones are gathered, so all ranks must ask."""
+        """All factors in order, differentiable; sharded ones are gathered, so all ranks must ask."""
         return [factor.whole for factor in self.factors]
 
     def compose(self, values: Sequence[Tensor]) -> Tensor:  # (batch, m, n)
-        """Return the product of ``values``, which stand for the factors."""
-        return compose(values[0], values[-1], values[1:-1]).flatten(0, -3)
+        """Return the weight of ``values``, which stand for the factors, as the matrices that low rank reads it as."""
+        if self.format is None or self.format.is_product:
+            return compose(values[0], values[-1], values[1:-1]).flatten(0, -3)
+        return to_matrix(self.format.compose(values), self.format.shape)
 
-    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # (batch,)
-        """Return ‖U M₁…M_d Vᵀ‖² of ``values``, which stand for the factors."""
-        return frobenius_norm_squared(values[0], values[-1], values[1:-1])
-
-
-@dataclass(frozen=True, eq=False)
-class TensorForm:
-    """One tensor in a format: the weight of a tensorized layer, or the pointwise part of a separable one."""
-
-    name: str  # of the module it belongs to
-    kind: str  # "tensor_train" or "tucker"
-    factors: tuple[Factor, ...]  # the cores
-    format: TensorFormat
-    shape: KernelShape  # of the weight that the tensor is
-    layer: ComposedLayer | None = None
-
-    @property
-    def cores(self) -> tuple[Tensor, ...]:
-        """The cores, differentiable, in the format's order."""
-        return tuple(factor.parameter for factor in self.factors)
-
-    @property
-    def numel(self) -> int:
-        """Entries of the tensor."""
-        return self.format.numel
-
-    @property
-    def values(self) -> list[Tensor]:
-        """The cores, differentiable; sharded ones are gathered, so all ranks must ask."""
-        return [factor.whole for factor in self.factors]
-
-    def compose(self, values: Sequence[Tensor]) -> Tensor:  # (groups, m, n)
-        """Return the tensor as the matrices that low rank would read its weight as."""
-        return to_matrix(self.format.expand(values).reshape(self.shape.weight_shape), self.shape)
-
-    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # ()
-        """Return the squared norm of the whole tensor, by contraction where that is cheaper."""
+    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # (batch,), or () where it is no product
+        """Return the squared Frobenius norm of the weight of ``values``, which stand for the factors."""
+        if self.format is None or self.format.is_product:
+            return frobenius_norm_squared(values[0], values[-1], values[1:-1])
         return self.format.norm_squared(values)
 
+    def gradients(self, values: Sequence[Tensor]) -> list[Tensor]:  # like values
+        """Return the gradients of half the squared norm; of a format, ``values`` may have a leading batch dimension."""
+        if self.format is None or self.format.is_product:
+            dU, dV, d_inner = frobenius_gradients(values[0], values[-1], values[1:-1])
+            return [dU, *d_inner, dV]
+        return list(self.format.gradients(values))
 
-AnyForm = Form | TensorForm
+    def spectrum(self, values: Sequence[Tensor]) -> Tensor:  # (batch, singular values)
+        """Return the singular values of the weight of ``values``, of a product without forming it."""
+        if self.is_product:
+            return factor_spectrum(values[0], values[-1], values[1:-1])
+        return torch.linalg.svdvals(self.compose(values))
+
+
 Names = Mapping[Tensor, str]  # of parameters
 
 
-def forms(model: nn.Module) -> list[AnyForm]:
+def forms(model: nn.Module) -> list[Form]:
     """Return every product in ``model``, each once, however many layers are tied to its factors.
 
-    Low-rank layers give a ``Form`` with ``U``, ``inner`` and ``V``, tensorized ones a ``TensorForm`` with ``cores``.
-    Attention is two products a module, of the kinds ``"qk"`` and ``"ov"``, where an adapter can read it: see
-    ``fz.register_attention``.
+    A factorized layer is one form. Attention is two products a module, of the kinds ``"qk"`` and ``"ov"``, where an
+    adapter can read it: see ``fz.register_attention``.
 
     Every factor must be a parameter of the model: one that a parametrization or pruning computes is refused. So are
     factors of one product that are not distributed over the same ranks.
     """
     check_model(model)
-    found: dict[tuple[object, ...], AnyForm] = {}
+    found: dict[tuple[object, ...], Form] = {}
     names: Names = {parameter: name for name, parameter in model.named_parameters()}
     attention = {read.module: read.unit for read in find_attention(model)}
     for name, module in model.named_modules():
         if isinstance(module, FactorizedLayer):
             found.setdefault(module.factors, _layer_form(name, module, names))
-        elif isinstance(module, TensorizedLayer):
-            found.setdefault(module.factors, _tensor_form(name, module, names))
         unit = attention.get(module)
         if unit is None:
             continue
@@ -200,14 +191,14 @@ def unread_attention(model: nn.Module) -> str:
     return "" if read is None else f". Its attention {read.name or 'itself'!r} cannot be read: {read.reason}"
 
 
-def is_attention(form: AnyForm) -> bool:
+def is_attention(form: Form) -> bool:
     """Return whether a form is one of attention."""
     return form.kind in KINDS
 
 
-def factor_parameters(found: Sequence[AnyForm]) -> dict[nn.Parameter, AnyForm]:
+def factor_parameters(found: Sequence[Form]) -> dict[nn.Parameter, Form]:
     """Return every parameter that holds a factor, with the (first) form it belongs to."""
-    owners: dict[nn.Parameter, AnyForm] = {}
+    owners: dict[nn.Parameter, Form] = {}
     for form in found:
         for factor in form.factors:
             owners.setdefault(factor.parameter, form)
@@ -215,21 +206,13 @@ def factor_parameters(found: Sequence[AnyForm]) -> dict[nn.Parameter, AnyForm]:
 
 
 def _layer_form(name: str, layer: FactorizedLayer, names: Names) -> Form:
-    kind = "conv" if isinstance(layer, FactorizedConv) else "linear"
-    if isinstance(layer, FactorizedEmbedding):
-        kind = "embedding"
-    groups = layer.shape.groups
-    view = partial(grouped, groups=groups) if groups > 1 else _one_group
-    parts = ["U", *(f"inner.{index}" for index in range(layer.depth)), "V"]
-    _check_parameters(name, dict(zip(parts, layer.factors, strict=True)), names)
-    left, *middle, right = (Factor(names[parameter], parameter, view, groups) for parameter in layer.factors)
-    return Form(name, kind, left, tuple(middle), right, layer)
-
-
-def _tensor_form(name: str, layer: TensorizedLayer, names: Names) -> TensorForm:
-    _check_parameters(name, {f"cores.{index}": core for index, core in enumerate(layer.cores)}, names)
-    cores = tuple(Factor(names[core], core, _as_it_is) for core in layer.cores)
-    return TensorForm(name, layer.method, cores, layer.format, layer.folding.shape, layer)
+    format, count = layer.format.decayed
+    factors = dict(zip(layer.format.cores, layer.factors[:count], strict=False))
+    _check_parameters(name, factors, names)
+    groups = format.shape.groups if format.is_product else 1
+    view = _as_it_is if not format.is_product else partial(grouped, groups=groups) if groups > 1 else _one_group
+    parts = tuple(Factor(names[parameter], parameter, view, groups) for parameter in factors.values())
+    return Form(name, layer.form_kind, parts, format, layer)
 
 
 def _check_parameters(name: str, factors: Mapping[str, Tensor], names: Names) -> None:
@@ -249,11 +232,11 @@ def _as_it_is(core: Tensor) -> Tensor:
 
 
 def _attention_form(name: str, unit: AttentionUnit, kind: FormKind, names: Names) -> Form:
-    left, right = (
+    parts = tuple(
         Factor(names[p.weight], p.weight, partial(unit.grouped_view, p), p.heads, projection=p) for p in unit.form(kind)
     )
     name = f"{name}.{kind}" if name else kind
-    return Form(name, kind, left, (), right, rotary=unit.rotary and kind == "qk")
+    return Form(name, kind, parts, rotary=unit.rotary and kind == "qk")
 
 
 def _one_group(factor: Tensor) -> Tensor:  # (long, rank) -> (1, long, rank)

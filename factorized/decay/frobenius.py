@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from factorized.decay.act import FrobeniusEngine, gradient_of
-from factorized.decay.attached import AttachedDecay
+from factorized._checks import check_whole
+from factorized._torch import computable, on_one_device, without_autocast
+from factorized.decay.engine import Engine, gradient_of
 from factorized.decay.forms import Factor, forms, unread_attention
 from factorized.decay.guard import composed_layers, is_adaptive
+from factorized.decay.hook import AttachedDecay, Step
 from factorized.decay.rest import decay_rest
-from factorized.decay.step import Arguments, Step, act_before_update
 from factorized.decay.strength import (
     Number,
     Strength,
@@ -25,20 +25,19 @@ from factorized.decay.strength import (
     decayed_forms,
     strengths,
 )
-from factorized.layers.base import check_whole
-from factorized.maths.frobenius import computable, on_one_device, without_autocast
 
 
 class FrobeniusDecay(AttachedDecay):
     """Penalize the product, not its factors: adds λ · ∂½‖U M₁…M_d Vᵀ‖² to the factors' gradients before every step.
 
-    Of a tensorized layer it is the squared norm of the whole tensor, and the factors are its cores.
+    Of a layer in another format it is the squared norm of its weight, and the factors are the format's cores.
 
     Args:
         model: holds the products, see ``fz.forms``.
-        strength: λ. A number, a tensor of one number, a schedule ``step -> λ``, or a dict from form kinds or name globs
-            to numbers (the last match wins; what matches nothing is not decayed). Of attention, a number or schedule
-            decays OV alone; QK is decayed where a dict says ``"qk"``, or, under rotary embeddings, names ``"*.qk"``.
+        strength: λ. A number, a tensor of one number, a schedule ``step -> λ``, or a dict from form kinds, names of
+            formats or name globs to numbers (the last match wins; what matches nothing is not decayed). Of attention, a
+            number or schedule decays OV alone; QK is decayed where a dict says ``"qk"``, or, under rotary embeddings,
+            names ``"*.qk"``.
         decoupled: True subtracts lr·λ·gradient from the parameters instead, as AdamW does with its decay. None means
             False, with a warning where the optimizer is adaptive and so rescales the gradient: Adam, ``fz.Lamb``, …
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
@@ -60,23 +59,19 @@ class FrobeniusDecay(AttachedDecay):
         check_readable(strength, model)
         check_strength(strength, self.forms)
         self.strength = strength
-        self.decoupled = bool(decoupled)
+        self.decoupled = self.changes_parameters = bool(decoupled)
         self._hints = decoupled is None  # whether to say that an adaptive optimizer rescales what is added
-        self.steps = 0  # taken so far: what a schedule is asked with
         super().__init__(decayed_forms(strength, self.forms))
         self._inside = composed_layers(self._decayed, strength, self.decoupled) if in_backward else {}
-        self._engine = FrobeniusEngine([form for form in self._decayed if form not in self._inside])
+        self._engine = Engine([form for form in self._decayed if form not in self._inside])
 
     def penalty(self) -> Tensor:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; for a loss of your own, or to log.
 
         Sharded factors are gathered for it: all ranks must call it.
         """
-        return self._penalty(self.steps)
-
-    def _penalty(self, step: int) -> Tensor:
         found = self._decayed or self.forms[:1]
-        numbers = strengths(self.strength, found, step)
+        numbers = strengths(self.strength, found, self.steps)
         with without_autocast(*(form.factors[0].parameter.device for form in found)):
             norms = [form.norm_squared([computable(value) for value in form.values]).sum() for form in found]
             halves = [_near(number, norm) * norm / 2 for number, norm in zip(numbers, norms, strict=True)]
@@ -138,23 +133,14 @@ class FrobeniusDecay(AttachedDecay):
         check_whole("steps", state.get("steps"), least=0)
         self.steps = state["steps"]
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        act = partial(self._act, optimizer, self.steps)
-        if self.decoupled:
-            return act_before_update(act, args, kwargs, once=True)
-        return act_before_update(act, args, kwargs, penalty=partial(self._penalty, self.steps))
-
-    def _act(self, optimizer: Optimizer, steps: int) -> None:
-        self.steps = steps  # a closure may act several times within one step
-        step = Step(optimizer)
+    def _act(self, step: Step) -> None:
         if self.decoupled:
             self._shrink(step.rate, step.holds)
         else:
             numbers = step.for_gradients(self._numbers())
             self._engine.add(lambda f: gradient_of(f) if f in numbers else None, numbers.__getitem__)
         factors = (factor for form in self._decayed for factor in form.factors)
-        decay_rest(optimizer, step, factors, decoupled=self.decoupled)
-        self.steps += 1
+        decay_rest(step, factors, decoupled=self.decoupled)
 
     def _shrink(self, rate: Callable[[nn.Parameter], Number], held: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()

@@ -12,8 +12,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from factorized._torch import computable
 from factorized.decay.forms import Factor, Form
-from factorized.maths.frobenius import computable, frobenius_gradients
+from factorized.formats.frobenius import frobenius_gradients
 
 logger = logging.getLogger(__name__)
 ROWS = 64  # of a factor, in one program

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from factorized.adapters.unit import are_kinds
-from factorized.decay.forms import AnyForm, factor_parameters, forms, is_attention
+from factorized.attention.unit import are_kinds
+from factorized.decay.forms import Form, factor_parameters, forms, is_attention
 from factorized.decay.rest import REST_DECAY, packed_parameters
 from factorized.decay.strength import check_number
-from factorized.planning.model import check_model
+from factorized.nn.model import check_model
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -53,7 +53,7 @@ def parameter_groups(
     norms = {p for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
-    factors: dict[AnyForm, list[nn.Parameter]] = {}
+    factors: dict[Form, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -81,7 +81,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def compression_rate(form: AnyForm) -> float:
+def compression_rate(form: Form) -> float:
     """Return the entries of a layer's factors over those of its product."""
     return sum(factor.parameter.numel() for factor in form.factors) / form.numel
 

@@ -21,7 +21,7 @@ from torch.optim import (
     SparseAdam,
 )
 
-from factorized.decay.forms import AnyForm, factor_parameters
+from factorized.decay.forms import Form, factor_parameters
 from factorized.decay.strength import Strength, strengths
 
 
@@ -35,7 +35,7 @@ class DecaysProducts(ABC):
         """Return whether ``parameter`` is a factor that this acts on."""
 
 
-def check_attachable(decay: DecaysProducts, decayed: Sequence[AnyForm], optimizer: Optimizer) -> None:
+def check_attachable(decay: DecaysProducts, decayed: Sequence[Form], optimizer: Optimizer) -> None:
     """Raise if ``optimizer`` holds none of the factors, decays them itself, or has such a decay attached already."""
     check_hookable(optimizer)
     owners = factor_parameters(decayed)
@@ -71,7 +71,7 @@ def check_hookable(optimizer: Optimizer) -> None:
         )
 
 
-def check_decayed_once(decayed: Sequence[AnyForm], optimizer: Optimizer) -> None:
+def check_decayed_once(decayed: Sequence[Form], optimizer: Optimizer) -> None:
     """Raise if a group of ``optimizer`` with a decay of its own holds factors of these forms."""
     owners = factor_parameters(decayed)
     for group in optimizer.param_groups:
@@ -85,7 +85,7 @@ def check_decayed_once(decayed: Sequence[AnyForm], optimizer: Optimizer) -> None
             )
 
 
-def check_still_held(decayed: Sequence[AnyForm]) -> None:
+def check_still_held(decayed: Sequence[Form]) -> None:
     """Raise if a layer no longer holds a factor as it did: it was pruned, parametrized, sharded or replaced since."""
     for form in decayed:
         held = form.layer.factors[: len(form.factors)] if form.layer is not None else ()
@@ -110,11 +110,11 @@ def _same(other: object, decay: DecaysProducts, held: Sequence[nn.Parameter]) ->
     return any(other.holds(parameter) for parameter in held)
 
 
-def _also(form: AnyForm) -> str:
+def _also(form: Form) -> str:
     return ', attention=("qk", "ov")' if form.kind == "qk" else ""
 
 
-def composed_layers(decayed: Sequence[AnyForm], strength: Strength, decoupled: bool) -> dict[AnyForm, float]:
+def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool) -> dict[Form, float]:
     """Return the forms whose layer composes its weight to run, with their strengths: λW can act in their backward."""
     if decoupled or callable(strength):
         raise ValueError(

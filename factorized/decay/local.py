@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from factorized.adapters.unit import Projection
+from factorized.attention.unit import Projection
 
 
 def check_placements(factors: Mapping[str, Tensor]) -> None:

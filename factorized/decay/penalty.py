@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from factorized.decay.act import gradient_of
-from factorized.decay.attached import AttachedDecay
-from factorized.decay.forms import AnyForm, TensorForm, forms, unread_attention
+from factorized._torch import computable, on_one_device, without_autocast
+from factorized.decay.engine import gradient_of
+from factorized.decay.forms import Form, forms, unread_attention
+from factorized.decay.hook import AttachedDecay, Step
 from factorized.decay.sharded import add_whole
-from factorized.decay.step import Arguments, Step, act_before_update
 from factorized.decay.strength import check_number, unless_named
-from factorized.maths.frobenius import computable, on_one_device, without_autocast
-from factorized.maths.spectral import factor_spectrum, nuclear_gradients
+from factorized.formats.svd import factor_spectrum, nuclear_gradients
 
 
 class ProductPenalty(AttachedDecay):
     """Any penalty ``fn(W)`` on the composed products ``W = U M₁…M_d Vᵀ``; its gradient is added before every step.
 
-    Of a tensorized layer ``W`` is the matrix that low rank would read its weight as.
+    Of a layer in another format ``W`` is the matrix that low rank would read its weight as.
 
     ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed, and its gradient taken
     by autograd: right for any ``fn``, at the cost of the dense weight. Of attention it is the OV forms. Sharded factors
@@ -52,18 +49,15 @@ class ProductPenalty(AttachedDecay):
 
     def apply_(self) -> None:
         """Add the gradient to those that are there, once."""
-        self._add(None)
+        self._act(None)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return act_before_update(lambda: self._add(Step(optimizer)), args, kwargs, penalty=self.penalty)
-
-    def _of(self, form: AnyForm, values: Sequence[Tensor]) -> Tensor:
+    def _of(self, form: Form, values: Sequence[Tensor]) -> Tensor:
         number = self.fn(form.compose(values))
         if not isinstance(number, Tensor):
             raise ValueError(f"{form.name}: fn must return a tensor of one number, got {number!r}")
         return number.sum()
 
-    def _gradients(self, form: AnyForm) -> list[Tensor]:
+    def _gradients(self, form: Form) -> list[Tensor]:
         values = [computable(value.detach()).requires_grad_() for value in form.values]
         with torch.enable_grad():
             number = self._of(form, values)
@@ -75,7 +69,7 @@ class ProductPenalty(AttachedDecay):
         return list(torch.autograd.grad(number, values))
 
     @torch.no_grad()
-    def _add(self, step: Step | None) -> None:
+    def _act(self, step: Step | None) -> None:
         for form in self.forms:
             held = [step is None or step.holds(factor.parameter) for factor in form.factors]
             targets = [gradient_of(factor) if own else None for factor, own in zip(form.factors, held, strict=True)]
@@ -99,9 +93,9 @@ class NuclearDecay(ProductPenalty):
         super().__init__(model, partial(_scaled_nuclear_norm, strength=strength))
         self.strength = strength
 
-    def _of(self, form: AnyForm, values: Sequence[Tensor]) -> Tensor:
+    def _of(self, form: Form, values: Sequence[Tensor]) -> Tensor:
         values = [computable(value) for value in values]
-        if isinstance(form, TensorForm):
+        if not form.is_product:
             return super()._of(form, values)
         U, *inner, V = (value.detach() for value in values)
         norm = factor_spectrum(U, V, inner).sum()
@@ -110,8 +104,8 @@ class NuclearDecay(ProductPenalty):
             norm = norm + ((value - value.detach()) * gradient).sum()
         return self.strength * norm
 
-    def _gradients(self, form: AnyForm) -> list[Tensor]:
-        if isinstance(form, TensorForm):
+    def _gradients(self, form: Form) -> list[Tensor]:
+        if not form.is_product:
             return super()._gradients(form)
         U, *inner, V = (computable(value.detach()) for value in form.values)
         return [self.strength * gradient for gradient in self._product_gradients(U, inner, V)]

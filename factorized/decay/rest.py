@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, Optimizer, RMSprop
 
-from factorized.decay.forms import AnyForm, Factor
-from factorized.decay.step import Step
+from factorized.decay.forms import Factor, Form
+from factorized.decay.hook import Step
 
 # The key that fz.parameter_groups puts into the group of packed weights, whose own weight_decay is zero: an optimizer
 # decays whole parameters, and of these a part is decayed as a product.
@@ -21,7 +21,7 @@ _COUPLED = (SGD, Adadelta, Adagrad, Adamax, ASGD, RMSprop)
 _DECOUPLED = (Adafactor, Muon)
 
 
-def packed_parameters(decayed: Sequence[AnyForm]) -> set[nn.Parameter]:
+def packed_parameters(decayed: Sequence[Form]) -> set[nn.Parameter]:
     """Return the parameters of which only a part is a factor of these forms."""
     covered: dict[nn.Parameter, dict[tuple[int, int], int]] = {}
     for form in decayed:
@@ -33,21 +33,21 @@ def packed_parameters(decayed: Sequence[AnyForm]) -> set[nn.Parameter]:
 
 
 @torch.no_grad()
-def decay_rest(optimizer: Optimizer, step: Step, factors: Iterable[Factor], *, decoupled: bool) -> None:
-    """Decay what shares a parameter with ``factors`` as ``optimizer`` would have, by the number in its group.
+def decay_rest(step: Step, factors: Iterable[Factor], *, decoupled: bool) -> None:
+    """Decay what shares a parameter with ``factors`` as the optimizer would have, by the number in its group.
 
     ``decoupled`` says how the decay of the factors acts: the rest follows it where the optimizer is none of torch's.
     """
     held: dict[nn.Parameter, list[Factor]] = {}
     for factor in factors:
         held.setdefault(factor.parameter, []).append(factor)
-    for group in optimizer.param_groups:
+    for group in step.optimizer.param_groups:
         number = group.get(REST_DECAY, 0.0)
         for parameter in group["params"] if number else ():
             if parameter not in held or not parameter.requires_grad or parameter.grad is None:
                 continue
             rest = _rest_of(parameter, held[parameter])
-            if _is_decoupled(optimizer, group, otherwise=decoupled):
+            if _is_decoupled(step.optimizer, group, otherwise=decoupled):
                 parameter.detach().sub_(rest * (number * step.rate(parameter)))
             else:
                 parameter.grad.add_(rest * step.for_gradient(parameter, number))

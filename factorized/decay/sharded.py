@@ -1,6 +1,6 @@
 """Frobenius gradients of distributed factors: split by rows, as FSDP2 does, only rank × rank matrices travel.
 
-Factors that are split in another way (by columns, over two mesh dimensions) are gathered, as tensor cores are.
+Factors that are split in another way (by columns, over two mesh dimensions) are gathered, as other cores are.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from factorized._torch import computable
 from factorized.decay.forms import Factor, Form
 from factorized.decay.local import first_index, is_by_rows, own_part, row_group
-from factorized.maths.frobenius import computable, frobenius_gradients
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -61,19 +61,6 @@ class Sharded:
             ]
             result.append(_times_gram(form.right, left))
         return result
-
-
-class Gathered:
-    """A form whose factors are gathered whole, because a Gram matrix needs what no rank has alone."""
-
-    def __init__(self, form: Form) -> None:
-        self.factors = form.factors
-
-    def gradients(self) -> list[Tensor]:
-        """Return this rank's part of every factor's gradient of ½‖U M₁…M_d Vᵀ‖², in the order of ``factors``."""
-        U, *inner, V = (computable(factor.view(whole(factor))) for factor in self.factors)
-        dU, dV, d_inner = frobenius_gradients(U, V, inner)
-        return [own_gradient(gradient, f) for gradient, f in zip((dU, *d_inner, dV), self.factors, strict=True)]
 
 
 def _summed_grams(factors: Sequence[Factor]) -> list[Tensor]:

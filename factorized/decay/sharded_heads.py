@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from factorized.adapters.unit import Projection
+from factorized._torch import computable
+from factorized.attention.unit import Projection
 from factorized.decay.forms import Factor, Form
 from factorized.decay.local import first_index
 from factorized.decay.sharded import sum_over_shards
-from factorized.maths.frobenius import computable
 
 
 class ShardedHeads:

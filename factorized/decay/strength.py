@@ -1,4 +1,4 @@
-"""How strongly each form is decayed: one number, numbers by name or kind, or a schedule."""
+"""How strongly each form is decayed: one number, numbers by name, kind or format, or a schedule."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from math import isfinite
 
 from torch import Tensor, nn
 
-from factorized.adapters.table import find_attention
-from factorized.adapters.unit import KINDS
-from factorized.decay.forms import AnyForm, Form
+from factorized.attention.register import find_attention
+from factorized.attention.unit import KINDS
+from factorized.decay.forms import Form
+from factorized.planning.schemes import FORMATS
 
-FORM_KINDS = ("linear", "conv", "embedding", "tensor_train", "tucker", *KINDS)
+FORM_KINDS = ("linear", "conv", "embedding", *FORMATS, *KINDS)  # and the names of formats
 Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
 Strength = Number | Mapping[str, Number] | Callable[[int], float]
 
 
-def strengths(strength: Strength, found: Sequence[AnyForm], step: int) -> list[Number]:
+def strengths(strength: Strength, found: Sequence[Form], step: int) -> list[Number]:
     """Return the strength of every form at ``step``."""
     if callable(strength):
         strength = strength(step)
@@ -30,7 +31,7 @@ def strengths(strength: Strength, found: Sequence[AnyForm], step: int) -> list[N
     return [0.0 if form.kind == "qk" else number for form in found]
 
 
-def decayed_forms(strength: Strength, found: Sequence[AnyForm]) -> list[AnyForm]:
+def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
     """Return the forms that are decayed at all: those whose strength is not zero."""
     if callable(strength):
         return unless_named(found)
@@ -38,12 +39,12 @@ def decayed_forms(strength: Strength, found: Sequence[AnyForm]) -> list[AnyForm]
     return [form for form, n in zip(found, numbers, strict=True) if isinstance(n, Tensor) or n != 0]
 
 
-def unless_named(found: Sequence[AnyForm]) -> list[AnyForm]:
+def unless_named(found: Sequence[Form]) -> list[Form]:
     """Return the forms that one number for all acts on: of attention OV alone, as the paper found to be more robust."""
     return [form for form in found if form.kind != "qk"]
 
 
-def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
+def check_strength(strength: Strength, found: Sequence[Form]) -> None:
     """Raise unless every number is finite and not negative, and every pattern is a kind or matches a form's name.
 
     A kind that the model lacks is fine: one dict may serve several models.
@@ -65,7 +66,7 @@ def check_strength(strength: Strength, found: Sequence[AnyForm]) -> None:
                 f"strength: no form of the model matches {pattern!r}. Kinds are {', '.join(FORM_KINDS)}; near names "
                 f"are {', '.join(map(repr, near))}"
             )
-        turned = next((form for form in found if isinstance(form, Form) and form.rotary), None)
+        turned = next((form for form in found if form.rotary), None)
         if pattern == "qk" and turned is not None and (isinstance(number, Tensor) or number != 0):
             raise ValueError(
                 f"strength: 'qk' asks for Q Kᵀ, but rotary embeddings turn the queries and keys of {turned.name!r} by "
@@ -87,7 +88,7 @@ def check_readable(strength: Strength, model: nn.Module) -> None:
             )
 
 
-def _by_pattern(strength: Mapping[str, Number], form: AnyForm) -> Number:
+def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
     # The last pattern that matches wins, so that exceptions stand below the rule.
     for pattern in reversed(list(strength)):
         if _matches(pattern, form):
@@ -100,10 +101,11 @@ def _scalar(number: Number) -> Number:
     return number.reshape(()) if isinstance(number, Tensor) else number
 
 
-def _matches(pattern: str, form: AnyForm) -> bool:
+def _matches(pattern: str, form: Form) -> bool:
     # A glob that happens to cover attention does not ask for QK: that has to be said.
     says_qk = form.kind != "qk" or pattern.endswith("qk")
-    return pattern == form.kind or (says_qk and fnmatchcase(form.name, pattern))
+    formats = {format.name for format in (form.format, form.layer and form.layer.format) if format is not None}
+    return pattern == form.kind or pattern in formats or (says_qk and fnmatchcase(form.name, pattern))
 
 
 def check_number(what: str, number: object) -> None:

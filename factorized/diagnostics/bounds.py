@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from factorized.layers.base import FactorizedLayer
-from factorized.layers.composed import ComposedLayer
-from factorized.maths.frobenius import computable, without_autocast
-from factorized.maths.kernel import KernelShape, grouped, to_matrix
-from factorized.maths.spectral import factor_spectrum
-from factorized.planning.model import check_model
+from factorized._torch import computable, without_autocast
+from factorized.formats.kernel import KernelShape, to_matrix
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_model
 
 
 @dataclass(frozen=True)
@@ -141,21 +139,18 @@ def _is_number(value: object) -> bool:
 
 
 def _has_weight(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, _ConvNd, ComposedLayer))
+    return isinstance(module, (nn.Linear, _ConvNd, FactorizedLayer))
 
 
 def _spectrum(module: nn.Module) -> tuple[int, int, Tensor]:
     """Return rows, rank and singular values of a layer's matrix, of groups those of the block-diagonal whole."""
     with without_autocast(next(module.parameters()).device):
         if isinstance(module, FactorizedLayer):
-            U, *inner, V = (computable(grouped(factor, module.shape.groups)) for factor in module.factors)
-            rank = module.shape.groups * min(module.rank, module.shape.full_rank)
-            return module.shape.groups * module.shape.rows, rank, factor_spectrum(U, V, inner).flatten()
+            shape, rank = module.shape, module.format.matrix_rank
+            values = module.format.spectrum([computable(factor) for factor in module.factors])
+            return shape.groups * shape.rows, shape.groups * rank, values.flatten()
         weight = module.weight
     assert isinstance(weight, Tensor)
-    if isinstance(module, ComposedLayer):
-        shape = module.shape
-    else:
-        shape = KernelShape.of(tuple(weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
+    shape = KernelShape.of(tuple(weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
     values = torch.linalg.svdvals(computable(to_matrix(weight, shape)))
     return shape.groups * shape.rows, shape.groups * shape.full_rank, values.flatten()

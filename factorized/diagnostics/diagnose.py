@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from factorized.decay.forms import AnyForm, TensorForm, forms
+from factorized._torch import computable, without_autocast
+from factorized.decay.forms import Form, forms
 from factorized.decay.strength import Number, check_number
-from factorized.maths.frobenius import computable, without_autocast
-from factorized.maths.spectral import factor_spectrum
 
 
 @dataclass(frozen=True)
@@ -46,34 +45,27 @@ def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Dia
         return [_diagnose(form, float(lr), spectrum) for form in found]
 
 
-def _diagnose(form: AnyForm, lr: float, spectrum: bool) -> Diagnosis:
+def _diagnose(form: Form, lr: float, spectrum: bool) -> Diagnosis:
     factors = [computable(value) for value in form.values]
     squared = form.norm_squared(factors).sum()
     ends = (factors[0], factors[-1])
     spectral = nuclear = stable = None
     if spectrum:
-        values = _spectrum(form, factors)
+        values = form.spectrum(factors)
         spectral, nuclear = values.max().item(), values.sum().item()
         stable = squared.item() / spectral**2 if spectral else 0.0
-    is_tensor, unfolded = isinstance(form, TensorForm), [factor.flatten(0, -2) for factor in factors]
+    unfolded = [factor.flatten(0, -2) for factor in factors]
     return Diagnosis(
         name=form.name,
         kind=form.kind,
         frobenius=squared.sqrt().item(),
-        nuclear_bound=None if is_tensor or len(factors) > 2 else _nuclear_bound(*ends),
+        nuclear_bound=None if not form.is_product or len(factors) > 2 else _nuclear_bound(*ends),
         effective_step=lr / squared.item() if squared else float("inf"),
-        non_orthogonality=tuple(_non_orthogonality(matrix) for matrix in (unfolded if is_tensor else ends)),
+        non_orthogonality=tuple(_non_orthogonality(matrix) for matrix in (ends if form.is_product else unfolded)),
         spectral=spectral,
         nuclear=nuclear,
         stable_rank=stable,
     )
-
-
-def _spectrum(form: AnyForm, factors: list[Tensor]) -> Tensor:
-    if isinstance(form, TensorForm):
-        return torch.linalg.svdvals(form.compose(factors))
-    U, *inner, V = factors
-    return factor_spectrum(U, V, inner)
 
 
 def _nuclear_bound(U: Tensor, V: Tensor) -> float:

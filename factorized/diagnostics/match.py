@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized.decay.forms import AnyForm, Factor, forms
+from factorized._torch import computable, on_one_device, without_autocast
+from factorized.decay.forms import Factor, Form, forms
 from factorized.decay.guard import check_hookable
 from factorized.decay.strength import check_number
-from factorized.maths.frobenius import computable, on_one_device, without_autocast
 
 Norms = dict[str, float]  # by form name
 
@@ -107,7 +107,7 @@ class NormMatcher:
         self._step += 1
 
 
-def _solve(found: Sequence[AnyForm]) -> list[tuple[Factor, dict[int, float]]]:
+def _solve(found: Sequence[Form]) -> list[tuple[Factor, dict[int, float]]]:
     """Return the free factors, each once, with the powers of the forms' ratios by which all norms are matched at once.
 
     A form's ratio is the product of what its factors are rescaled by: linear in logarithms. The smallest solution
@@ -132,5 +132,5 @@ def _identity(factor: Factor) -> tuple[nn.Parameter, int, int]:
     return (factor.parameter, part.dim, part.start) if part is not None else (factor.parameter, 0, 0)
 
 
-def _norm(form: AnyForm) -> Tensor:
+def _norm(form: Form) -> Tensor:
     return form.norm_squared([computable(value) for value in form.values]).sum().sqrt()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorized.decay.act import FrobeniusEngine
-from factorized.decay.forms import AnyForm, Factor, forms, unread_attention
+from factorized.decay.engine import Engine
+from factorized.decay.forms import Factor, Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.guard import DecaysProducts, check_still_held
 from factorized.decay.rest import REST_DECAY
@@ -62,7 +62,7 @@ class Flambe(Lamb, DecaysProducts):
             capturable=capturable,
             skip_nonfinite=skip_nonfinite,
         )
-        self.forms: list[AnyForm] = forms(model)
+        self.forms: list[Form] = forms(model)
         if not self.forms:
             raise ValueError(
                 f"{type(model).__name__} holds no products; use fz.Lamb, or call fz.factorize first"
@@ -72,7 +72,7 @@ class Flambe(Lamb, DecaysProducts):
         check_strength(frobenius_decay, self.forms)
         self.frobenius_decay = frobenius_decay
         self.steps = 0  # taken so far: what a schedule is asked with
-        self._engine = FrobeniusEngine(decayed_forms(frobenius_decay, self.forms))
+        self._engine = Engine(decayed_forms(frobenius_decay, self.forms))
         self._factors = {factor.parameter for factor in self._engine.form_of}
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         if self._factors and not held & self._factors:

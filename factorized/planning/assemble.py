@@ -8,33 +8,30 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from factorized.maths.folding import Rank
-from factorized.planning.attention import AttentionCost
+from factorized.attention.cost import AttentionCost
+from factorized.formats.product import LowRank
+from factorized.formats.scheme import Scheme
+from factorized.nn.running import count_parameters
 from factorized.planning.budget import Budget
-from factorized.planning.cost import Call, LayerCost, Measured, count_parameters
-from factorized.planning.plan import Plan, PlanEntry, TensorEntry
-from factorized.planning.scheme import LowRank, Scheme
+from factorized.planning.cost import LayerCost, Measured
+from factorized.planning.plan import AttentionEntry, Entry, Plan, PlanEntry
+from factorized.planning.ranks import Choice
 from factorized.planning.select import Candidate
-from factorized.planning.tensor_cost import TensorCost
-from factorized.planning.tensor_scheme import TensorTrain, Tucker
 
-Cost = LayerCost | TensorCost | AttentionCost
+Cost = LayerCost | AttentionCost
 Tied = list[Candidate]  # layers that share one weight, the first of them in front; mostly one
-Solved = dict[str, tuple[Cost, Rank | None]]  # cost and rank (None: dense) by the name of the first of the tied
+Solved = dict[str, tuple[Cost, Choice | None]]  # cost and choice (None: dense) by the name of the first of the tied
 
 
-def cost_of(tied: Tied, scheme: Scheme, measured: Measured | None) -> Cost:
+def cost_of(tied: Tied, measured: Measured | None) -> Cost:
     """Return what the weight of some tied layers costs, with the calls of all of them; or what attention does."""
     if tied[0].unit is not None:
         seen = measured.attention[tied[0].module] if measured is not None else ()
         return AttentionCost(tied[0].unit, tied[0].kinds, tuple(seen))
     shape = tied[0].shape
     assert shape is not None
-    calls: dict[bool, tuple[Call, ...]] = {False: (), True: ()}
-    for candidate in tied if measured is not None else ():
-        assert measured is not None
-        calls[isinstance(candidate.module, nn.Embedding)] += tuple(measured.calls[candidate.module])
-    return scheme.cost(shape, multiplied=calls[False], looked_up=calls[True])
+    calls = [] if measured is None else [call for candidate in tied for call in measured.calls[candidate.module]]
+    return LayerCost(shape, tuple(calls))
 
 
 def assemble(
@@ -46,11 +43,11 @@ def assemble(
     measured: Measured | None,
 ) -> Plan:
     """Return the plan: one entry per candidate, and the totals."""
-    entries = [_entry(candidate, scheme, solved, measured, held) for candidate, held in _held_before(candidates)]
+    entries = [_entry(candidate, solved, measured, held) for candidate, held in _held_before(candidates)]
     params = count_parameters(model)
-    saved = sum(cost.params(None) - cost.params(rank) for cost, rank in solved.values())
+    saved = sum(cost.params(None) - cost.params(choice) for cost, choice in solved.values())
     macs = measured.macs if measured is not None else None
-    saved_macs = sum(cost.macs(None) - cost.macs(rank) for cost, rank in solved.values())
+    saved_macs = sum(cost.macs(None) - cost.macs(choice) for cost, choice in solved.values())
     return Plan(
         model=type(model).__name__,
         scheme=scheme,
@@ -61,14 +58,6 @@ def assemble(
         macs=macs,
         macs_after=macs - saved_macs if macs is not None else None,
     )
-
-
-def tensor_of(scheme: Scheme, cost: Cost | None) -> TensorEntry | None:
-    """Return how a layer's weight is folded, if it is to be a tensor."""
-    if not isinstance(scheme, (TensorTrain, Tucker)) or not isinstance(cost, TensorCost):
-        return None
-    folding = cost.folding
-    return TensorEntry(folding.method, folding.dims, folding.core, folding.refinements, scheme.separable)
 
 
 def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]]:
@@ -83,63 +72,57 @@ def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]
 
 def _entry(
     candidate: Candidate,
-    scheme: Scheme,
     solved: Solved,
     measured: Measured | None,
     held_elsewhere: bool,
-) -> PlanEntry:
+) -> Entry:
     weight = candidate.module._parameters.get("weight")
     weight = None if weight is not None and is_lazy(weight) else weight
-    cost, rank = solved.get(candidate.tied_to or candidate.name, (None, None))
+    cost, choice = solved.get(candidate.tied_to or candidate.name, (None, None))
     reason = candidate.reason
-    if reason is None and cost is not None and rank is None:
+    if reason is None and cost is not None and choice is None:
         grows = "would grow: the factors would cost more than the dense layer"
         reason = grows if candidate.unit is None else "at that rank its heads keep their size"
     if candidate.unit is not None:
-        return _attention_entry(candidate, cost_of([candidate], scheme, measured), rank, reason, measured is not None)
-    # What stays dense may be of a shape that the scheme cannot take.
-    of = scheme if cost is not None else LowRank()
-    own = cost_of([candidate], of, measured) if candidate.shape is not None else None
+        return _attention_entry(candidate, cost_of([candidate], measured), choice, reason, measured is not None)
+    own = cost_of([candidate], measured) if candidate.shape is not None else None
+    format = choice if reason is None else None
+    counted = own is not None and measured is not None
     dense_params = weight.numel() if weight is not None else count_parameters(candidate.module)
     return PlanEntry(
         name=candidate.name,
         type=type(candidate.module).__name__,
         shape=tuple(weight.shape) if weight is not None else (),
-        groups=candidate.shape.groups if candidate.shape is not None else 1,
-        rank=rank if reason is None else None,
-        kind=scheme.kind,
-        depth=scheme.depth,
-        tensor=tensor_of(scheme, own) if rank is not None and reason is None else None,
+        format=format,
         reason=reason,
         aliases=candidate.aliases,
         tied_to=candidate.tied_to if reason is None else None,
         params=0 if held_elsewhere else dense_params,
-        params_after=0 if held_elsewhere else own.params(rank if reason is None else None) if own else dense_params,
-        macs=own.macs(None) if own is not None and measured is not None else None,
-        macs_after=own.macs(rank if reason is None else None) if own is not None and measured is not None else None,
+        params_after=0 if held_elsewhere else own.params(format) if own else dense_params,
+        macs=own.macs(None) if own is not None and counted else None,
+        macs_after=own.macs(format) if own is not None and counted else None,
     )
 
 
 def _attention_entry(
-    candidate: Candidate, cost: Cost, rank: Rank | None, reason: str | None, counted: bool
-) -> PlanEntry:
+    candidate: Candidate, cost: Cost, rank: int | None, reason: str | None, counted: bool
+) -> AttentionEntry:
     assert isinstance(cost, AttentionCost)
     kept = rank if reason is None else None
     entry = attention_entry(candidate, cost, cost.ranks(kept))
     if kept is None:
-        entry = replace(entry, rank=None, forms=())
+        entry = replace(entry, forms=())
     if counted:
         entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(kept))
     return replace(entry, reason=reason)
 
 
-def attention_entry(candidate: Candidate, cost: AttentionCost, head_ranks: tuple[int, int]) -> PlanEntry:
+def attention_entry(candidate: Candidate, cost: AttentionCost, head_ranks: tuple[int, int]) -> AttentionEntry:
     """Return the entry of an attention module whose forms get these ranks per head."""
-    return PlanEntry(
+    return AttentionEntry(
         name=candidate.name,
         type=type(candidate.module).__name__,
         shape=(cost.unit.query.heads, cost.full_rank),
-        rank=min(head_ranks),
         aliases=candidate.aliases,
         params=cost.params(None),
         params_after=cost.params_at(*head_ranks),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from factorized.planning.scheme import LARGEST_SCALE, LowRank, Overcomplete, Scheme
+from factorized.formats.scheme import LARGEST_SCALE, Scheme
+from factorized.planning.schemes import SCHEMES
 
 LARGEST = 10**18  # of any budget
 
@@ -24,9 +25,8 @@ class Budget:
 def read_budget(scheme: Scheme, allocate: str, has_example: bool, given: dict[str, float | None]) -> Budget:
     """Return the one budget that was given, or the scheme's own; raise when it makes no sense."""
     if not isinstance(scheme, Scheme):
-        raise ValueError(
-            f"scheme must be LowRank(...), Overcomplete(...), TensorTrain(...) or Tucker(...), got {scheme!r}"
-        )
+        known = ", ".join(f"{known.__name__}()" for known in SCHEMES)
+        raise ValueError(f"scheme must be one of {known}, got {scheme!r}")
     if allocate not in ("uniform", "spectrum"):
         raise ValueError(f'allocate must be "uniform" or "spectrum", got {allocate!r}')
     budgets = [Budget(name, value) for name, value in given.items() if value is not None]
@@ -37,7 +37,7 @@ def read_budget(scheme: Scheme, allocate: str, has_example: bool, given: dict[st
         raise ValueError(f"give exactly one of {', '.join(f'{name}=' for name in given)}, got {got}")
     budget = budgets[0]
     _check_value(scheme, budget)
-    if allocate == "spectrum" and (budget.name not in ("ratio", "macs") or not isinstance(scheme, LowRank)):
+    if allocate == "spectrum" and (budget.name not in ("ratio", "macs") or not scheme.by_spectrum):
         raise ValueError(f'allocate="spectrum" spends ratio= or macs= on LowRank layers, got {budget} and {scheme}')
     if budget.name == "macs" and not has_example:
         raise ValueError("macs= counts multiply-accumulates on an input: pass example_input= as well")
@@ -49,7 +49,7 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
     if isinstance(value, (tuple, list)):
         raise ValueError(
             f"{budget.name} must be one number for all layers, got {value!r}; the ranks of one tensor are for "
-            "TensorizedLinear or TensorizedConv2d"
+            "from_dense of a layer, with scheme.at_rank(shape, ranks)"
         )
     if isinstance(value, int) and abs(value) > LARGEST:  # too long to be shown
         raise ValueError(f"{budget.name} must be below {LARGEST:.0e}, got a number of more than 18 digits")
@@ -63,10 +63,10 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
         raise ValueError(f"{budget} is not positive; {_allowed(scheme, budget)}")
     if budget.name == "rank_scale" and value > LARGEST_SCALE:
         raise ValueError(f"{budget} is above {LARGEST_SCALE}, and multiplies full rank; ask for less")
-    if budget.name in ("energy", "macs") and not isinstance(scheme, LowRank):
+    if budget.name in ("energy", "macs") and not scheme.by_spectrum:
         none = ", or none" if scheme.rank_scale is not None else ""
         raise ValueError(f"{budget} is for LowRank; {type(scheme).__name__} takes ratio=, rank_scale= or rank={none}")
-    if budget.name == "rank_scale" and value < 1 and isinstance(scheme, Overcomplete):
+    if budget.name == "rank_scale" and value < 1 and not scheme.compresses:
         raise ValueError(f"{budget} is below full rank; rank_scale must be at least 1 for {scheme}, or use LowRank()")
     if budget.name in ("ratio", "energy", "macs") and value > 1 and scheme.compresses:
         raise ValueError(f"{budget} is above 1; {_allowed(scheme, budget)}")

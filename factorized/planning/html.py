@@ -5,10 +5,10 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from factorized.planning.table import rank_text, short_count
+from factorized.planning.table import short_count
 
 if TYPE_CHECKING:
-    from factorized.planning.plan import Plan, PlanEntry
+    from factorized.planning.plan import Entry, Plan
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --text: #1d1f23; --soft: #686d76; --line: #e6e6e3;
@@ -109,7 +109,7 @@ def _totals(plan: Plan) -> str:
     )
 
 
-def _row(entry: PlanEntry, longest: int, with_macs: bool) -> str:
+def _row(entry: Entry, longest: int, with_macs: bool) -> str:
     sizes = (entry.params,) if entry.rank is None else (entry.params, entry.params_after)
     bars = "".join(f'<i style="width:{size / longest:.2%}"></i>' for size in sizes if size)
     title = f"{entry.params:,} parameters dense, {entry.params_after:,} planned"
@@ -118,7 +118,7 @@ def _row(entry: PlanEntry, longest: int, with_macs: bool) -> str:
     cells = [
         f'<td><span class="name">{escape(entry.name or "(model)")}</span></td>',
         f'<td class="about">{escape(entry.type)} {"×".join(map(str, entry.shape))}</td>',
-        _number("rank", rank_text(entry)),
+        _number("rank", entry.rank_text),
         f'<td class="bars">{drawing}{_note(entry)}</td>',
         _number("parameters", params),
         _number("MACs", _change(entry.macs, entry.macs_after)) if with_macs else "",
@@ -130,7 +130,7 @@ def _number(label: str, value: str) -> str:
     return f'<td class="number" data-label="{label}">{value}</td>'
 
 
-def _note(entry: PlanEntry) -> str:
+def _note(entry: Entry) -> str:
     tied = f"shares the factors of {entry.tied_to}" if entry.tied_to else ""
     also = f"also {', '.join(entry.aliases)}" if entry.aliases else ""
     note = "; ".join(filter(None, (entry.reason, tied, also)))

@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
-from factorized.maths.folding import Rank
-from factorized.maths.kernel import KernelShape, Kind
-from factorized.maths.tucker import CoreKind
+from factorized.formats.format import Format, Rank
+from factorized.formats.kernel import KernelShape
+from factorized.formats.scheme import Scheme
+from factorized.nn.model import named
 from factorized.planning.html import plan_page
-from factorized.planning.scheme import Scheme, scheme_from_dict, scheme_to_dict
+from factorized.planning.schemes import read_format, read_scheme
 from factorized.planning.table import plan_table
 
 FORMAT = 1
 # What the fields of a plan in a file must be.
-_LEAST = {"shape": 1, "groups": 1, "rank": 1, "depth": 0, "head_ranks": 1, "dims": 1, "refinements": 0} | dict.fromkeys(
+_LEAST = {"shape": 1, "groups": 1, "row_dims": 0, "head_ranks": 1} | dict.fromkeys(
     ("params", "params_after", "macs", "macs_after"), 0
 )
-_LISTS = ("shape", "aliases", "head_ranks", "forms", "dims")
-_TEXTS = ("name", "type", "kind", "reason", "aliases", "tied_to", "forms", "method", "core", "model", "budget")
-_OPTIONAL = ("rank", "reason", "tied_to", "macs", "macs_after")
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """How the weight of a layer is held as a tensor."""
-
-    method: str  # "tensor_train" or "tucker"
-    dims: tuple[int, ...]  # that the weight is folded into
-    core: CoreKind = "whole"
-    refinements: int = 0
-    separable: bool = False
+_LISTS = ("shape", "aliases", "head_ranks", "forms")
+_TEXTS = ("name", "type", "reason", "aliases", "tied_to", "forms", "model", "budget")
+_OPTIONAL = ("reason", "tied_to", "macs", "macs_after")
 
 
 @dataclass(frozen=True)
@@ -42,10 +32,7 @@ class PlanEntry:
     name: str
     type: str  # of the dense layer, as in torch.nn
     shape: tuple[int, ...]  # of the dense weight
-    groups: int = 1
-    rank: Rank | None = None  # None: the layer stays dense; a tensor has several; of attention, a head's smaller one
-    kind: Kind = "spatial"
-    depth: int = 0
+    format: Format | None = None  # None: the layer stays dense
     reason: str | None = None  # why it stays dense
     aliases: tuple[str, ...] = ()  # other names under which the model holds the same module
     tied_to: str | None = None  # the earlier entry whose factors this layer shares
@@ -53,14 +40,52 @@ class PlanEntry:
     params_after: int = 0
     macs: int | None = None  # None without an example input
     macs_after: int | None = None
-    tensor: TensorEntry | None = None  # None: a product of matrices
-    head_ranks: tuple[int, ...] = ()  # of attention: the sizes of a head's QK and OV; ``shape`` is (heads, head size)
-    forms: tuple[str, ...] = ()  # of attention: those that are shrunken
+
+    is_attention: ClassVar[bool] = False
 
     @property
-    def kernel(self) -> KernelShape:
-        """The weight's shape and the matrix it is read as."""
-        return KernelShape.of(self.shape, self.groups, self.kind)
+    def rank(self) -> Rank | None:
+        """The format's rank; None where the layer stays dense."""
+        return None if self.format is None else self.format.rank
+
+    @property
+    def rank_text(self) -> str:
+        """The rank as tables show it, of a tensor all of them."""
+        return "x".join(map(str, self.rank)) if isinstance(self.rank, tuple) else str(self.rank or "")
+
+
+@dataclass(frozen=True)
+class AttentionEntry:
+    """One attention module of a plan, whose heads get fewer dimensions."""
+
+    name: str
+    type: str  # of the dense module
+    shape: tuple[int, int]  # heads, head size
+    head_ranks: tuple[int, int]  # the sizes of a head's QK and OV
+    forms: tuple[str, ...] = ()  # those that are shrunk; none where it stays dense
+    reason: str | None = None  # why it stays dense
+    aliases: tuple[str, ...] = ()  # other names under which the model holds the same module
+    params: int = 0  # of the four projections and their biases
+    params_after: int = 0
+    macs: int | None = None  # None without an example input
+    macs_after: int | None = None
+
+    is_attention: ClassVar[bool] = True
+    tied_to: ClassVar[None] = None  # attention with tied weights stays dense
+
+    @property
+    def rank(self) -> int | None:
+        """The smaller size of a head; None where the module stays dense."""
+        return min(self.head_ranks) if self.forms else None
+
+    @property
+    def rank_text(self) -> str:
+        """The size of a head as tables show it, of both forms where they differ."""
+        qk, ov = self.head_ranks
+        return str(qk) if qk == ov else f"qk {qk}, ov {ov}"
+
+
+Entry = PlanEntry | AttentionEntry
 
 
 @dataclass(frozen=True)
@@ -70,7 +95,7 @@ class Plan:
     model: str  # the class the plan was made for
     scheme: Scheme
     budget: str  # as the user wrote it: "ratio=0.1"
-    entries: tuple[PlanEntry, ...]
+    entries: tuple[Entry, ...]
     params: int  # of the whole model
     params_after: int
     macs: int | None = None
@@ -82,22 +107,22 @@ class Plan:
         return self.params_after / self.params
 
     @property
-    def selected(self) -> tuple[PlanEntry, ...]:
-        """The layers to factorize."""
+    def selected(self) -> tuple[Entry, ...]:
+        """The layers to factorize and the attention modules to shrink."""
         return tuple(entry for entry in self.entries if entry.rank is not None)
 
     @property
     def layers(self) -> tuple[PlanEntry, ...]:
-        """The layers to factorize that are no attention."""
-        return tuple(entry for entry in self.selected if not entry.head_ranks)
+        """The layers to factorize."""
+        return tuple(e for e in self.entries if isinstance(e, PlanEntry) and e.format is not None)
 
     @property
-    def attention(self) -> tuple[PlanEntry, ...]:
+    def attention(self) -> tuple[AttentionEntry, ...]:
         """The attention modules to shrink."""
-        return tuple(entry for entry in self.selected if entry.head_ranks)
+        return tuple(e for e in self.entries if isinstance(e, AttentionEntry) and e.forms)
 
     @property
-    def skipped(self) -> tuple[PlanEntry, ...]:
+    def skipped(self) -> tuple[Entry, ...]:
         """The layers that stay dense, each with its reason."""
         return tuple(entry for entry in self.entries if entry.rank is None)
 
@@ -106,13 +131,13 @@ class Plan:
         return {
             "format": FORMAT,
             "model": self.model,
-            "scheme": scheme_to_dict(self.scheme),
+            "scheme": self.scheme.to_dict(),
             "budget": self.budget,
             "params": self.params,
             "params_after": self.params_after,
             "macs": self.macs,
             "macs_after": self.macs_after,
-            "entries": [{key: _jsonable(value) for key, value in asdict(entry).items()} for entry in self.entries],
+            "entries": [_entry_to_dict(entry) for entry in self.entries],
         }
 
     @staticmethod
@@ -126,7 +151,7 @@ class Plan:
             entries = tuple(_entry_from_dict(entry) for entry in data["entries"])
             fields = {key: data[key] for key in ("model", "budget", "params", "params_after", "macs", "macs_after")}
             _check_fields("plan", fields)
-            return Plan(scheme=scheme_from_dict(data["scheme"]), entries=entries, **fields)
+            return Plan(scheme=read_scheme(data["scheme"]), entries=entries, **fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan made by Plan.to_dict(): {error}") from error
 
@@ -138,26 +163,41 @@ class Plan:
         return plan_table(self)
 
 
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(part) for key, part in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+def _entry_to_dict(entry: Entry) -> dict[str, Any]:
+    values = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    if isinstance(entry, PlanEntry) and entry.format is not None:
+        shape = entry.format.shape
+        plain["format"] = {"groups": shape.groups, "row_dims": shape.row_dims, **entry.format.to_dict()}
+    return plain
 
 
-def _read_json(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+def _entry_from_dict(data: Mapping[str, Any]) -> Entry:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    where = f"entry {reprlib.repr(values.get('name'))}"
+    settings = values.pop("format", None)
+    _check_fields(where, values)
+    if "head_ranks" in values:
+        for key in ("shape", "head_ranks"):
+            if len(values[key]) != 2:
+                raise ValueError(f"{where}: {key} must be a list of two, got {list(values[key])}")
+        return AttentionEntry(**values)
+    entry = PlanEntry(**values)
+    if settings is None:
+        return entry
+    if len(entry.shape) < 2:
+        raise ValueError(f"{where}: shape must be a list of at least two, got {list(entry.shape)}")
+    with named(where):
+        return replace(entry, format=_read_format(entry.shape, dict(settings)))
 
 
-def _entry_from_dict(data: Mapping[str, Any]) -> PlanEntry:
-    fields = _read_json(data)
-    if fields.get("tensor") is not None:
-        fields["tensor"] = TensorEntry(**_read_json(fields["tensor"]))
-        _check_fields(f"entry {reprlib.repr(fields.get('name'))}: tensor", asdict(fields["tensor"]))
-    entry = PlanEntry(**fields)
-    _check_fields(f"entry {reprlib.repr(entry.name)}", {key: getattr(entry, key) for key in fields})
-    if entry.rank is not None and len(entry.shape) < 2:
-        raise ValueError(f"entry {entry.name!r}: shape must be a list of at least two, got {list(entry.shape)}")
-    return entry
+def _read_format(weight_shape: tuple[int, ...], settings: dict[str, Any]) -> Format:
+    own = {key: settings.pop(key) for key in ("groups", "row_dims")}
+    _check_fields("format", own)
+    outputs, inputs, *size = weight_shape
+    if own["row_dims"] > len(size):
+        raise ValueError(f"format: row_dims must be in 0..{len(size)}, got {own['row_dims']}")
+    return read_format(KernelShape(outputs, inputs * own["groups"], tuple(size), **own), settings)
 
 
 def _check_fields(where: str, fields: Mapping[str, Any]) -> None:
@@ -165,7 +205,7 @@ def _check_fields(where: str, fields: Mapping[str, Any]) -> None:
     for key, value in fields.items():
         if key in _OPTIONAL and value is None:
             continue
-        several = isinstance(value, tuple) and key in (*_LISTS, "rank")
+        several = isinstance(value, tuple) and key in _LISTS
         if key in _LISTS and not several:
             raise ValueError(f"{where}: {key} must be a list, got {reprlib.repr(value)}")
         for part in value if several else (value,):

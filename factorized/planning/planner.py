@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from math import ceil
@@ -9,27 +10,28 @@ from typing import Literal
 
 from torch import nn
 
-from factorized.adapters.unit import KINDS, FormKind, are_kinds
-from factorized.maths.folding import Rank
+from factorized.attention.cost import AttentionCost
+from factorized.attention.unit import KINDS, FormKind, are_kinds
+from factorized.formats.product import LowRank
+from factorized.formats.scheme import Scheme
+from factorized.nn.model import check_model, named
+from factorized.nn.running import ExampleInput, count_parameters
 from factorized.planning.assemble import Cost, Tied, assemble, cost_of
-from factorized.planning.attention import AttentionCost
 from factorized.planning.budget import Budget, read_budget
-from factorized.planning.cost import ExampleInput, Measured, count_parameters, measure
-from factorized.planning.model import check_model
+from factorized.planning.cost import LayerCost, Measured, measure
 from factorized.planning.plan import Plan
 from factorized.planning.ranks import (
+    Choice,
+    Choices,
     Item,
-    Ranks,
     lowest_cost,
     scaled_ranks,
     spend_by_spectrum,
     spend_uniformly,
     total_cost,
 )
-from factorized.planning.scheme import LowRank, Scheme
 from factorized.planning.select import Candidate, Pattern, find_candidates
 from factorized.planning.spectrum import rank_for_energy, squared_spectrum
-from factorized.planning.tensor_scheme import TensorTrain, Tucker, warn_if_clipped
 
 Allocate = Literal["uniform", "spectrum"]
 
@@ -77,14 +79,14 @@ def plan(
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given)
     kinds = _read_attention(scheme, attention)
-    candidates = find_candidates(model, scheme.kind, include, exclude, keep_first_and_last, scheme.refuse, kinds)
+    candidates = find_candidates(model, scheme.kernel, include, exclude, keep_first_and_last, scheme.refuse, kinds)
     weights = _tied_groups(candidates)
     if not weights:
         raise ValueError(_nothing_selected(model, candidates))
     shapes = {c.module: c.shape for c in candidates if c.shape is not None}
     units = {c.module: c.unit for c in candidates if c.unit is not None}
     measured = measure(model, example_input, shapes, units) if example_input is not None else None
-    costs = [_named_cost(tied, scheme, measured) for tied in weights]
+    costs = [cost_of(tied, measured) for tied in weights]
     ranks = _solve(model, scheme, budget, allocate, weights, costs, measured)
     if all(rank is None for rank in ranks):
         raise ValueError(
@@ -102,7 +104,7 @@ def _read_attention(scheme: Scheme, attention: bool | Sequence[FormKind]) -> tup
         raise ValueError(f'attention must be True, False or a list of "qk" and "ov", got {attention!r}')
     else:
         kinds = tuple(kind for kind in KINDS if kind in attention)
-    if kinds and not isinstance(scheme, LowRank):
+    if kinds and not scheme.by_spectrum:
         raise ValueError(f"attention={attention!r} gives heads fewer dimensions, which is for LowRank, got {scheme}")
     return kinds
 
@@ -115,13 +117,6 @@ def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
     return list(groups.values())
 
 
-def _named_cost(tied: Tied, scheme: Scheme, measured: Measured | None) -> Cost:
-    try:
-        return cost_of(tied, scheme, measured)
-    except ValueError as error:  # dimensions that do not fit this layer
-        raise ValueError(f"{tied[0].name}: {error}; include= or exclude= chooses the layers") from error
-
-
 def _solve(
     model: nn.Module,
     scheme: Scheme,
@@ -130,22 +125,28 @@ def _solve(
     weights: list[Tied],
     costs: list[Cost],
     measured: Measured | None,
-) -> Ranks:
+) -> Choices:
     by_macs = budget.name == "macs"
-    items = [_item(cost, scheme, by_macs) for cost in costs]
-    if isinstance(scheme, (TensorTrain, Tucker)) and budget.name in ("rank", "rank_scale"):
-        shapes = {tied[0].name: tied[0].shape for tied in weights if tied[0].shape is not None}
-        warn_if_clipped(scheme, budget.value, budget.name == "rank_scale", shapes)
+    items = []
+    made: dict[LayerCost, Item] = {}  # equal layers are one item
+    for tied, cost in zip(weights, costs, strict=True):
+        if isinstance(cost, AttentionCost):
+            items.append(_attention_item(cost, by_macs))
+            continue
+        with named(tied[0].name):
+            made[cost] = made.get(cost) or _item(cost, scheme, by_macs)
+        items.append(made[cost])
+    if budget.name in ("rank", "rank_scale"):
+        _warn_if_clipped(scheme, budget, weights)
     if budget.name == "rank_scale":
         return scaled_ranks(items, budget.value)
     if budget.name == "rank":
         return [
-            item.settle(_checked_rank(tied[0], scheme, int(budget.value)))
-            for item, tied in zip(items, weights, strict=True)
+            item.settle(_at_rank(tied[0], scheme, int(budget.value))) for item, tied in zip(items, weights, strict=True)
         ]
     if budget.name == "energy":
         return [
-            item.settle(rank_for_energy(squared_spectrum(tied[0]), budget.value))
+            item.settle(_at_rank(tied[0], scheme, rank_for_energy(squared_spectrum(tied[0]), budget.value)))
             for item, tied in zip(items, weights, strict=True)
         ]
     whole = measured.macs if by_macs and measured is not None else count_parameters(model)
@@ -154,7 +155,7 @@ def _solve(
     if target < lowest_cost(items):
         lowest = ceil((rest + lowest_cost(items)) / whole * 1e4) / 1e4  # rounded up, so that asking for it works
         allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
-        more = "attention=, " if isinstance(scheme, LowRank) else ""
+        more = "attention=, " if scheme.by_spectrum else ""
         floor = "rank 1 everywhere" if scheme.compresses else "full rank everywhere, the lowest of Overcomplete,"
         raise ValueError(
             f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} "
@@ -182,26 +183,33 @@ def _largest_within(share: float, whole: int) -> int:
     return count
 
 
-def _item(cost: Cost, scheme: Scheme, by_macs: bool) -> Item:
-    if isinstance(cost, AttentionCost):
-        full = cost.full_rank
-        rank_at = partial(_head_rank, full)
-        return Item(cost.macs if by_macs else cost.params, rank_at, reference=full, may_stay_dense=True)
+def _attention_item(cost: AttentionCost, by_macs: bool) -> Item:
+    full = cost.full_rank
     return Item(
         cost=cost.macs if by_macs else cost.params,
-        rank_at=lambda scale: scheme.rank(cost.shape, scale),
-        reference=scheme.reference(cost.shape),
-        may_stay_dense=scheme.compresses,
-        higher=lambda rank: scheme.higher_ranks(cost.shape, rank),
-        lower=lambda rank: scheme.lower_ranks(cost.shape, rank),
+        at_scale=lambda scale: min(max(1, round(scale * full)), full),
+        reference=full,
+        may_stay_dense=True,
+        higher=lambda rank: [rank + 1],
+        lower=lambda rank: [rank - 1] if rank > 1 else [],
+        ranks=lambda rank: (rank,),
     )
 
 
-def _head_rank(full: int, scale: float) -> int:
-    return min(max(1, round(scale * full)), full)
+def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
+    return Item(
+        cost=cost.macs if by_macs else cost.params,
+        at_scale=partial(scheme.at_scale, cost.shape),
+        reference=scheme.reference(cost.shape),
+        may_stay_dense=scheme.compresses,
+        higher=lambda format: format.raised(),
+        lower=lambda format: format.lowered(),
+        ranks=lambda format: format.rank if isinstance(format.rank, tuple) else (format.rank,),
+        coarse=not scheme.at_scale(cost.shape, 0.0).is_product,
+    )
 
 
-def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Rank:
+def _at_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Choice:
     if candidate.unit is not None:
         full = candidate.unit.head_size
         if rank > full:
@@ -210,8 +218,25 @@ def _checked_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Rank:
                 "attention by a call of its own: fz.factorize_attention(model, rank_scale=...)"
             )
         return rank
-    assert candidate.shape is not None
-    return scheme.checked_rank(candidate.shape, candidate.name, rank)
+    shape = candidate.shape
+    assert shape is not None
+    with named(candidate.name):
+        return scheme.at_rank(shape, rank)
+
+
+def _warn_if_clipped(scheme: Scheme, budget: Budget, weights: list[Tied]) -> None:
+    """Warn, once for all layers, where a rank or a rank scale asks for more than some allow."""
+    scale = budget.value if budget.name == "rank_scale" else None
+    rank = int(budget.value) if budget.name == "rank" else None
+    shapes = {tied[0].name: tied[0].shape for tied in weights if tied[0].shape is not None}
+    found = {name: text for name, shape in shapes.items() if (text := scheme.clipped(shape, scale, rank))}
+    if found:
+        name, text = next(iter(found.items()))
+        warnings.warn(
+            f"{budget} is above what {len(found)} of {len(shapes)} layers allow, such as {name!r} {text}; the plan "
+            "shows the real ranks",
+            stacklevel=4,
+        )
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:

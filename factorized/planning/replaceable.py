@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from factorized.adapters.unit import AttentionUnit
-from factorized.planning.model import module_names, parameter_names
+from factorized.attention.unit import AttentionUnit
+from factorized.nn.model import module_names, parameter_names
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # around a call
 # Around reading and writing state dicts; torch adds some of its own to attention and lazy layers, never to plain ones.
@@ -31,9 +31,9 @@ PLAIN_LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second is to
 
 def why_not_replaced(module: nn.Module) -> str | None:
     """Return what a factorized layer in the place of a plain one would lose, or None."""
+    if isinstance(module._parameters.get("weight"), DTensor):
+        return "its weight is sharded over processes and would be needed whole; factorize the model before fully_shard"
     if any(getattr(module, hooks) for hooks in (*HOOKS, *STATE_HOOKS)):
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            return "is sharded over processes: factorize the model before fully_shard"
         return "has hooks that a replacement would lose"
     if "forward" in module.__dict__:
         return "its forward was replaced, which a replacement would lose"

@@ -12,10 +12,13 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
-from factorized.adapters.family import is_transposed
-from factorized.adapters.table import Found, adapter_of, find_attention
-from factorized.adapters.unit import AttentionUnit, FormKind
-from factorized.maths.kernel import KernelShape, Kind
+from factorized.attention.family import is_transposed
+from factorized.attention.heads import HeadsIn, HeadsOut
+from factorized.attention.multihead import ShrunkenMultiheadAttention
+from factorized.attention.register import Found, adapter_of, find_attention
+from factorized.attention.unit import AttentionUnit, FormKind
+from factorized.formats.kernel import KernelShape
+from factorized.nn.layer import FactorizedLayer
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunken, why_tied
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
@@ -44,7 +47,7 @@ class Candidate:
 
 def find_candidates(
     model: nn.Module,
-    kind: Kind,
+    kernel: Callable[[Sequence[int], int], KernelShape],
     include: Sequence[Pattern] | None,
     exclude: Sequence[Pattern],
     keep_first_and_last: bool,
@@ -56,7 +59,7 @@ def find_candidates(
     An attention module is one of them, whatever layers it holds; ``attention`` names the forms to shrink. ``refuse``
     says why a scheme leaves a layer alone that others would not.
     """
-    candidates = _walk(model, kind, include)
+    candidates = _walk(model, kernel, include)
     _check_patterns("include", include or (), model, candidates)
     _check_patterns("exclude", exclude, model, candidates)
     if keep_first_and_last:
@@ -73,7 +76,9 @@ def find_candidates(
     return candidates
 
 
-def _walk(model: nn.Module, kind: Kind, include: Sequence[Pattern] | None) -> list[Candidate]:
+def _walk(
+    model: nn.Module, kernel: Callable[[Sequence[int], int], KernelShape], include: Sequence[Pattern] | None
+) -> list[Candidate]:
     names: dict[nn.Module, list[str]] = {}
     units: list[str] = []  # modules that are one thing, whose parts are not layers of their own
     parts: dict[nn.Module, str] = {}
@@ -88,7 +93,7 @@ def _walk(model: nn.Module, kind: Kind, include: Sequence[Pattern] | None) -> li
             units.append(name)
         if is_unit or _has_weight_matrix(module):
             names.setdefault(module, []).append(name)
-    candidates = [_inspect(module, found, kind, known.get(module)) for module, found in names.items()]
+    candidates = [_inspect(module, found, kernel, known.get(module)) for module, found in names.items()]
     for candidate in candidates:
         if candidate.module in parts:
             candidate.reason = f"is also {parts[candidate.module]}, a part of another layer"
@@ -127,8 +132,7 @@ def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequ
 
 
 def _is_factorized(module: nn.Module) -> bool:
-    # Layers come after planning on the data path, so they are recognized by the package that defines them.
-    return type(module).__module__.startswith("factorized.layers.")
+    return isinstance(module, (FactorizedLayer, ShrunkenMultiheadAttention, HeadsIn, HeadsOut))
 
 
 def _has_weight_matrix(module: nn.Module) -> bool:
@@ -138,7 +142,12 @@ def _has_weight_matrix(module: nn.Module) -> bool:
     return weight is not None and not is_lazy(weight) and weight.dim() >= 2
 
 
-def _inspect(module: nn.Module, names: list[str], kind: Kind, attention: Found | None) -> Candidate:
+def _inspect(
+    module: nn.Module,
+    names: list[str],
+    kernel: Callable[[Sequence[int], int], KernelShape],
+    attention: Found | None,
+) -> Candidate:
     if attention is not None:
         reason = None if attention.unit is not None else f"attention is one unit, and {attention.reason}"
         return Candidate(names[0], module, tuple(names[1:]), reason=reason, unit=attention.unit)
@@ -146,7 +155,7 @@ def _inspect(module: nn.Module, names: list[str], kind: Kind, attention: Found |
     if candidate.reason is None:
         assert isinstance(module.weight, torch.Tensor)
         groups = module.groups if isinstance(module, _ConvNd) else 1
-        candidate.shape = KernelShape.of(tuple(module.weight.shape), groups, kind)
+        candidate.shape = kernel(tuple(module.weight.shape), groups)
     return candidate
 
 

@@ -7,8 +7,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from factorized.maths.kernel import to_matrix
-from factorized.planning.attention import attention_spectrum
+from factorized.attention.cost import attention_spectrum
+from factorized.formats.kernel import to_matrix
 from factorized.planning.select import Candidate
 
 

@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from factorized.planning.plan import Plan, PlanEntry
+    from factorized.planning.plan import Entry, Plan
 
 HEADINGS = ("layer", "type", "shape", "rank", "params", "MACs")
 FIRST_TO_GO = ("type", "MACs", "shape")  # columns given up, in this order, where the terminal is narrow
@@ -43,24 +43,15 @@ def short_count(count: int) -> str:
     return f"{count:,}"
 
 
-def rank_text(entry: PlanEntry) -> str:
-    """Return the rank of a layer, of a tensor all of them, of attention those of both forms where they differ."""
-    if len(set(entry.head_ranks)) > 1:
-        return f"qk {entry.head_ranks[0]}, ov {entry.head_ranks[1]}"
-    if entry.head_ranks:
-        return str(entry.head_ranks[0])
-    return "x".join(map(str, entry.rank)) if isinstance(entry.rank, tuple) else str(entry.rank or "")
-
-
-def _row(entry: PlanEntry) -> Row:
+def _row(entry: Entry) -> Row:
     shape, name = "x".join(map(str, entry.shape)), entry.name or "(model)"
-    if entry.rank is None and not entry.head_ranks:
+    if not entry.rank_text:
         return name, entry.type, shape, "", "", ""
     params = "shared" if entry.tied_to else _change(entry.params, entry.params_after)
-    return name, entry.type, shape, rank_text(entry), params, _change(entry.macs, entry.macs_after)
+    return name, entry.type, shape, entry.rank_text, params, _change(entry.macs, entry.macs_after)
 
 
-def _note(entry: PlanEntry) -> str:
+def _note(entry: Entry) -> str:
     return entry.reason or (f"tied to {entry.tied_to}" if entry.tied_to else "")
 
 
@@ -111,7 +102,7 @@ def _summary(plan: Plan) -> str:
 
 def _attention_share(plan: Plan) -> str:
     """Return what attention holds of the model before and after, where the plan has any."""
-    units = [entry for entry in plan.entries if entry.head_ranks]
+    units = [entry for entry in plan.entries if entry.is_attention]
     if not units:
         return ""
     before, after = (sum(values) for values in zip(*((e.params, e.params_after) for e in units), strict=True))

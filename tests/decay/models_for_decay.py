@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import factorized as fz
-from factorized.layers.base import FactorizedLayer
+from factorized.nn.layer import FactorizedLayer
 
 STRENGTH = 0.3
 

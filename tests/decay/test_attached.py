@@ -54,7 +54,7 @@ def test_a_copied_matcher_is_attached_to_nothing() -> None:
 )
 def test_a_copy_of_a_model_that_decays_in_its_backward_pass_does_not(copy: Callable[[nn.Module], nn.Module]) -> None:
     model = mixed()
-    model.wide.execution = "one_product"
+    model.wide.execution = "composed"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fz.FrobeniusDecay(model, STRENGTH, in_backward=True).attach(optimizer)
     copied, plain = copy(model), mixed()

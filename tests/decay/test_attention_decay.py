@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import factorized as fz
 from factorized.decay.rest import REST_DECAY
-from tests.adapters.attention_zoo import BERT, EVERY, GPT2, LLAMA, TORCH, Kind, register_own
-from tests.adapters.explicit import explicit_heads
-from tests.contract import error
+from factorized.testing import error
+from tests.attention.attention_zoo import BERT, EVERY, GPT2, LLAMA, TORCH, Kind, register_own
+from tests.attention.explicit import explicit_heads
 
 LAMBDA = 0.37
 every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
@@ -106,7 +106,7 @@ def test_queries_and_keys_under_rotary_embeddings_are_refused_unless_named(stren
 
 
 @every_kind
-def test_shrunken_heads_are_decayed_as_the_products_they_are(kind: Kind) -> None:
+def test_shrunk_heads_are_decayed_as_the_products_they_are(kind: Kind) -> None:
     model = fz.factorize_attention(kind.make(), 0.5, forms=kind.forms)
     composed = fz.compose(model)
     for one in (model, composed):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import factorized as fz
+from factorized.formats.kernel import KernelShape
 
 
 class Twice(nn.Module):
@@ -24,6 +25,7 @@ COMPUTED: dict[str, Callable[[nn.Module], object]] = {
     "1.U": lambda model: parametrizations.weight_norm(model[1], "U"),
     "1.V": lambda model: parametrizations.spectral_norm(model[1], "V"),
     "2.cores.1": lambda model: prune.l1_unstructured(model[2].cores, "1", 0.5),
+    "3.L": lambda model: parametrize.register_parametrization(model[3], "L", Twice()),
 }
 ENTRIES: dict[str, Callable[[nn.Module], object]] = {
     "forms": fz.forms,
@@ -36,25 +38,26 @@ ENTRIES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def three() -> nn.Module:
+def four() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        fz.FactorizedLinear(8, 8, 2), fz.FactorizedLinear(8, 8, 2, depth=1), fz.TensorizedLinear(8, 8, 2)
-    )
+    shape = KernelShape.of((8, 8))
+    formats = fz.TensorTrain().at_rank(shape, 2), fz.Monarch(blocks=2).at_rank(shape, 2)
+    layers = [fz.FactorizedLinear(8, 8, format) for format in formats]
+    return nn.Sequential(fz.FactorizedLinear(8, 8, 2), fz.FactorizedLinear(8, 8, 2, depth=1), *layers)
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_factor_that_is_computed_is_refused_by_its_name(name: str, entry: Callable[[nn.Module], object]) -> None:
-    model = three()
+    model = four()
     COMPUTED[name](model)
     with pytest.raises(ValueError, match=rf"^{name} is not a parameter of the model: a parametrization"):
         entry(model)
 
 
-@pytest.mark.parametrize("name", ["0.U", "1.inner.0", "1.V"])
+@pytest.mark.parametrize("name", ["0.U", "1.inner.0", "1.V", "3.L"])
 def test_a_parametrized_factor_is_composed_and_lowered_as_it_computes(name: str) -> None:
-    model = three().eval()
+    model = four().eval()
     COMPUTED[name](model)
     x = torch.randn(5, 8)
     for made in (fz.compose(model), fz.lower(model)):
@@ -63,7 +66,7 @@ def test_a_parametrized_factor_is_composed_and_lowered_as_it_computes(name: str)
 
 @pytest.mark.parametrize("kind", ["frobenius", "nuclear", "flambe"])
 def test_a_factor_that_is_pruned_while_training_is_refused_at_the_next_step(kind: str) -> None:
-    model = three()
+    model = four()
     groups = fz.parameter_groups(model, 0.1)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.1)
     if kind == "flambe":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import factorized as fz
-from tests.contract import error
+from factorized.testing import error
 from tests.decay.models_for_decay import STRENGTH, by_weights, difference, layers, loss_of, mixed, train, twins
 
 Make = Callable[[Any], Optimizer]
@@ -152,7 +152,7 @@ def test_other_penalties_shrink_the_products_of_what_maximizes_too(penalty: Call
 
 def test_inside_the_backward_pass_what_maximizes_is_refused_and_nothing_attached() -> None:
     model = mixed()
-    model.wide.execution = "one_product"
+    model.wide.execution = "composed"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
     with pytest.raises(ValueError, match=r"the optimizer maximizes; use in_backward=False"):
         fz.FrobeniusDecay(model, STRENGTH, in_backward=True).attach(optimizer)

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.layers.swap import tie
-from factorized.maths.frobenius import compose
-from factorized.maths.kernel import to_matrix
-from tests.contract import error
+from factorized.formats.frobenius import compose
+from factorized.formats.kernel import to_matrix
+from factorized.surgery.factorize import tie
+from factorized.testing import error
 from tests.decay.models_for_decay import layers, mixed, shaken
 
 
@@ -31,7 +31,7 @@ def test_its_parts_multiply_to_the_matrix_of_the_layer(name: str) -> None:
     model = mixed()
     (form,) = (form for form in fz.forms(model) if form.name == name)
     layer = layers(model)[name]
-    assert len(form.inner) == layer.depth
+    assert len(form.inner) == layer.format.depth
     assert form.U.shape[0] == form.V.shape[0] == layer.shape.groups
     assert error(compose(form.U, form.V, form.inner), to_matrix(layer.weight, layer.shape)) < 1e-12
 

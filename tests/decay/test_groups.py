@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.layers.swap import tie
+from factorized.surgery.factorize import tie
 from tests.decay.models_for_decay import layers, loss_of, mixed
 
 

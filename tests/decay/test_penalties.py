@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import factorized as fz
-from factorized.maths.kernel import to_matrix
-from tests.contract import error
+from factorized.formats.kernel import to_matrix
+from factorized.testing import error
 from tests.decay.models_for_decay import (
     STRENGTH,
     by_weights,
@@ -40,9 +40,9 @@ def l1(W: Tensor) -> Tensor:
 def composing() -> nn.Module:
     """Return a model half of whose layers compose their weight to run."""
     model = mixed()
-    model.conv.execution = model.grouped.execution = "one_conv"
-    model.deep.execution = model.wide.execution = model.up[0].execution = "one_product"
-    model.up[1].execution = "two_products"
+    model.conv.execution = model.grouped.execution = "composed"
+    model.deep.execution = model.wide.execution = model.up[0].execution = "composed"
+    model.up[1].execution = "chain"
     return model
 
 
@@ -203,7 +203,7 @@ def test_nuclear_decay_of_half_parameters_is_computed_in_single_precision() -> N
 
 LINEAR = (fz.FactorizedLinear(50, 40, 4, bias=False), torch.eye(50))
 EMBEDDING = (fz.FactorizedEmbedding(50, 40, 4), torch.arange(50))
-CONV = (fz.FactorizedConv2d(50, 40, 1, 4, bias=False, execution="two_convs"), torch.eye(50)[..., None, None])
+CONV = (fz.FactorizedConv2d(50, 40, 1, 4, bias=False, execution="chain"), torch.eye(50)[..., None, None])
 
 
 @pytest.mark.parametrize(("layer", "x"), [LINEAR, EMBEDDING, CONV], ids=["linear", "embedding", "conv"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import factorized as fz
-from tests.adapters.attention_zoo import GPT2
+from tests.attention.attention_zoo import GPT2
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from factorized.decay.step import Step
+from factorized.decay.hook import Step
 
 
 @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.decay.batch import Tensors, batches
-from tests.composed_contract import error
-from tests.models.tensorized import SCHEMES, images, layers, tensorized
+from factorized.decay.engine import Alike, make_workers
+from factorized.formats.kernel import KernelShape
+from factorized.formats.scheme import Scheme
+from factorized.testing import error
+from tests.models.tensorized import SCHEMES, cores, images, layers, tensorized
 
 every_kind = pytest.mark.parametrize("kind", SCHEMES)
 
@@ -69,12 +71,12 @@ def test_the_penalty_and_forms_need_nothing_from_the_user(kind: str) -> None:
     decay = fz.FrobeniusDecay(model, 0.3)
     assert error(decay.penalty(), 0.3 * penalty(model)) < 1e-12
     found = fz.forms(model)
-    method = "tucker" if "tucker" in kind else "tensor_train"
-    assert [(form.name, form.kind) for form in found] == [(name, method) for name in layers(model)]
+    assert [(form.name, form.kind) for form in found] == [("3", "conv"), ("6", "conv"), ("9", "linear")][: len(found)]
+    assert [form.name for form in found] == list(layers(model))
     for form, layer in zip(found, layers(model).values(), strict=True):
-        assert isinstance(form, fz.TensorForm)
         assert form.layer is layer
-        assert form.cores == tuple(layer.cores)
+        assert not form.is_product
+        assert [factor.parameter for factor in form.factors] == cores(layer)
         assert form.numel == layer.product.numel()
 
 
@@ -82,13 +84,11 @@ def test_the_penalty_and_forms_need_nothing_from_the_user(kind: str) -> None:
 def test_decoupled_decay_shrinks_the_parameters_by_the_same_gradient(kind: str) -> None:
     model = tensorized(kind)
     twin = deepcopy(model)
-    cores = [core for layer in layers(twin).values() for core in layer.cores]
-    expected = torch.autograd.grad(penalty(twin), cores)
+    expected = torch.autograd.grad(penalty(twin), cores(twin))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     fz.FrobeniusDecay(model, 0.3, decoupled=True).apply_(lr=0.1)
-    now = [core for layer in layers(model).values() for core in layer.cores]
-    for core, before, gradient in zip(now, cores, expected, strict=True):
+    for core, before, gradient in zip(cores(model), cores(twin), expected, strict=True):
         assert error(core, before - 0.1 * 0.3 * gradient) < 1e-12
 
 
@@ -98,9 +98,9 @@ def test_only_cores_leave_the_ordinary_decay(kind: str) -> None:
     groups = fz.parameter_groups(model, weight_decay=0.1)
     decay_of = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
     for layer in layers(model).values():
-        assert {decay_of[core] for core in layer.cores} == {0.0}
-        if layer.depthwise is not None:
-            assert decay_of[layer.depthwise] == 0.1  # a dense kernel of its own, as in the paper
+        assert {decay_of[core] for core in cores(layer)} == {0.0}
+        for depthwise in layer.factors[len(cores(layer)) :]:
+            assert decay_of[depthwise] == 0.1  # a dense kernel of its own, as in the paper
     assert decay_of[model[0].weight] == 0.1  # type: ignore[index]
 
 
@@ -110,9 +110,9 @@ def test_compression_rate_scaling_decays_cores_by_their_share(kind: str) -> None
     groups = fz.parameter_groups(model, weight_decay=0.1, crs=True)
     decay_of = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
     for layer in layers(model).values():
-        rate = sum(core.numel() for core in layer.cores) / layer.product.numel()
+        rate = sum(core.numel() for core in cores(layer)) / layer.product.numel()
         assert 0 < rate < 1
-        for core in layer.cores:
+        for core in cores(layer):
             assert decay_of[core] == pytest.approx(0.1 * rate)
 
 
@@ -123,14 +123,13 @@ def test_flambe_takes_the_tensors_gradient_in_place_of_the_weights(kind: str) ->
         fz.parameter_groups(model, weight_decay=0.01), model=model, lr=1e-2, frobenius_decay=0.5, max_grad_norm=None
     )
     model(images()).square().sum().backward()
-    cores = [core for layer in layers(model).values() for core in layer.cores]
-    expected = torch.autograd.grad(penalty(model), cores)
+    expected = torch.autograd.grad(penalty(model), cores(model))
     optimizer._before_updates()
-    for core, gradient in zip(cores, expected, strict=True):
+    for core, gradient in zip(cores(model), expected, strict=True):
         assert error(optimizer._decay_of[core], 0.5 * gradient) < 1e-11
-    before = [core.clone() for core in cores]
+    before = [core.clone() for core in cores(model)]
     optimizer.step()
-    assert all(not torch.equal(core, old) for core, old in zip(cores, before, strict=True))
+    assert all(not torch.equal(core, old) for core, old in zip(cores(model), before, strict=True))
 
 
 @every_kind
@@ -142,33 +141,42 @@ def test_other_penalties_act_on_the_matrix_of_the_tensor(kind: str) -> None:
         model = tensorized(kind)
         forms = fz.forms(model)
         loss = torch.stack([reference(form.compose(form.values)) for form in forms]).sum()
-        cores = [core for layer in layers(model).values() for core in layer.cores]
-        expected = torch.autograd.grad(loss, cores)
+        expected = torch.autograd.grad(loss, cores(model))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         added = made(model)
         assert error(added.penalty(), loss) < 1e-12
         added.apply_()
-        for core, gradient in zip(cores, expected, strict=True):
+        for core, gradient in zip(cores(model), expected, strict=True):
             assert error(core.grad, gradient) < 1e-9
 
 
-def test_strengths_go_by_kind() -> None:
-    model = tensorized("train")
-    fz.FrobeniusDecay(model, {"tensor_train": 0.1})
-    assert fz.FrobeniusDecay(model, {"tucker": 0.1}).penalty() == 0
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("train", ["tensor_train"]), ("monarch", ["monarch"]), ("separable-tucker", ["tucker", "separable"])],
+)
+def test_strengths_go_by_format(kind: str, names: list[str]) -> None:
+    model = tensorized(kind)
+    everywhere = fz.FrobeniusDecay(model, 0.1).penalty()
+    for name in names:
+        assert fz.FrobeniusDecay(model, {name: 0.1}).penalty() == everywhere > 0
+    assert fz.FrobeniusDecay(model, {"product": 0.1}).penalty() == 0
 
 
-def test_tensors_of_one_format_are_one_batch_and_give_what_each_alone_does() -> None:
-    model = nn.Sequential(*(fz.TensorizedLinear(24, 24, 2, dtype=torch.float64) for _ in range(3)))
-    model.append(fz.TensorizedLinear(24, 24, 3, dtype=torch.float64))
-    units = batches(fz.forms(model))
-    assert sorted(len(unit.members) for unit in units if isinstance(unit, Tensors)) == [1, 3]
+@pytest.mark.parametrize("scheme", [fz.TensorTrain(), fz.Tucker(), fz.Monarch(blocks=4)], ids=str)
+def test_weights_of_one_format_are_one_batch_and_give_what_each_alone_does(scheme: Scheme) -> None:
+    formats = [scheme.at_rank(KernelShape.of((24, 24)), rank) for rank in (2, 2, 2, 3)]
+    model = nn.Sequential(*(fz.FactorizedLinear(24, 24, format, dtype=torch.float64) for format in formats))
+    workers = make_workers(fz.forms(model))
+    assert sorted(len(worker.members) for worker in workers if isinstance(worker, Alike)) == [1, 3]
     found = {
-        factor.parameter: part for unit in units for factor, part in zip(unit.factors, unit.gradients(), strict=True)
+        factor.parameter: part
+        for worker in workers
+        for factor, part in zip(worker.factors, worker.gradients(), strict=True)
     }
     for layer in layers(model).values():
-        for core, gradient in zip(layer.cores, layer.format.gradients([c.detach() for c in layer.cores]), strict=True):
+        gradients = layer.format.gradients([core.detach() for core in layer.factors])
+        for core, gradient in zip(layer.factors, gradients, strict=True):
             assert error(found[core], gradient) < 1e-12
 
 
@@ -177,10 +185,9 @@ def test_half_types_are_decayed_in_float() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     twin = deepcopy(model).double()
-    expected = torch.autograd.grad(penalty(twin), [c for layer in layers(twin).values() for c in layer.cores])
+    expected = torch.autograd.grad(penalty(twin), cores(twin))
     fz.FrobeniusDecay(model, 1.0).apply_()
-    cores = [core for layer in layers(model).values() for core in layer.cores]
-    for core, gradient in zip(cores, expected, strict=True):
+    for core, gradient in zip(cores(model), expected, strict=True):
         assert error(core.grad, gradient) < 1e-2
 
 
@@ -191,7 +198,7 @@ def test_only_layers_that_compose_decay_in_their_backward() -> None:
     assert {form.name for form in decay._inside} == composing
     assert composing
     for layer in layers(model).values():
-        layer.execution = layer.executions[0]
+        layer.execution = "chain"
     assert fz.FrobeniusDecay(model, 0.3, in_backward=True)._inside == {}
 
 
@@ -202,7 +209,7 @@ def test_drop_connect_drops_entries_of_the_tensor() -> None:
     fz.drop_connect(model, 0.5)
     assert error(model(x), still) == 0
     model.train()
-    assert {layer.chosen_execution() for layer in layers(model).values()} == {"one_conv", "one_product"}
+    assert {layer.chosen_execution() for layer in layers(model).values()} == {"composed"}
     torch.manual_seed(0)
     first = model(x)
     torch.manual_seed(1)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import factorized as fz
-from tests.contract import error
+from factorized.testing import error
 from tests.decay.models_for_decay import (
     STRENGTH,
     batch,

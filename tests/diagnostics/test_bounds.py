@@ -26,8 +26,8 @@ def mlp(factors: bool = False) -> nn.Sequential:
         model[0].weight.copy_(HIDDEN)
         model[2].weight.copy_(OUTPUT)
     if factors:
-        model[0] = fz.FactorizedLinear.from_dense(model[0], rank=2)
-        model[2] = fz.FactorizedLinear.from_dense(model[2], rank=2, depth=1)
+        model[0] = fz.FactorizedLinear.from_dense(model[0], 2)
+        model[2] = fz.FactorizedLinear.from_dense(model[2], 2, depth=1)
     return model
 
 
@@ -95,10 +95,10 @@ def conv_net(layer: nn.Module) -> nn.Sequential:
     return nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4, 3, bias=False))
 
 
-@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"groups": 2, "depth": 1}, {"rank": 50}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"groups": 2, "depth": 1}, {"format": 50}], ids=str)
 def test_a_composed_model_has_the_same_frobenius_term(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    factorized = conv_net(fz.FactorizedConv2d(4, 4, 3, **({"rank": 2} | options), bias=False)).double()
+    factorized = conv_net(fz.FactorizedConv2d(4, 4, 3, **({"format": 2} | options), bias=False)).double()
     with torch.no_grad():
         for parameter in factorized.parameters():
             parameter.add_(torch.randn_like(parameter) / 3)
@@ -121,9 +121,9 @@ def test_the_rank_of_groups_is_that_of_the_block_diagonal_matrix() -> None:
     loader = [(torch.randn(5, 4, 4, 4), torch.tensor([0, 1, 2, 0, 1]))]
     for layer, rank in [
         (nn.Conv2d(4, 4, 3, groups=2), 12),
-        (fz.FactorizedConv2d(4, 4, 3, rank=2, groups=2), 4),
-        (fz.FactorizedConv2d(4, 4, 3, rank=40), 12),
-        (fz.FactorizedConv2d(4, 4, 3, rank=5), 5),
+        (fz.FactorizedConv2d(4, 4, 3, 2, groups=2), 4),
+        (fz.FactorizedConv2d(4, 4, 3, 40), 12),
+        (fz.FactorizedConv2d(4, 4, 3, 5), 5),
     ]:
         assert fz.margin_bounds(conv_net(layer), loader, gamma=1.0).rank == rank
 

@@ -12,9 +12,9 @@ LAYERS: dict[str, Any] = {
     "linear": lambda: fz.FactorizedLinear(9, 7, 3),
     "overcomplete": lambda: fz.FactorizedLinear(5, 4, 11),
     "inner": lambda: fz.FactorizedLinear(8, 6, 4, depth=2),
-    "conv": lambda: fz.FactorizedConv2d(4, 6, 3, rank=5),
-    "grouped-conv": lambda: fz.FactorizedConv2d(6, 4, 3, rank=2, groups=2),
-    "grouped-conv-inner": lambda: fz.FactorizedConv2d(6, 4, 3, rank=2, groups=2, depth=1),
+    "conv": lambda: fz.FactorizedConv2d(4, 6, 3, 5),
+    "grouped-conv": lambda: fz.FactorizedConv2d(6, 4, 3, 2, groups=2),
+    "grouped-conv-inner": lambda: fz.FactorizedConv2d(6, 4, 3, 2, groups=2, depth=1),
     "embedding": lambda: fz.FactorizedEmbedding(12, 6, 3),
 }
 
@@ -31,7 +31,7 @@ def trained(name: str) -> nn.Module:
 
 def matrix(layer: Any) -> Tensor:
     """Return the composed matrix: of groups, the block-diagonal whole."""
-    groups, inner = layer.shape.groups, list(layer.inner)
+    groups, inner = layer.shape.groups, layer.factors[1:-1]
     blocks = []
     for g in range(groups):
         block = layer.U.detach().chunk(groups)[g]

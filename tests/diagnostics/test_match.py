@@ -15,7 +15,7 @@ import factorized as fz
 def build() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        fz.FactorizedConv2d(4, 6, 3, rank=2, groups=2),
+        fz.FactorizedConv2d(4, 6, 3, 2, groups=2),
         nn.Flatten(),
         fz.FactorizedLinear(24, 5, 3, depth=2),
         fz.FactorizedLinear(5, 3, 2),

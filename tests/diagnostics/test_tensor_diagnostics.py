@@ -6,23 +6,23 @@ import pytest
 import torch
 
 import factorized as fz
-from tests.composed_contract import error
-from tests.models.tensorized import SCHEMES, images, layers, tensorized
+from factorized.testing import error
+from tests.models.tensorized import SCHEMES, cores, images, layers, tensorized
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_a_diagnosis_has_the_norms_of_the_whole_tensor(kind: str) -> None:
     model = tensorized(kind)
     for found, layer in zip(fz.diagnose(model, lr=0.1), layers(model).values(), strict=True):
-        matrix = fz.forms(layer)[0].compose(list(layer.cores))
+        matrix = fz.forms(layer)[0].compose(cores(layer))
         values = torch.linalg.svdvals(matrix)
-        assert found.kind == layer.method
+        assert found.kind == layer.form_kind
         assert found.frobenius == pytest.approx(layer.product.norm().item())
         assert found.effective_step == pytest.approx(0.1 / layer.product.square().sum().item())
         assert found.spectral == pytest.approx(values.max().item())
         assert found.nuclear == pytest.approx(values.sum().item())
         assert found.nuclear_bound is None
-        assert len(found.non_orthogonality) == len(layer.cores)
+        assert len(found.non_orthogonality) == len(cores(layer))
     assert fz.diagnose(model, lr=0.1, spectrum=False)[0].spectral is None
 
 

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import factorized as fz
-from tests.adapters.attention_zoo import GPT2, LLAMA, VOCABULARY
+from tests.attention.attention_zoo import GPT2, LLAMA, VOCABULARY
 from tests.distributed.worker import OPTIMIZERS, STEPS, CountBytes, largest_difference
 
 
 class Reader(nn.Module):
-    """Torch's attention, packed (nine heads' parts over two shards do not divide) and shrunken, over an embedding."""
+    """Torch's attention, packed (nine heads' parts over two shards do not divide) and shrunk, over an embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,16 +20,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import factorized as fz
+from factorized.formats.kernel import KernelShape
 
 Placements = tuple[Placement, ...]
 ONE = [(Shard(0),), (Shard(1),), (Replicate(),)]
+SHAPE = KernelShape.of((6, 8))
 HYBRID = [(Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(0), Shard(0)), (Shard(0), Shard(1))]
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "pair": lambda: fz.FactorizedLinear(6, 5, 3, bias=False),
     "groups": lambda: fz.FactorizedConv2d(4, 6, 3, 2, groups=2, bias=False),
     "deep": lambda: fz.FactorizedLinear(6, 5, 3, depth=1, bias=False),
-    "train": lambda: fz.TensorizedLinear(8, 6, 2, bias=False),
+    "train": lambda: fz.FactorizedLinear(8, 6, fz.TensorTrain().at_rank(SHAPE, 2), bias=False),
+    "monarch": lambda: fz.FactorizedLinear(8, 6, fz.Monarch(blocks=2).at_rank(SHAPE, 2), bias=False),
     "attention": lambda: nn.MultiheadAttention(6, 3, bias=False),
 }
 

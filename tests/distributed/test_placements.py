@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.test_many_processes import run
 
-MODELS = ("pair", "groups", "deep", "train", "attention")
+MODELS = ("pair", "groups", "deep", "train", "monarch", "attention")
 ACTIONS = ("coupled", "decoupled", "in_the_loss", "cubed", "nuclear", "matched", "lamb", "flambe", "packed")
 
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import factorized as fz
-from factorized.deploy import checksum
+from factorized.files import checksum
 
 STEPS = 3
 
@@ -59,7 +59,7 @@ def build() -> nn.Module:
 def build_tensors() -> nn.Module:
     torch.manual_seed(0)
     model = fz.factorize(Net().double(), fz.TensorTrain(), rank=2, include=["conv"])
-    model = fz.factorize(model, fz.TensorTrain(), rank=2, include=["linear"])
+    model = fz.factorize(model, fz.Monarch(blocks=2), rank=2, include=["linear"])
     return fz.factorize(model, fz.Tucker(), rank=3, include=["grouped"])
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from factorized.vision.recipe import Recipe
+from factorized.experiments.recipes.recipe import Recipe
 from tests.hostile.place import LOW
 
 Prepare = Callable[[Path], object]

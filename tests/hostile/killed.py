@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.cli.main import main
-from factorized.vision.state import FILE
+from factorized.experiments.cli.main import main
+from factorized.experiments.training.state import FILE
 
 LENGTH = 60  # epochs of the run: long enough that no process of the test trains it in one go
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import nn
 
 import factorized as fz
-from factorized.cli.main import main
+from factorized.experiments.cli.main import main
+from tests.experiments.data.small_sets import small_images, write_cifar10, write_folder, write_npz
 from tests.hostile.own_models import FILES
-from tests.vision.data.small_sets import small_images, write_cifar10, write_folder, write_npz
 
 LOW, DENSE, NORMED, SAVED = "out/low/seed-0", "out/dense/seed-0", "out/normed/seed-0", "saved"
 DIGITS = '[model]\nname = "resnet8"\n[schedule]\nepochs = 1\n[data]\nname = "digits"\ncrop_padding = 1\n'

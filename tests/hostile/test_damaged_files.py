@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import load_file
 
 import factorized as fz
-from factorized.cli.main import main
-from factorized.vision import export
-from factorized.vision.data.load import load_images
-from factorized.vision.data.prepared import read_prepared
-from factorized.vision.network import build_network
-from factorized.vision.norms import norms_table
-from factorized.vision.recipes import load_recipe
-from factorized.vision.state import load_state
-from factorized.vision.trained import load_trained, read_result
+from factorized.experiments.cli.main import main
+from factorized.experiments.data.load import load_images
+from factorized.experiments.data.prepared import read_prepared
+from factorized.experiments.recipes.find import load_recipe
+from factorized.experiments.training import export
+from factorized.experiments.training.network import build_network
+from factorized.experiments.training.norms import norms_table
+from factorized.experiments.training.state import load_state
+from factorized.experiments.training.trained import load_trained, read_result
 from tests.hostile.damage import DAMAGES, damage, replace
 from tests.hostile.place import DENSE, LOW, NORMED, SAVED, dense
 

@@ -14,15 +14,17 @@ import pytest
 import torch
 
 import factorized as fz
+from tests.experiments.data.small_sets import small_images, write_npz
+from tests.experiments.training.small import TIMES, assert_same_run
 from tests.hostile import killed
-from tests.vision.data.small_sets import small_images, write_npz
-from tests.vision.small import TIMES, assert_same_run
 
 KILLS = 30
 SEED = 13
 DIFFERENT = (*TIMES, "files", "checksum")  # the weights have a new name each time
 PROCESSES = multiprocessing.get_context("forkserver")  # forks a process that has imported everything
-PROCESSES.set_forkserver_preload(["tests.hostile.killed", "factorized.vision.train", "torch.utils.tensorboard"])
+PROCESSES.set_forkserver_preload(
+    ["tests.hostile.killed", "factorized.experiments.training.train", "torch.utils.tensorboard"]
+)
 
 
 def start(job: Callable[..., None], *arguments: Any) -> ForkServerProcess:

@@ -17,7 +17,7 @@ from types import FrameType
 import pytest
 import torch
 
-from factorized.cli.main import main
+from factorized.experiments.cli.main import main
 from tests.hostile.cases import Case, command_lines, wrong_fields
 from tests.hostile.place import contents, copy_place
 from tests.hostile.wrong_data import wrong_data
@@ -89,7 +89,7 @@ def here(words: tuple[str, ...]) -> tuple[object, str]:
 
 
 def in_a_fresh_process(words: tuple[str, ...]) -> tuple[object, str]:
-    command = [sys.executable, "-m", "factorized.cli", *words]
+    command = [sys.executable, "-m", "factorized.experiments.cli", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     return done.returncode, done.stderr

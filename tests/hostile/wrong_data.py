@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests.experiments.data.small_sets import small_images, write_npz
 from tests.hostile.cases import Case, Prepare
 from tests.hostile.place import DENSE
 from tests.hostile.spoil import GARBAGE, Runs, damaged, rewritten, truncated
-from tests.vision.data.small_sets import small_images, write_npz
 
 
 def npz(**changes: Any) -> Prepare:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from factorized.deploy.checksum import sealed
-from factorized.vision.state import load_state, save_state
+from factorized.experiments.training.state import load_state, save_state
+from factorized.files.checksum import sealed
 from tests.hostile.cases import Case, Prepare
 from tests.hostile.place import DENSE, LOW
 from tests.hostile.spoil import GARBAGE, Runs, damaged, rewritten, truncated

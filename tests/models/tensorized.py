@@ -1,4 +1,4 @@
-"""Small models with tensorized layers of every kind, for tests."""
+"""Small models with layers in every format that is no product, for tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.nn.layer import FactorizedLayer
 
 SCHEMES = {
     "train": fz.TensorTrain(),
@@ -13,6 +14,7 @@ SCHEMES = {
     "tucker-train-core": fz.Tucker(core="train"),
     "separable-train": fz.TensorTrain(separable=True),
     "separable-tucker": fz.Tucker(separable=True),
+    "monarch": fz.Monarch(blocks=2),
 }
 
 
@@ -36,13 +38,18 @@ def dense(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def tensorized(kind: str, dtype: torch.dtype = torch.float64, init: str = "spectral") -> nn.Module:
-    """Return the network with its inner layers tensorized, at rank 2 everywhere."""
+    """Return the network with its inner layers in such a format, at rank 2 everywhere."""
     return fz.factorize(dense(dtype), SCHEMES[kind], rank=2, init=init)  # type: ignore[arg-type]
 
 
-def layers(model: nn.Module) -> dict[str, fz.TensorizedLinear | fz.TensorizedConv2d]:
-    """Return the tensorized layers by name."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, (fz.TensorizedLinear, fz.TensorizedConv2d))}
+def layers(model: nn.Module) -> dict[str, FactorizedLayer]:
+    """Return the factorized layers by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, FactorizedLayer)}
+
+
+def cores(model: nn.Module) -> list[nn.Parameter]:
+    """Return the cores that are decayed, of all layers."""
+    return [core for layer in layers(model).values() for core in layer.factors[: layer.format.decayed[1]]]
 
 
 def images(count: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from tests.adapters.attention_zoo import BERT, GPT2, HUGGING_FACE, LLAMA, MARIAN, Kind, tokens
-from tests.contract import error
+from factorized.testing import error
+from tests.attention.attention_zoo import BERT, GPT2, HUGGING_FACE, LLAMA, MARIAN, Kind, tokens
 
 FOUR = pytest.mark.parametrize("kind", [BERT, GPT2, LLAMA, MARIAN], ids=lambda kind: kind.name)
 DECODERS = pytest.mark.parametrize("kind", [GPT2, LLAMA, MARIAN], ids=lambda kind: kind.name)

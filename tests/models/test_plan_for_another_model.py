@@ -80,6 +80,6 @@ def test_a_plan_for_another_model_says_what_differs_and_changes_nothing(
 def test_a_plan_that_ties_a_layer_to_one_it_leaves_alone_is_refused() -> None:
     model = shared_weight()
     plan = fz.plan(model, rank=2)
-    entries = tuple(replace(e, rank=None) if e.name == "3" else e for e in plan.entries)
+    entries = tuple(replace(e, format=None) if e.name == "3" else e for e in plan.entries)
     with unchanged(model), pytest.raises(ValueError, match="4 is tied to 3, which the plan does not factorize"):
         fz.factorize(model, replace(plan, entries=entries))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from tests.adapters.attention_zoo import bert
+from factorized.nn.layer import FactorizedLayer
+from tests.attention.attention_zoo import bert
 
 IDS = torch.tensor([[5, 9, 3, 2], [7, 1, 4, 8]])
 STRENGTH = {"ov": 0.02, "tensor_train": 0.03}
@@ -28,13 +29,16 @@ def logits(model: nn.Module) -> Tensor:
     return output[0]
 
 
+def name_of(form: fz.Form) -> str:
+    return form.kind if form.kind in ("qk", "ov") else form.format.name
+
+
 def test_one_decay_acts_on_trains_and_on_attention_and_leaves_the_rest() -> None:
     model = bert_with_trains()
-    kinds = [form.kind for form in fz.forms(model)]
-    assert set(kinds) == {"qk", "ov", "tensor_train"}
+    assert {name_of(form) for form in fz.forms(model)} == {"qk", "ov", "tensor_train"}
     decay = fz.FrobeniusDecay(model, STRENGTH)  # type: ignore[arg-type]
-    found = [form for form in fz.forms(model) if form.kind in STRENGTH]
-    penalty = sum(STRENGTH[form.kind] / 2 * form.compose(form.values).square().sum() for form in found)
+    found = [form for form in fz.forms(model) if name_of(form) in STRENGTH]
+    penalty = sum(STRENGTH[name_of(form)] / 2 * form.compose(form.values).square().sum() for form in found)
     wanted = torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True)  # type: ignore[arg-type]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -56,4 +60,4 @@ def test_trained_with_flambe_they_are_saved_loaded_composed_and_lowered(tmp_path
     assert torch.equal(logits(fz.load(tmp_path, bert().double().eval())), expected)
     for plain in (fz.compose(model), fz.lower(model)):
         torch.testing.assert_close(logits(plain), expected)
-        assert not any(isinstance(module, fz.TensorizedLinear) for module in plain.modules())
+        assert not any(isinstance(module, FactorizedLayer) for module in plain.modules())

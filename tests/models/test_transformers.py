@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.layers.linear import FactorizedLinear
+from factorized.nn.linear import FactorizedLinear
 from tests.models.zoo import BERT, ENCODER, LLAMA, LLAMA_TIED, Species, logits
 
 FORMS: list[Callable[[nn.Module], nn.Module]] = [deepcopy, fz.compose, fz.lower]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.layers.base import FactorizedLayer
+from factorized.nn.layer import FactorizedLayer
 from tests.models.unchanged import unchanged
 from tests.models.zoo import RESNET, TIED, VGG, ZOO, Species, logits, train
 
@@ -156,9 +156,9 @@ def test_a_model_factorized_in_two_goes_is_saved_and_loaded(tmp_path: Path) -> N
     fz.factorize(model, fz.LowRank(kind="channel"), rank_scale=0.4, include=[nn.Conv2d])
     fz.factorize(model, fz.Overcomplete("deep"), init="spectral", include=[nn.Linear], keep_first_and_last=False)
     layers = factor_layers(model)
-    assert {(type(layer).__name__, layer.depth) for layer in layers.values()} == {
-        ("FactorizedConv2d", 0),
-        ("FactorizedLinear", 1),
+    assert {(type(layer).__name__, len(layer.factors)) for layer in layers.values()} == {
+        ("FactorizedConv2d", 2),
+        ("FactorizedLinear", 3),
     }
     fz.save(model, tmp_path)
     loaded = fz.load(tmp_path, VGG.fresh(seed=9)).eval()

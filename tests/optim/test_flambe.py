@@ -21,7 +21,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = fz.FactorizedConv2d(4, 6, 3, rank=2, groups=2)
+        self.conv = fz.FactorizedConv2d(4, 6, 3, 2, groups=2)
         self.deep = fz.FactorizedLinear(5, 4, 3, depth=1)
         self.one = fz.FactorizedLinear(7, 6, 2, bias=False)
         self.two = fz.FactorizedLinear(7, 6, 2, bias=False)

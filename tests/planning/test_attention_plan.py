@@ -8,7 +8,7 @@ from torch import nn
 
 import factorized as fz
 from factorized.planning.cost import measure
-from tests.adapters.attention_zoo import (
+from tests.attention.attention_zoo import (
     BERT,
     EVERY,
     GPT2,
@@ -50,7 +50,7 @@ def test_attention_is_one_entry_with_its_heads_and_its_share(kind: Kind) -> None
     model = kind.make()
     host = nn.ModuleDict({"m": model, "up": nn.Linear(8, 64), "mid": nn.Linear(64, 64), "down": nn.Linear(64, 8)})
     plan = fz.plan(host, rank=2)
-    found = {entry.name: entry for entry in plan.entries if entry.head_ranks}
+    found = {entry.name: entry for entry in plan.entries if entry.is_attention}
     assert set(found) == {f"m.{name}" for name in kind.attention}
     for name, entry in found.items():
         heads = 6 if kind.groups > 1 else 3
@@ -142,7 +142,7 @@ def test_a_plan_for_other_heads_is_refused() -> None:
 
 def test_excluded_attention_stays_as_it_is() -> None:
     plan = fz.plan(MARIAN.make(), rank_scale=0.5, attention=True, exclude=["*.encoder_attn"])
-    reasons = {entry.name: entry.reason for entry in plan.entries if entry.head_ranks}
+    reasons = {entry.name: entry.reason for entry in plan.entries if entry.is_attention}
     assert reasons["model.decoder.layers.0.encoder_attn"] == "in exclude="
     assert reasons["model.decoder.layers.0.self_attn"] is None
 
@@ -227,14 +227,14 @@ def test_wrong_input_is_refused(arguments: dict[str, Any], message: str) -> None
 
 def test_asking_for_queries_and_keys_alone_under_rotary_embeddings_says_why_not() -> None:
     plan = fz.plan(LLAMA.make(), rank_scale=0.5, attention=("qk",))
-    reasons = [entry.reason or "" for entry in plan.entries if entry.head_ranks]
+    reasons = [entry.reason or "" for entry in plan.entries if entry.is_attention]
     assert "rotary embeddings turn its queries and keys" in reasons[0]
 
 
 def test_heads_that_keep_their_size_say_so() -> None:
     model = nn.Sequential(OwnAttention(), nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 4))
     plan = fz.plan(model, rank=8, attention=True)
-    (entry,) = (entry for entry in plan.entries if entry.head_ranks)
+    (entry,) = (entry for entry in plan.entries if entry.is_attention)
     assert entry.reason == "at that rank its heads keep their size"
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.adapters.table import read_attention
-from factorized.planning.attention import attention_spectrum
+from factorized.attention.cost import attention_spectrum
+from factorized.attention.register import read_attention
 
 
 class Grouped(nn.Module):

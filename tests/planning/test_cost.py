@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from factorized.layers.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
-from factorized.layers.embedding import FactorizedEmbedding
-from factorized.layers.linear import FactorizedLinear
-from factorized.maths.kernel import KernelShape
+from factorized.formats.kernel import KernelShape
+from factorized.formats.product import LowRank
+from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.linear import FactorizedLinear
 from factorized.planning.cost import LayerCost, measure
 from factorized.planning.planner import plan
-from factorized.planning.scheme import LowRank
 from tests.planning.models_for_planning import EXAMPLES, Attends, ConvNet, Mlp, Reader, TiedReader
 
 WHOLE = {"keep_first_and_last": False}
@@ -47,13 +47,13 @@ def test_planned_macs_are_those_the_factorized_convolution_spends(
     factorized_type = {nn.Conv1d: FactorizedConv1d, nn.Conv2d: FactorizedConv2d, nn.Conv3d: FactorizedConv3d}
     x = torch.zeros(extent)
     shape = KernelShape.of(dense.weight.shape, dense.groups, kind)
-    cost = LayerCost(shape, depth, multiplied=tuple(measure(dense, x, {dense: shape}).calls[dense]))
+    cost = LayerCost(shape, tuple(measure(dense, x, {dense: shape}).calls[dense]))
     assert cost.macs(None) == counted(dense, x)
     assert cost.params(None) == dense.weight.numel()
-    layer = factorized_type[type(dense)].from_dense(dense, rank=3, kind=kind, depth=depth)
-    layer.execution = "two_convs"
-    assert cost.macs(3) == counted(layer, x)
-    assert cost.params(3) == sum(factor.numel() for factor in layer.factors)
+    layer = factorized_type[type(dense)].from_dense(dense, 3, kind=kind, depth=depth)
+    layer.execution = "chain"
+    assert cost.macs(layer.format) == counted(layer, x)
+    assert cost.params(layer.format) == sum(factor.numel() for factor in layer.factors)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -61,12 +61,14 @@ def test_planned_macs_are_those_factorized_linears_and_embeddings_spend(depth: i
     x, ids = torch.zeros(2, 5, 20), torch.zeros(2, 5, dtype=torch.long)
     linear, table = nn.Linear(20, 30), nn.Embedding(50, 20)
     plain, looked = KernelShape.of((30, 20)), KernelShape.of((50, 20))
-    cost = LayerCost(plain, depth, multiplied=tuple(measure(linear, x, {linear: plain}).calls[linear]))
+    cost = LayerCost(plain, tuple(measure(linear, x, {linear: plain}).calls[linear]))
     assert cost.macs(None) == counted(linear, x) == 10 * 600
-    assert cost.macs(4) == counted(FactorizedLinear.from_dense(linear, rank=4, depth=depth), x)
-    cost = LayerCost(looked, depth, looked_up=tuple(measure(table, ids, {table: looked}).calls[table]))
+    thin = FactorizedLinear.from_dense(linear, 4, depth=depth)
+    assert cost.macs(thin.format) == counted(thin, x)
+    cost = LayerCost(looked, tuple(measure(table, ids, {table: looked}).calls[table]))
     assert cost.macs(None) == counted(table, ids) == 0
-    assert cost.macs(4) == counted(FactorizedEmbedding.from_dense(table, rank=4, depth=depth), ids)
+    rows = FactorizedEmbedding.from_dense(table, 4, depth=depth)
+    assert cost.macs(rows.format) == counted(rows, ids)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -202,6 +204,6 @@ def test_channel_convolutions_multiply_at_their_strided_positions_only() -> None
         plan(model, LowRank(kind), rank=4, example_input=torch.zeros(1, 16, 8, 8), **WHOLE).entries[0]
         for kind in ("spatial", "channel")
     )
-    assert (spatial.kind, channel.kind) == ("spatial", "channel")
+    assert (spatial.format.shape.row_dims, channel.format.shape.row_dims) == (1, 0)
     assert spatial.macs_after == 8 * 4 * (4 * 48) + 4 * 4 * (4 * 48)
     assert channel.macs_after == 4 * 4 * (4 * 16 * 9) + 4 * 4 * (4 * 16)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from factorized.planning.model import module_names, parameter_names
+from factorized.nn.model import module_names, parameter_names
 
 
 def test_what_a_model_holds_at_several_places_has_all_of_its_names() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from factorized.formats.monarch import Monarch
+from factorized.formats.product import LowRank, Overcomplete
 from factorized.planning.plan import Plan, PlanEntry
 from factorized.planning.planner import plan
-from factorized.planning.scheme import LowRank, Overcomplete
 from factorized.planning.table import plan_table, short_count
 from tests.planning.models_for_planning import EXAMPLES, Attends, ConvNet, Mlp, ResNet32, TiedReader
 
@@ -39,6 +39,7 @@ PLANS = {
     "awkward": plan(awkward(), rank=2, keep_first_and_last=False),
     "wide": plan(ResNet32(), Overcomplete("wide", width=2), example_input=EXAMPLES[ResNet32]),
     "deep": plan(ConvNet(), Overcomplete("deep")),
+    "monarch": plan(ConvNet(), Monarch(), rank=1, example_input=EXAMPLES[ConvNet]),
     "itself": plan(nn.Linear(32, 32), rank=2, keep_first_and_last=False),
 }
 every_plan = pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
@@ -56,12 +57,11 @@ def test_every_entry_has_either_a_rank_or_a_reason(made: Plan) -> None:
     assert made.ratio == made.params_after / made.params
 
 
-def test_an_entry_gives_the_kernel_it_was_planned_with() -> None:
+def test_an_entry_gives_the_format_it_was_planned_with() -> None:
     entry = PLANS["convnet"].entries[2]
-    assert (entry.name, entry.shape, entry.groups) == ("body.2", (32, 16, 5, 3), 2)
-    assert (entry.kernel.rows, entry.kernel.columns) == (16 * 5, 16 * 3)
-    assert entry.params_after == entry.kernel.factor_numel(entry.rank)
-    assert replace(entry, kind="channel").kernel.rows == 16
+    assert (entry.name, entry.shape, entry.format.shape.groups) == ("body.2", (32, 16, 5, 3), 2)
+    assert (entry.format.shape.rows, entry.format.shape.columns) == (16 * 5, 16 * 3)
+    assert entry.params_after == entry.format.numel
 
 
 def broken(**changes: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_the_page_of_a_model_that_grows_does_not_call_it_kept() -> None:
         (broken(entries=[{"name": "a"}]), "missing 2 required positional arguments: 'type' and 'shape'"),
         (broken(entries=[{"name": "a", "type": "b", "shape": [1], "size": 2}]), "unexpected keyword argument 'size'"),
         (broken(scheme=None), "not a plan made by Plan.to_dict(): "),
-        (broken(scheme={"name": "sparse"}), '"tensor_train" or "tucker", got \'sparse\''),
+        (broken(scheme={"name": "sparse"}), "scheme name must be one of low_rank, overcomplete, tensor_train, tucker"),
         (broken(scheme={"name": "low_rank", "depth": 1}), "unexpected keyword argument 'depth'"),
         ([], "not a plan made by Plan.to_dict(): []"),
         (None, "not a plan made by Plan.to_dict(): None"),

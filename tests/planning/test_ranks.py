@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from factorized.maths.kernel import KernelShape
+from factorized.formats.kernel import KernelShape
+from factorized.formats.product import LowRank, Overcomplete, Product
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan
-from factorized.planning.ranks import Item, Ranks, lowest_cost, spend_by_spectrum, spend_uniformly, total_cost
-from factorized.planning.scheme import LowRank, Overcomplete, reference_size
+from factorized.planning.ranks import Choices, Item, lowest_cost, spend_by_spectrum, spend_uniformly, total_cost
 from tests.planning.models_for_planning import EXAMPLES, ConvNet, Mlp, Reader, TiedReader, with_singular_values
 
 MODELS = {model_type: model_type() for model_type in (ConvNet, Mlp, Reader, TiedReader)}
@@ -23,7 +25,7 @@ WHOLE = {"keep_first_and_last": False}
 
 def smallest_step(made: Plan) -> int:
     """The parameters that one rank more costs the smallest factorized layer."""
-    return min(entry.kernel.factor_numel(1) for entry in made.selected if entry.tied_to is None)
+    return min(replace(entry.format, rank=1).numel for entry in made.selected if entry.tied_to is None)
 
 
 def reachable(model: nn.Module, **arguments: Any) -> float:
@@ -118,7 +120,7 @@ def test_a_uniform_ratio_decomposes_nothing_and_leaves_the_model_as_it_was(
 
 def test_uniform_ranks_follow_one_scale() -> None:
     made = plan(MODELS[Mlp], ratio=0.4)
-    scales = [entry.rank / reference_size(entry.kernel) for entry in made.selected]
+    scales = [entry.rank / LowRank().reference(entry.format.shape) for entry in made.selected]
     assert len(scales) == 3
     assert max(scales) - min(scales) < 2 / 24  # the shortest reference, and one step for the remainder
 
@@ -160,16 +162,23 @@ def test_spectrum_never_loses_more_than_uniform_and_stays_within_the_budget(data
 @pytest.mark.parametrize("budget", range(18, 217, 9))
 def test_spectrum_is_the_best_there_is_when_all_steps_cost_the_same(budget: int) -> None:
     # Three layers of 12 ranks at a cost of 6 each, dense out of reach: brute force over all 12³ choices.
-    items = [Item(lambda r: 100 if r is None else 6 * r, lambda s: max(1, round(12 * s)), 12, True) for _ in range(3)]
+    items = [priced(6, 12, dense=100) for _ in range(3)]
     energies = [[2.0**-k for k in range(12)], [0.7 * 1.3**-k for k in range(12)], [0.3] * 12]
     choices = [ranks for ranks in itertools.product(range(1, 13), repeat=3) if 6 * sum(ranks) <= budget]
     best = min(lost(energies, list(ranks)) for ranks in choices)
     assert lost(energies, spend_by_spectrum(items, energies, budget)) == pytest.approx(best, abs=1e-12)
 
 
-def priced(cost: int, reference: int) -> Item:
+def priced(cost: int, reference: int, dense: int = 1000) -> Item:
     """A layer with this cost a rank, too large to stay dense."""
-    return Item(lambda r: 1000 if r is None else cost * r, lambda s: max(1, round(reference * s)), reference, True)
+    return whole_ranks(lambda r: dense if r is None else cost * r, lambda s: max(1, round(reference * s)), reference)
+
+
+def whole_ranks(cost: Callable[[int | None], int], at_scale: Callable[[float], int], reference: int) -> Item:
+    """A layer whose choices are its ranks."""
+    return Item(
+        cost, at_scale, reference, True, lambda r: [r + 1], lambda r: [r - 1] if r > 1 else [], ranks=lambda r: (r,)
+    )
 
 
 def test_spectrum_weighs_energy_against_cost() -> None:
@@ -183,7 +192,7 @@ def test_spectrum_gives_way_to_uniform_where_whole_steps_mislead_it() -> None:
     assert spend_by_spectrum(items, energies, 26) == [1, 2]
 
 
-def lost(energies: list[list[float]], ranks: Ranks) -> float:
+def lost(energies: list[list[float]], ranks: Choices) -> float:
     return sum(sum(energy[rank:]) for energy, rank in zip(energies, ranks, strict=True) if rank is not None)
 
 
@@ -191,11 +200,10 @@ def lost(energies: list[list[float]], ranks: Ranks) -> float:
 def problems(draw: st.DrawFn) -> tuple[list[Item], list[list[float]], int]:
     shapes = draw(st.lists(st.builds(KernelShape, st.integers(4, 20), st.integers(4, 20)), min_size=1, max_size=4))
     items = [
-        Item(
-            lambda rank, shape=shape: shape.numel if rank is None else shape.factor_numel(rank),
-            lambda scale, shape=shape: LowRank().rank(shape, scale),
-            reference_size(shape),
-            may_stay_dense=True,
+        whole_ranks(
+            lambda rank, shape=shape: shape.numel if rank is None else Product(shape, rank).numel,
+            lambda scale, shape=shape: LowRank().at_scale(shape, scale).rank,
+            LowRank().reference(shape),
         )
         for shape in shapes
     ]

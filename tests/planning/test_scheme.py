@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 
-from factorized.maths.kernel import KernelShape
+from factorized.formats.kernel import KernelShape
+from factorized.formats.monarch import Monarch
+from factorized.formats.product import LowRank, Overcomplete, Product
+from factorized.formats.scheme import Scheme
 from factorized.planning.planner import plan
-from factorized.planning.scheme import LowRank, Overcomplete, Scheme, scheme_from_dict, scheme_to_dict
+from factorized.planning.schemes import read_scheme
 from tests.planning.models_for_planning import ResNet32
 
 
@@ -39,8 +42,8 @@ def test_the_rank_at_a_scale_is_the_papers(
     weight: tuple[int, ...], groups: int, kind: str, scale: float, rank: int
 ) -> None:
     shape = KernelShape.of(weight, groups, kind)
-    assert LowRank(kind=kind).rank(shape, scale) == rank
-    assert Overcomplete(kind=kind).rank(shape, scale) == max(rank, shape.full_rank)
+    assert LowRank(kind=kind).at_scale(shape, scale).rank == rank
+    assert Overcomplete(kind=kind).at_scale(shape, scale).rank == max(rank, shape.full_rank)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +52,8 @@ def test_the_rank_at_a_scale_is_the_papers(
 )
 def test_only_low_rank_stops_at_full_rank(weight: tuple[int, ...], scale: float, full: int, asked: int) -> None:
     shape = KernelShape.of(weight)
-    assert LowRank().rank(shape, scale) == full
-    assert Overcomplete("wide").rank(shape, scale) == asked
+    assert LowRank().at_scale(shape, scale).rank == full
+    assert Overcomplete("wide").at_scale(shape, scale).rank == asked
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_overcomplete_needs_no_budget(scheme: Overcomplete, rank: int, depth: in
     with torch.device("meta"):
         model = torch.nn.Conv2d(64, 64, 3)
     entry = plan(model, scheme, keep_first_and_last=False).entries[0]
-    assert (entry.rank, entry.depth) == (rank, depth)
+    assert entry.format == Product(KernelShape.of((64, 64, 3, 3)), rank, depth)
     assert entry.params_after == rank * (192 + 192 + depth * rank)
 
 
@@ -98,12 +101,19 @@ def test_a_wrong_scheme_says_what_is_allowed(scheme: type[Scheme], arguments: di
 
 @pytest.mark.parametrize(
     "scheme",
-    [LowRank(), LowRank("channel"), Overcomplete("deep"), Overcomplete("wide", width=2.5, kind="channel")],
+    [
+        LowRank(),
+        LowRank("channel"),
+        Overcomplete("deep"),
+        Overcomplete("wide", width=2.5, kind="channel"),
+        Monarch(),
+        Monarch(blocks=4),
+    ],
 )
 def test_a_scheme_survives_json(scheme: Scheme) -> None:
-    assert scheme_from_dict(json.loads(json.dumps(scheme_to_dict(scheme)))) == scheme
+    assert read_scheme(json.loads(json.dumps(scheme.to_dict()))) == scheme
 
 
 def test_an_unknown_scheme_name_is_refused() -> None:
-    with pytest.raises(ValueError, match='"tensor_train" or "tucker", got \'sparse\''):
-        scheme_from_dict({"name": "sparse"})
+    with pytest.raises(ValueError, match=r"scheme name must be one of .*tucker, .*, got 'sparse'"):
+        read_scheme({"name": "sparse"})

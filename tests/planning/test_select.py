@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from factorized.layers.linear import FactorizedLinear
+from factorized.nn.linear import FactorizedLinear
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan
 from tests.planning.models_for_planning import Attends, ConvNet, Mlp, TiedReader
@@ -93,7 +93,7 @@ def ignore(*arguments: object) -> None:
         (changed(nn.Linear(16, 16), whole_numbers), "its weight is int8, not floating point"),
         (nn.Linear(16, 16, dtype=torch.complex64), "its weight is complex64, not floating point"),
         (changed(nn.Linear(64, 64), no_entries), "its weight has no entries"),
-        (FactorizedLinear(64, 64, rank=4), "already factorized"),
+        (FactorizedLinear(64, 64, 4), "already factorized"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from factorized.layers.swap import factorize
-from factorized.layers.tensor_conv import TensorizedConv2d
-from factorized.maths.kernel import KernelShape
+from factorized.experiments.models.wide_resnet import wide_resnet
+from factorized.formats.kernel import KernelShape
+from factorized.formats.monarch import Monarch
+from factorized.formats.scheme import Scheme
+from factorized.formats.tensor_train import TensorTrain
+from factorized.formats.tucker import Tucker
+from factorized.nn.conv import FactorizedConv2d
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan
-from factorized.planning.scheme import Scheme, scheme_from_dict, scheme_to_dict
-from factorized.planning.tensor_scheme import TensorTrain, Tucker
-from factorized.vision.models.wide_resnet import wide_resnet
+from factorized.planning.schemes import read_scheme
+from factorized.surgery.factorize import factorize
 from tests.planning.models_for_planning import TiedReader
 
 with torch.device("meta"):
@@ -47,7 +50,7 @@ def test_the_separable_block_has_the_parameters_of_the_paper(scheme: Scheme, sca
     assert made.params == 36_479_194
     assert len(made.selected) == 24
     assert made.params_after == params
-    assert {entry.tensor.dims for entry in made.selected} == {  # type: ignore[union-attr]
+    assert {entry.format.pointwise.dims for entry in made.selected} == {  # type: ignore[union-attr]
         (16, 16, 10),
         (32, 32, 25),
         (40, 40, 32),
@@ -65,14 +68,14 @@ def test_a_ratio_is_met_within_one_percent_from_below(scheme: Scheme, ratio: flo
     assert 0.99 * ratio < made.ratio <= ratio
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(separable=True), Tucker(separable=True)], ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(separable=True), Tucker(separable=True), Monarch()], ids=str)
 @pytest.mark.parametrize("ratio", [0.13, 0.17])
 def test_a_ratio_of_a_small_model_is_met_too(scheme: Scheme, ratio: float) -> None:
     made = plan(SMALL, scheme, ratio=ratio)
     assert 0.99 * ratio < made.ratio <= ratio
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(order=3)], ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(order=3), Monarch()], ids=str)
 @pytest.mark.parametrize("widths", [(61, 127, 127, 67, 11), (64, 128, 128, 64, 10)])
 def test_a_ratio_is_met_where_one_step_of_a_rank_costs_more_than_one_percent(
     scheme: Scheme, widths: tuple[int, ...]
@@ -116,10 +119,11 @@ def test_a_ratio_that_full_rank_does_not_reach_is_an_error() -> None:
 @pytest.mark.parametrize(("scheme", "ranks"), [(TensorTrain(), (6, 5, 5)), (Tucker(), (6, 9, 5, 7))])
 def test_the_ranks_at_a_scale_are_rounded_and_at_least_one(scheme: Any, ranks: tuple[int, ...]) -> None:
     shape = KernelShape.of((12 * 18, 10 * 14))
-    assert scheme.fold(shape).dims == (12, 18, 10, 14)
-    assert scheme.rank(shape, 0.5) == ranks
-    assert set(scheme.rank(shape, 1e-9)) == {1}
-    assert scheme.rank(shape, 1e9) == scheme.fold(shape).full_ranks
+    half = scheme.at_scale(shape, 0.5)
+    assert half.dims == (12, 18, 10, 14)
+    assert half.rank == ranks
+    assert set(scheme.at_scale(shape, 1e-9).rank) == {1}
+    assert scheme.at_scale(shape, 1e9).rank == half.full_ranks
 
 
 def test_a_scheme_shows_what_differs_from_the_defaults() -> None:
@@ -140,21 +144,15 @@ def test_no_budget_is_spent_on_ranks_that_add_nothing() -> None:
         assert outputs == inputs  # a matrix has one rank
 
 
-def test_what_cannot_be_decomposed_stays_dense_and_says_why() -> None:
+def test_every_kind_of_layer_is_decomposed_but_what_separable_cannot_split_stays_dense() -> None:
     model = nn.Sequential(
         nn.Conv2d(4, 8, 3), nn.Conv1d(8, 8, 3), nn.Embedding(20, 8), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=2)
     )
-    reasons = [entry.reason for entry in plan(model, TensorTrain(), rank=1, keep_first_and_last=False).entries]
-    assert reasons == [
-        None,
-        "TensorTrain decomposes Linear and Conv2d, not Conv1d",
-        "TensorTrain decomposes Linear and Conv2d, not Embedding",
-        None,
-        None,
-    ]
+    made = plan(model, TensorTrain(), rank=1, keep_first_and_last=False)
+    assert [entry.reason for entry in made.entries] == [None] * 5
     made = plan(model, Tucker(separable=True), rank=1, keep_first_and_last=False)
     separable = "separable=True splits ungrouped convolutions with kernels larger than 1x1"
-    assert [entry.reason for entry in made.entries][3:] == [separable, separable]
+    assert [entry.reason for entry in made.entries] == [None, None, separable, separable, separable]
 
 
 def test_attention_under_a_tensor_scheme_does_not_send_to_what_that_scheme_refuses() -> None:
@@ -163,10 +161,12 @@ def test_attention_under_a_tensor_scheme_does_not_send_to_what_that_scheme_refus
     assert reason == "attention is one unit; fz.LowRank() with attention=True shrinks its heads"
 
 
-def test_a_weight_tied_to_an_embedding_stays_dense() -> None:
+def test_a_weight_tied_to_an_embedding_is_decomposed_once() -> None:
     made = plan(TiedReader(), TensorTrain(), rank=1, keep_first_and_last=False)
-    tied = [entry.reason for entry in made.skipped if entry.reason and entry.reason.startswith("weight is tied to")]
-    assert tied
+    (tied,) = [entry for entry in made.selected if entry.tied_to is not None]
+    (leader,) = [entry for entry in made.selected if entry.name == tied.tied_to]
+    assert tied.format == leader.format
+    assert (leader.params_after, tied.params_after) == (leader.format.numel, 0)  # type: ignore[union-attr]
 
 
 def test_ranks_above_what_is_allowed_are_clipped_with_one_warning_and_the_plan_shows_the_real_ones() -> None:
@@ -190,7 +190,7 @@ def test_ranks_above_what_is_allowed_are_clipped_with_one_warning_and_the_plan_s
         (lambda: TensorTrain(dims=(8,)), "dims must be a tuple of at least two whole numbers of at least 1, got (8,)"),
         (lambda: TensorTrain(order=1), "order must be a whole number of at least 2"),
         (lambda: TensorTrain(order=3, dims=(4, 4)), "give dims or order, not both"),
-        (lambda: Tucker(core="thin"), 'core must be "whole" or "train", got \'thin\''),  # type: ignore[arg-type]
+        (lambda: Tucker(core="thin"), 'core must be one of "whole", "train", got \'thin\''),  # type: ignore[arg-type]
         (lambda: Tucker(refinements=-1), "refinements must be a whole number of at least 0"),
         (lambda: TensorTrain(separable=1), "separable must be True or False, got 1"),  # type: ignore[arg-type]
         (
@@ -200,7 +200,7 @@ def test_ranks_above_what_is_allowed_are_clipped_with_one_warning_and_the_plan_s
         (lambda: plan(WIDE, TensorTrain(), rank=0), "rank must be a whole number of at least 1, got 0"),
         (
             lambda: plan(WIDE, TensorTrain(), rank=(2, 2, 2)),  # type: ignore[arg-type]
-            "rank must be one number for all layers, got (2, 2, 2); the ranks of one tensor are for TensorizedLinear",
+            "rank must be one number for all layers, got (2, 2, 2); the ranks of one tensor are for from_dense",
         ),
         (
             lambda: plan(WIDE, TensorTrain(), energy=0.5),
@@ -216,13 +216,13 @@ def test_wrong_arguments_say_what_is_allowed(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(dims=[64, 64]), Tucker(refinements=2)], ids=str)  # type: ignore[list-item, arg-type]
+@pytest.mark.parametrize("scheme", [*SCHEMES, TensorTrain(dims=[64, 64]), Tucker(refinements=2), Monarch()], ids=str)  # type: ignore[list-item, arg-type]
 def test_schemes_and_plans_go_through_json(scheme: Any) -> None:
-    assert scheme_from_dict(json.loads(json.dumps(scheme_to_dict(scheme)))) == scheme
+    assert read_scheme(json.loads(json.dumps(scheme.to_dict()))) == scheme
     made = plan(nn.Sequential(nn.Linear(64, 64)), scheme, rank=2, keep_first_and_last=False)
     assert Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     broken = made.to_dict()
-    broken["entries"][0]["tensor"]["surprise"] = 1
+    broken["entries"][0]["format"]["surprise"] = 1
     with pytest.raises(ValueError, match="not a plan"):
         Plan.from_dict(broken)
 
@@ -230,7 +230,7 @@ def test_schemes_and_plans_go_through_json(scheme: Any) -> None:
 def test_given_dimensions_are_used() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     made = plan(model, TensorTrain(dims=(16, 16, 16)), rank=3, keep_first_and_last=False)
-    assert made.entries[0].tensor.dims == (16, 16, 16)  # type: ignore[union-attr]
+    assert made.entries[0].format.dims == (16, 16, 16)  # type: ignore[union-attr]
     assert made.entries[0].rank == (3, 3)
     assert made.params_after == 16 * 3 + 3 * 16 * 3 + 3 * 16 + 64
 
@@ -261,7 +261,7 @@ def test_planned_macs_of_a_convolution_are_those_its_plain_layers_spend(scheme: 
     model = nn.Sequential(nn.Conv2d(32, 48, size, stride, size // 2, bias=False))
     made = plan(model, scheme, rank=3, keep_first_and_last=False, example_input=x)
     layer: Any = factorize(model, made)[0]  # type: ignore[index]
-    layer.execution = layer.executions[0]
+    layer.execution = "chain" if "chain" in layer.executions else "composed"
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         layer(x)
     assert made.macs_after == counter.get_total_flops() // 2
@@ -269,8 +269,8 @@ def test_planned_macs_of_a_convolution_are_those_its_plain_layers_spend(scheme: 
 
 def test_a_stride_decides_with_the_rest_whether_tucker_is_contracted() -> None:
     # A pointwise convolution in front of a k×k one runs where that one does not, beyond its stride.
+    format = Tucker().at_rank(KernelShape.of((64, 256, 3, 3)), (32, 64))
     chosen = [
-        TensorizedConv2d(256, 64, 3, (32, 64), stride, padding=1, method="tucker", init=None).chosen_execution()
-        for stride in (1, 4)
+        FactorizedConv2d(256, 64, 3, format, stride, padding=1, init=None).chosen_execution() for stride in (1, 4)
     ]
-    assert chosen == ["three_convs", "one_conv"]
+    assert chosen == ["chain", "composed"]

@@ -1,0 +1,23 @@
+"""Checks of arguments, each in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def is_whole(value: object, least: int = 1) -> bool:
+    """Return whether ``value`` is a whole number of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Raise unless ``value`` is a whole number of at least ``least``."""
+    if not is_whole(value, least):
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        quoted = ", ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be one of {quoted}, got {value!r}")

@@ -1,0 +1,31 @@
+"""What torch leaves to its users: types to compute with, autocast off, numbers of several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def computable(value: Tensor) -> Tensor:
+    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
+    """Return a context whose products on ``devices`` keep their digits, where autocast would round them."""
+    kinds = {device.type for device in devices} - {"meta"}
+    off = [torch.autocast(kind, enabled=False) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+    if len(off) < 2:
+        return off[0] if off else nullcontext()
+    stack = ExitStack()
+    for context in off:
+        stack.enter_context(context)
+    return stack
+
+
+def on_one_device(numbers: Sequence[Tensor]) -> Tensor:  # (numbers,)
+    """Return single numbers, which may lie on several devices, as one tensor on the first one's."""
+    return torch.stack([number.to(numbers[0].device) for number in numbers])

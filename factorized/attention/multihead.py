@@ -1,0 +1,223 @@
+"""What ``torch.nn.MultiheadAttention`` becomes when its heads are shrunk."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from factorized._checks import check_whole
+from factorized.attention.unit import Shrunken
+
+
+class ShrunkenMultiheadAttention(nn.Module):
+    """Attention with the signature of ``nn.MultiheadAttention``, whose heads have any size, and two of them.
+
+    ``qk_size`` is that of queries and keys, ``ov_size`` that of values; ``scale`` multiplies the scores. Its state dict
+    holds ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, each a weight and a bias, where that of the dense module
+    holds ``in_proj_weight`` and ``in_proj_bias`` for the first three.
+    """
+
+    # Torch's encoder layer asks for these before it takes a fast path that knows no such module.
+    in_proj_weight = None
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        qk_size: int,
+        ov_size: int,
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_whole("num_heads", num_heads, least=1)
+        check_whole("qk_size", qk_size, least=1)
+        check_whole("ov_size", ov_size, least=1)
+        if embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}")
+        head_size = embed_dim // num_heads
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
+        self.shrunken = Shrunken(head_size, qk_size, ov_size)
+        self.q_proj = nn.Linear(embed_dim, num_heads * qk_size, bias, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(self.kdim, num_heads * qk_size, bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(self.vdim, num_heads * ov_size, bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(num_heads * ov_size, embed_dim, bias, device=device, dtype=dtype)
+
+    @classmethod
+    def like(cls, dense: nn.MultiheadAttention, qk_size: int, ov_size: int) -> ShrunkenMultiheadAttention:
+        """Return a module with the settings of ``dense`` and heads of these sizes, on the meta device."""
+        return cls(
+            dense.embed_dim,
+            dense.num_heads,
+            qk_size,
+            ov_size,
+            dropout=dense.dropout,
+            bias=dense.in_proj_bias is not None,
+            add_zero_attn=dense.add_zero_attn,
+            kdim=dense.kdim,
+            vdim=dense.vdim,
+            batch_first=dense.batch_first,
+            device="meta",
+        )
+
+    def forward(
+        self,
+        query: Tensor,  # (N, L, E), (L, N, E) without batch_first, or (L, E)
+        key: Tensor,  # the same with S and kdim
+        value: Tensor,  # the same with S and vdim
+        key_padding_mask: Tensor | None = None,  # (N, S) or (S,)
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,  # (L, S) or (N·heads, L, S)
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, as ``nn.MultiheadAttention`` does."""
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal is a hint about attn_mask: give that mask as well, as to nn.MultiheadAttention")
+        is_batched = _is_batched(query, key, value)
+        if not is_batched:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        if not key.shape[:-1] == value.shape[:-1] == (query.shape[0], key.shape[1]):
+            raise ValueError(
+                "query, key and value must be of one batch, and key and value of one length, got "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)} with the batch first"
+            )
+        q, k, v = self._by_head(self.q_proj(query)), self._by_head(self.k_proj(key)), self._by_head(self.v_proj(value))
+        mask = self._merged(attn_mask, key_padding_mask, q, k)
+        # As in nn.MultiheadAttention: the hint then counts, and not the mask, for a zero to attend to as well.
+        only_causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if only_causal else mask
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            mask = None if mask is None else F.pad(mask, (0, 1))
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * self.scale) @ k.mT
+            weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+            attended = weights @ v
+        else:
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=only_causal, scale=self.scale
+            )
+        output = self.out_proj(attended.transpose(1, 2).flatten(-2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not is_batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _by_head(
+        self,
+        projected: Tensor,  # (N, length, heads · size)
+    ) -> Tensor:  # (N, heads, length, size)
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _merged(
+        self,
+        attn_mask: Tensor | None,
+        padding: Tensor | None,
+        q: Tensor,  # (N, heads, L, qk_size)
+        k: Tensor,  # (N, heads, S, qk_size)
+    ) -> Tensor | None:  # (N or 1, heads or 1, L or 1, S)
+        """Return both masks as one that is added to the scores."""
+        (batch, heads, queries, _), keys = q.shape, k.shape[2]
+        masks = []
+        if attn_mask is not None:
+            _check_mask("attn_mask", attn_mask, (queries, keys), (batch * heads, queries, keys))
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
+            masks.append(_added(attn_mask, q.dtype))
+        if padding is not None:
+            _check_mask("key_padding_mask", padding, (batch, keys))
+            masks.append(_added(padding[:, None, None, :], q.dtype))
+        return masks[0] if len(masks) == 1 else masks[0] + masks[1] if masks else None
+
+    def extra_repr(self) -> str:
+        """Show the sizes."""
+        note = self.shrunken
+        return f"{self.embed_dim}, heads={self.num_heads}, qk={note.qk}, ov={note.ov} of {note.head_size}"
+
+
+def dense_multihead(module: nn.Module) -> nn.MultiheadAttention | None:
+    """Return the ``nn.MultiheadAttention`` that a shrunk one came from, on the meta device; None for other modules."""
+    if not isinstance(module, ShrunkenMultiheadAttention):
+        return None
+    return nn.MultiheadAttention(
+        module.embed_dim,
+        module.num_heads,
+        dropout=module.dropout,
+        bias=module.out_proj.bias is not None,
+        add_zero_attn=module.add_zero_attn,
+        kdim=module.kdim,
+        vdim=module.vdim,
+        batch_first=module.batch_first,
+        device="meta",
+    )
+
+
+def _is_batched(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    dims = query.dim()
+    if dims not in (2, 3) or not dims == key.dim() == value.dim():
+        raise ValueError(
+            "query, key and value must have three dimensions each, or two without a batch, got "
+            f"{dims}, {key.dim()} and {value.dim()}"
+        )
+    return dims == 3
+
+
+def _check_mask(name: str, mask: Tensor, *allowed: tuple[int, ...]) -> None:
+    """Raise where adding ``mask`` to the scores would broadcast, or mean something else, in silence."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"{name} must be bool (True: not attended to) or floating point (added to the scores), got "
+            f"{str(mask.dtype).removeprefix('torch.')}; of ones where attention is allowed, give mask == 0"
+        )
+    if tuple(mask.shape) not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {tuple(mask.shape)}")
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    return mask.to(dtype)
+
+
+_KEPT_OFF = "nested_before_shrinking"  # the mark of an encoder that took nested tensors before its attention could not
+
+
+def keep_off_nested_tensors(model: nn.Module) -> None:
+    """Keep torch's encoders that hold shrunk attention off the path for nested tensors, which it cannot take."""
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and _holds_shrunken(encoder):
+            encoder.use_nested_tensor = False
+            encoder.__dict__[_KEPT_OFF] = True
+
+
+def allow_nested_tensors(model: nn.Module) -> None:
+    """Give that path back to encoders that were kept off it and hold no shrunk attention any more."""
+    for encoder in model.modules():
+        if not isinstance(encoder, nn.TransformerEncoder) or _holds_shrunken(encoder):
+            continue
+        if encoder.__dict__.pop(_KEPT_OFF, False):
+            encoder.use_nested_tensor = True
+
+
+def _holds_shrunken(encoder: nn.Module) -> bool:
+    return any(isinstance(module, ShrunkenMultiheadAttention) for module in encoder.modules())

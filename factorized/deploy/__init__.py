@@ -1,1 +1,0 @@
-"""From a factorized model to plain PyTorch, and to files."""

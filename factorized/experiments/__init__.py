@@ -1,0 +1,1 @@
+"""The application: the paper's networks, data, recipes, training, results and the command line."""

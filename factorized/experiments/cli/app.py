@@ -1,0 +1,49 @@
+"""The verbs put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from factorized.experiments.cli import compose, data, demo, evaluate, plan, recipes, train
+from factorized.experiments.cli.arguments import examples
+from factorized.experiments.cli.console import say
+from factorized.version import __version__
+
+app = typer.Typer(
+    name="factorized",
+    help="Train networks whose weights are products, and turn them back into plain PyTorch.",
+    epilog=examples(
+        "factorized demo                                        about a minute, no download",
+        "factorized recipes ls cifar10                          what can be trained",
+        "factorized train cifar10/resnet32x2-lowrank-0.1-si-fd --data DIR --seeds 3",
+        "factorized compose out/digits/resnet8-wide-fd/seed-0 --to onnx",
+    ),
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.add_typer(recipes.app, name="recipes")
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
+app.add_typer(data.app, name="data")
+app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        say(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Train networks whose weights are products, and turn them back into plain PyTorch."""

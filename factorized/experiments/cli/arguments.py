@@ -1,0 +1,151 @@
+"""Arguments that several verbs take, and what a shell completes for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+MOST_SEEDS = 10_000
+LARGEST_SEED = 2**63 - 1  # that torch takes
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the shipped recipes that begin so."""
+    from factorized.experiments.recipes.find import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return the models that begin so."""
+    from factorized.experiments.models.names import MODELS
+
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
+def complete_scheme(incomplete: str) -> list[str]:
+    """Return the schemes that begin so."""
+    return [word for word in _words(recipe_fields()["factorize.scheme"]) if word.startswith(incomplete)]
+
+
+def complete_variant(incomplete: str) -> list[str]:
+    """Return the variants of overcomplete that begin so."""
+    return [word for word in _words(recipe_fields()["factorize.variant"]) if word.startswith(incomplete)]
+
+
+def complete_change(incomplete: str) -> list[str]:
+    """Return the fields of a recipe that begin so; where only one does, with what it may hold."""
+    fields = recipe_fields()
+    name, equals, value = incomplete.partition("=")
+    found = [field for field in fields if field == name or (not equals and field.startswith(name))]
+    if len(found) != 1:
+        return [f"{field}=" for field in found]
+    values = [word for word in _words(fields[found[0]]) if word.startswith(value)] or [value]
+    return [f"{found[0]}={word}" for word in values]
+
+
+def join_bash_words() -> str:
+    """Join what bash took apart at "=" and ":" to ask for a completion; return the part that it keeps of the word."""
+    words: list[str] = []
+    current = asked = int(os.environ["COMP_CWORD"])
+    kept = ""
+    for place, word in enumerate(os.environ["COMP_WORDS"].split("\n")):
+        if words and (word in ("=", ":") or words[-1].endswith(("=", ":"))):
+            before, words[-1] = words[-1], words[-1] + word
+            current -= place <= asked
+            kept = kept if place != asked else words[-1] if word in ("=", ":") else before
+        else:
+            words.append(word)
+    os.environ.update(COMP_WORDS="\n".join(words), COMP_CWORD=str(current))
+    return kept
+
+
+def recipe_fields() -> dict[str, FieldInfo]:
+    """Return the fields of a recipe by ``section.field``."""
+    from factorized.experiments.recipes.recipe import Recipe, Section
+
+    found: dict[str, FieldInfo] = {}
+    for name, table in Recipe.model_fields.items():
+        choices = (table.annotation, *get_args(table.annotation))
+        for section in (choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section)):
+            found |= {f"{name}.{field}": info for field, info in section.model_fields.items()}
+    return found
+
+
+def _words(field: FieldInfo) -> list[str]:
+    """Return what a field may hold where it may hold only some words, else what it holds unless given."""
+    if field.annotation is bool:
+        return ["true", "false"]
+    words = _literals(field.annotation)
+    return words or [str(field.default)] * isinstance(field.default, (int, float, str))
+
+
+def _literals(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for part in get_args(annotation) for word in _literals(part)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the folders of finished runs under ``out`` that begin so."""
+    runs = (str(path.parent) for path in Path("out").glob("**/result.json"))
+    return sorted(run for run in runs if run.startswith(incomplete))
+
+
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="A recipe of `factorized recipes ls`, or the path of your own .toml file.",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="The folder of a finished run, such as out/digits/resnet8/seed-0.",
+        autocompletion=complete_run,
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|PATH",
+        help="The folder that holds data sets (without it $FACTORIZED_DATA, else ./data), or a data set itself that "
+        "takes the place of the recipe's: an .npz or prepared file, a CIFAR folder, an image folder, hf:OWNER/NAME.",
+        show_default=False,
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.FIELD=VALUE",
+        help="Change a field of the recipe; may be given several times.",
+        autocompletion=complete_change,
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(metavar="cpu|cuda|cuda:1", help="Where to compute; a GPU where there is one.", show_default=False),
+]
+TrustModel = Annotated[
+    bool,
+    typer.Option("--trust-model", help="Run the code of the run's model where that is module:function, not ours."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
+
+
+def examples(*lines: str) -> str:
+    """Return the epilog of a verb's help: one example on each line."""
+    return "Examples:\n\n" + "\n\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,70 @@
+"""What a verb prints on: plain lines that survive a pipe, and a bar for work that takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from factorized.experiments.cli.processes import process_number
+
+WIDE = 160  # columns where nobody looks: a table in a file or pipe is not broken
+
+
+def console(*, quiet: bool = False) -> Console:
+    """Return a console on standard output; ``quiet``, or in any process but the first, it prints nothing."""
+    out = Console(highlight=False, quiet=quiet or process_number() > 0)
+    return out if out.is_terminal else Console(highlight=False, quiet=out.quiet, width=max(out.width, WIDE))
+
+
+def say(line: str) -> None:
+    """Print a line as it is, however long."""
+    console().print(line, soft_wrap=True, markup=False)
+
+
+def write_page(path: Path, page: str, option: str) -> None:
+    """Write a page, or say which option names the place where that cannot be done."""
+    try:
+        path.write_text(page)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another place by {option}") from error
+
+
+def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    """Return an empty table with these headings; those among ``numbers`` are set to the right.
+
+    A narrow terminal breaks what comes after the first column, which is a name to be copied, but for numbers: where
+    headings and figures are wider than 80 columns, break the heading by hand.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for place, column in enumerate(columns):
+        number = column in numbers
+        table.add_column(column, justify="right" if number else "left", no_wrap=number or place == 0, overflow="fold")
+    return table
+
+
+@contextmanager
+def progress_bar(*, quiet: bool = False) -> Iterator[_Bar]:
+    """Show the progress that a function reports as (stage, done, total), in a terminal only."""
+    out = Console(stderr=True)
+    shown = out.is_terminal and not quiet and process_number() == 0
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=out, disable=not shown, transient=True) as progress:
+        yield _Bar(progress)
+
+
+class _Bar:
+    """Takes (stage, done, total), one row for each stage."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.rows: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self.rows:
+            self.rows[stage] = self.progress.add_task(stage, total=total)
+        self.progress.update(self.rows[stage], completed=done, total=total)

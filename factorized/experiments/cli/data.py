@@ -1,0 +1,86 @@
+"""``factorized data``: data sets, converted once into files that load in no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factorized.experiments.cli.arguments import examples
+from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+
+app = typer.Typer(
+    help="Prepare data sets, and list what is ready.",
+    epilog=examples("factorized data prepare cifar10", "factorized data ls"),
+)
+Folder = Annotated[
+    Path | None,
+    typer.Option(help="Where prepared sets lie; without it $FACTORIZED_DATA, else ./data.", show_default=False),
+]
+
+
+def complete_set(incomplete: str) -> list[str]:
+    """Return the data sets known by name that begin so."""
+    return [name for name in ("digits", "cifar10", "cifar100", "tiny-imagenet") if name.startswith(incomplete)]
+
+
+@app.command(
+    "prepare",
+    epilog=examples(
+        "factorized data prepare cifar10                      from Hugging Face, or the folder in DIR",
+        "factorized data prepare ~/cifar-10-batches-py --folder DIR",
+        "factorized data prepare photos/ --name photos        photos/train/CLASS/*.png, photos/test/CLASS/*.png",
+        "factorized data prepare hf:OWNER/NAME",
+    ),
+)
+def prepare_set(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|PATH",
+            help="digits, cifar10, cifar100, tiny-imagenet, hf:OWNER/NAME, an .npz file, a CIFAR or an image folder.",
+            autocompletion=complete_set,
+        ),
+    ],
+    folder: Folder = None,
+    name: Annotated[str | None, typer.Option(help="What recipes call it.", show_default=False)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the set if it is there.")] = False,
+) -> None:
+    """Convert a data set once into one safe, memory-mapped file, with a checksum of all images and labels."""
+    from factorized.experiments.data.prepare import prepare
+    from factorized.experiments.data.prepared import describe_prepared
+
+    with progress_bar() as bar:
+        path = prepare(source, folder, bar, name=name, overwrite=overwrite)
+    ready = describe_prepared(path)
+    shape = "×".join(map(str, ready.shape))
+    say(f"{path}: {ready.train:,} training and {ready.test:,} test images of {shape}, {ready.classes} classes")
+    say(f"sha256 {ready.checksum}")
+
+
+@app.command("ls", epilog=examples("factorized data ls", "factorized data ls --folder DIR"))
+def list_sets(folder: Folder = None) -> None:
+    """List the data sets that are ready, and those that can be prepared by name."""
+    from factorized.experiments.data.load import DATASETS, EMBEDDED, data_folder
+    from factorized.experiments.data.prepare import list_prepared
+
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--folder: there is no folder {folder}")
+    table = plain_table(
+        "data set", "training", "test", "classes", "shape", "sha256", "from", numbers=("training", "test")
+    )
+    ready = list_prepared(folder)
+    for item in ready:
+        if item.problem:
+            table.add_row(item.name, "", "", "", "", "", f"unusable: {item.problem}", style="red")
+            continue
+        counts = (f"{item.train:,}", f"{item.test:,}", str(item.classes), "×".join(map(str, item.shape)))
+        table.add_row(item.name, *counts, item.checksum[:12], item.source)
+    there = {item.name for item in ready}
+    for name in DATASETS:
+        if name not in there:
+            note = "embedded, always ready" if name == EMBEDDED else f"not there: factorized data prepare {name}"
+            table.add_row(name, "", "", "", "", "", note, style="dim")
+    console().print(table)
+    say(f"in {data_folder(folder)}")

@@ -1,0 +1,93 @@
+"""``factorized demo``: the main job in small, on the embedded digits, with a page to look at."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, complete_change, examples
+from factorized.experiments.cli.console import console, plain_table, say, write_page
+
+if TYPE_CHECKING:
+    from factorized.experiments.reproduce.variant import Variant
+
+EXAMPLES = examples(
+    "factorized demo",
+    "factorized demo --seeds 1 --out /tmp/demo",
+    "factorized demo --set schedule.epochs=30",
+)
+VARIANTS = {
+    "digits/resnet8": "dense",
+    "digits/resnet8-lowrank-0.1": "low rank 0.1",
+    "digits/resnet8-lowrank-0.1-si": "low rank 0.1, SI",
+    "digits/resnet8-lowrank-0.1-fd": "low rank 0.1, FD",
+    "digits/resnet8-lowrank-0.1-si-fd": "low rank 0.1, SI & FD",
+    "digits/resnet8-wide-fd": "overcomplete wide, FD",
+}
+TITLE = "Products in place of weights, on handwritten digits"
+LEAD = (
+    "A small ResNet, trained dense; at a tenth of its parameters in four ways (SI: factors from the SVD of a random "
+    "weight, FD: decay of the product and not of its factors); and overcomplete, its factors multiplied out before use."
+)
+
+
+def demo(
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="How many seeds of each variant.")] = 3,
+    out: Annotated[Path, typer.Option(help="Where runs and report.html go.")] = Path("out/demo"),
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.FIELD=VALUE",
+            help="Change a field of all recipes.",
+            autocompletion=complete_change,
+            show_default=False,
+        ),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a small ResNet six ways on the embedded digits, compare them, compose the winner and check it.
+
+    Dense; at a tenth of the parameters plain, with spectral initialization (SI), with Frobenius decay (FD) and with
+    both; and overcomplete. Nothing is downloaded. The exit code is 1 if a check fails.
+    """
+    began = time.perf_counter()
+    from factorized.experiments.reproduce.demonstration import check_winner, run_variants, winners_of
+    from factorized.experiments.reproduce.report import report_page
+    from factorized.experiments.training.progress import Reporter
+
+    terminal = console().is_terminal  # elsewhere a line for each variant is enough
+    variants = run_variants(
+        VARIANTS,
+        out,
+        range(seeds),
+        changes or (),
+        report=lambda: Reporter(console(), quiet=quiet or not terminal),
+        tell=lambda done: None if quiet or terminal else say(f"{done.label}: {done.accuracy} %"),
+    )
+    _print_table(variants)
+    say("\nThe winners as plain PyTorch, on all test images:")
+    checks = []
+    for winner in winners_of(variants):
+        checks += check_winner(winner, out / winner.recipe / f"seed-{winner.results[0]['seed']}")
+    for check in checks:
+        say(f"  {'ok  ' if check.passed else 'FAIL'}  {check.what}: {check.figures}")
+    page = out / "report.html"
+    write_page(page, report_page(TITLE, LEAD, "factorized demo", variants, checks), "--out")
+    say(f"\n{time.perf_counter() - began:.0f} seconds in all; curves and more: {page}")
+    if not all(check.passed for check in checks):
+        raise typer.Exit(1)
+
+
+def _print_table(variants: list[Variant]) -> None:
+    numbers = ("test\naccuracy, %", "parameters", "deployed", "seconds\na run")
+    table = plain_table("variant", *numbers, "", numbers=numbers)
+    for variant in variants:
+        counts = (f"{variant.parameters:,}", f"{variant.deployed:,}", f"{variant.seconds.mean:.1f}")
+        marks = ", ".join(f"← {mark}" for mark in variant.marks)
+        table.add_row(variant.label, str(variant.accuracy), *counts, marks, style="bold" if marks else None)
+    console().print(table)
+    say(f"means ± standard deviations over n = {variants[0].accuracy.n} seeds")

@@ -1,0 +1,164 @@
+"""``factorized``: the command line from the outside. An error is one line and exit code 2."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import signal
+import sys
+import traceback
+import unicodedata
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
+
+from factorized.experiments.cli.processes import process_number
+from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.extras import not_installed
+from factorized.experiments.training.interrupt import Interrupted, OneInterrupt
+
+LONGEST = 4096  # characters of an argument: as long as a path can be
+STOPPED = 128 + signal.SIGINT
+# packages of the extra "vision", which the library itself does without
+EXTRAS = ("datasets", "jinja2", "numpy", "PIL", "pydantic", "rich", "sklearn", "tensorboard", "typer")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 1 for a failed check, 2 for an error, 128 + n for signal n."""
+    if arguments is not None:
+        return _run(arguments, OneInterrupt())
+    interrupt = OneInterrupt()
+    try:
+        interrupt.install()
+        code = _run(sys.argv[1:], interrupt)
+    except KeyboardInterrupt:  # while an error was being explained
+        _complain("stopped by Ctrl-C")
+        code = STOPPED
+    interrupt.close(code)
+    return code
+
+
+def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
+    try:
+        given = _checked_words(given)
+        from factorized.experiments.cli.app import app  # here, so that a package it misses is an error like any other
+
+        if os.environ.get("_FACTORIZED_COMPLETE") == "complete_bash":
+            return _complete_for_bash()
+        code = app(list(given) or ["--help"], prog_name="factorized", standalone_mode=False)
+        sys.stdout.flush()
+        if code == STOPPED:  # typer makes this of KeyboardInterrupt, without a word
+            raise KeyboardInterrupt
+        return code or 0
+    except BrokenPipeError:  # whoever read this has had enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123, for the flush at exit
+        return 0
+    except KeyboardInterrupt:
+        _complain("stopped by Ctrl-C")
+        return STOPPED
+    except Exception as error:
+        if interrupt.taken and not isinstance(error, Interrupted):  # what is left of an import that was cut off
+            raise KeyboardInterrupt from None
+        return _explain(error, given)
+
+
+def _complete_for_bash() -> int:
+    """Print what the shell asks for, without the part of a word that bash keeps: all up to a "=" or ":"."""
+    from factorized.experiments.cli.app import app
+    from factorized.experiments.cli.arguments import join_bash_words
+
+    kept, found = join_bash_words(), io.StringIO()
+    with suppress(SystemExit), redirect_stdout(found):
+        app([], prog_name="factorized")
+    print("\n".join(line.removeprefix(kept) for line in found.getvalue().splitlines()))
+    return 0
+
+
+def _checked_words(given: Sequence[str]) -> list[str]:
+    """Return the words of a command, "~" expanded; raise for those that no option and no argument can mean."""
+    checked = []
+    for before, word in pairwise(["", *given]):
+        option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        if word.startswith("--") and not equals:
+            checked.append(word)
+            continue
+        what = f"the value of {option}" if option.startswith("-") else "an argument"
+        if not value.strip():
+            raise ValueError(f"{what} is empty: {value!r}; give one, or leave it out")
+        if any(unicodedata.category(sign) == "Cc" for sign in value):
+            raise ValueError(f"{what} holds a line break or control character: {value[:40]!r}")
+        if len(value) > LONGEST:
+            raise ValueError(f"{what} is {len(value):,} characters long, expected at most {LONGEST:,}: {value[:40]}…")
+        home = os.path.expanduser(value) if value == "~" or value.startswith("~/") else value  # noqa: PTH111
+        checked.append(f"{option}={home}" if equals else home)
+    return checked
+
+
+def _explain(error: Exception, given: Sequence[str]) -> int:
+    if "--debug" in given:
+        traceback.print_exception(error)
+    if isinstance(error, Interrupted):
+        _complain(f"{error}; its state is saved, go on with: {_command_to_resume(given)}")
+        return error.exit_code
+    missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing in EXTRAS and "pip install" not in str(error):
+        _complain(not_installed("this", missing, "vision"))
+    elif isinstance(error, (ValueError, OSError, ImportError)):
+        _complain(in_words(error))
+    elif (misused := _misuse(error)) is not None:
+        _complain(f"{misused}{'' if misused.endswith(('.', '?')) else '.'} See `{_help_of(given)}`.")
+    else:
+        _unexpected(error)
+    return 2
+
+
+def _command_to_resume(given: Sequence[str]) -> str:
+    again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
+    started_by = "torchrun … -m factorized.experiments.cli" if "LOCAL_RANK" in os.environ else "factorized"
+    return f"{started_by} {shlex.join([*again, '--resume'])}"
+
+
+def _misuse(error: Exception) -> str | None:
+    """Return what is wrong with the command itself; None if it is something else that went wrong."""
+    from typer.exceptions import TyperException
+
+    if not isinstance(error, TyperException):
+        return None
+    if type(error).__name__ == "NoSuchOption":  # a class that typer keeps to itself
+        return _no_such_option(getattr(error, "option_name", ""), getattr(error, "ctx", None))
+    return error.format_message()
+
+
+def _no_such_option(option: str, context: Any) -> str:
+    from factorized.experiments.cli.arguments import recipe_fields
+
+    known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    fields = [name for name in recipe_fields() if name.split(".")[1] == option.strip("-").replace("-", "_")]
+    if fields and "--set" in known:
+        return f"there is no option {option}; change the recipe by --set {fields[0]}=VALUE"
+    near = get_close_matches(option, known, n=1, cutoff=0.7)
+    return f"there is no option {option}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _unexpected(error: Exception) -> None:
+    hint = "use a smaller run.batch, such as --set run.batch=64" if "out of memory" in str(error) else ""
+    _complain(f"{type(error).__name__}: {error}; {hint or '`factorized --debug …` shows where'}", everywhere=True)
+
+
+def _complain(message: str, *, everywhere: bool = False) -> None:
+    """Print one line to standard error; what every process would say, only the first one does."""
+    number = process_number()
+    if number == 0 or everywhere:
+        who = f"factorized (process {number})" if number else "factorized"
+        print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _help_of(given: Sequence[str]) -> str:
+    from factorized.experiments.cli.app import app
+
+    verbs = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    verb = [word for word in given if word in verbs][:1]
+    return " ".join(["factorized", *verb, "--help"])

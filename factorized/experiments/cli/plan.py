@@ -1,0 +1,154 @@
+"""``factorized plan``: which layers, which ranks, what they cost; nothing is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from factorized.experiments.cli.arguments import (
+    Changes,
+    Data,
+    complete_model,
+    complete_recipe,
+    complete_scheme,
+    complete_variant,
+    examples,
+)
+from factorized.experiments.cli.console import say, write_page
+from factorized.experiments.models.names import MOST_CLASSES, MOST_VALUES
+
+if TYPE_CHECKING:
+    import torch
+
+    from factorized.experiments.data.images import Images
+    from factorized.experiments.recipes.recipe import Recipe
+
+EXAMPLES = examples(
+    "factorized plan cifar10/resnet32x2-lowrank-0.1-si-fd",
+    "factorized plan cifar10/resnet32x2-lowrank-0.1 --set factorize.ratio=0.05 --html plan.html",
+    "factorized plan --model vgg19 --ratio 0.02 --classes 200 --size 64",
+    "factorized plan --model mymodels:small --macs 0.3",
+    "factorized plan --model resnet32 --scheme overcomplete --variant wide",
+)
+
+
+def plan(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="A recipe.", autocompletion=complete_recipe, show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model instead of a recipe.", autocompletion=complete_model, show_default=False),
+    ] = None,
+    ratio: Annotated[float | None, typer.Option(help="Share of the parameters to keep.", show_default=False)] = None,
+    rank_scale: Annotated[float | None, typer.Option(help="The paper's rank rule.", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option(help="One rank for all layers.", show_default=False)] = None,
+    energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.", show_default=False)] = None,
+    macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.", show_default=False)] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="low_rank, overcomplete, tensor_train, tucker.", autocompletion=complete_scheme, show_default=False
+        ),
+    ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(help="Of overcomplete: full, deep or wide.", autocompletion=complete_variant, show_default=False),
+    ] = None,
+    classes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_CLASSES, help="With --model: how many classes; 10 unless given.", show_default=False
+        ),
+    ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --model: height and width of its images; 32 unless given.", show_default=False),
+    ] = None,
+    channels: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --model: channels of its images; 3 unless given.", show_default=False),
+    ] = None,
+    changes: Changes = None,
+    data: Data = None,
+    html: Annotated[Path | None, typer.Option(help="Also draw the plan on this page.", show_default=False)] = None,
+) -> None:
+    """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
+    from factorized.experiments.cli.images import load_data
+    from factorized.experiments.recipes.find import change_table, check_recipe, load_recipe, merge
+    from factorized.experiments.training.network import build_dense, plan_network
+
+    if (name is None) == (model is None):
+        raise ValueError("give the name of a recipe, or a model with --model, and not both; see factorized plan --help")
+    if (classes or size or channels) and (name is not None or data is not None):
+        raise ValueError(
+            "--classes, --size and --channels are for a --model without images; a recipe and --data have their own"
+        )
+    if html is not None and html.suffix != ".html":
+        raise ValueError(f"--html {html}: the name of a page must end in .html")
+    values = (channels or 3) * (size or 32) ** 2
+    if values > MOST_VALUES:
+        raise ValueError(
+            f"--size {size or 32} with --channels {channels or 3} makes images of {values:,} values; expected at most "
+            f"{MOST_VALUES:,}"
+        )
+    budgets = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
+    fields = {"scheme": scheme, "variant": variant, **budgets}
+    given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
+    if name is None:
+        table = {"name": model, "model": {"name": model}, "factorize": {"scheme": "low_rank", **given}}
+        recipe = check_recipe(change_table(table, changes or ()), f"--model {model}")
+        shape = (classes or 10, size or 32, channels or 3)
+        recipe, images = _without_data(recipe, shape) if data is None else load_data(recipe, data)
+    else:
+        read = load_recipe(name, changes or ())
+        recipe = check_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
+        recipe, images = _images_of(recipe, data)
+    if variant is not None and recipe.factorize.scheme != "overcomplete":
+        raise ValueError(
+            f"--variant {variant} is for --scheme overcomplete, and the scheme is {recipe.factorize.scheme}; drop it"
+        )
+    with _weights_if_needed(recipe):
+        dense = build_dense(recipe, images, seed=0)
+        made = plan_network(recipe, dense, images)
+    if made is not None:
+        say(str(made))
+        if html is not None:
+            write_page(html, made.to_html(), "--html")
+            say(f"drawn on {html}")
+    elif html is not None:
+        raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")
+    else:
+        count = sum(parameter.numel() for parameter in dense.parameters())
+        say(f"{recipe.name} trains a dense network of {count:,} parameters; nothing is factorized")
+
+
+def _images_of(recipe: Recipe, data: str | None) -> tuple[Recipe, Images]:
+    """Return the recipe and its images; noise of their shape where that is known, for a plan looks at nothing else."""
+    from factorized.experiments.cli.images import load_data
+    from factorized.experiments.data.stand_in import known_shape
+
+    shape = known_shape(recipe.data.name) if data is None else None
+    return load_data(recipe, data) if shape is None else _without_data(recipe, shape)
+
+
+def _without_data(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[Recipe, Images]:
+    from factorized.experiments.data.stand_in import stand_in
+
+    return recipe, stand_in(recipe.data.name, *shape)
+
+
+def _weights_if_needed(recipe: Recipe) -> torch.device:
+    """Return the device to build the model on: one without memory, unless ranks depend on the weights.
+
+    Somebody else's function may look at numbers it made, and weights in a folder can only be read into memory.
+    """
+    import torch
+
+    from factorized.experiments.models.names import MODELS
+
+    without = recipe.model.name in MODELS and not recipe.factorize.depends_on_weights
+    return torch.device("meta" if without else "cpu")

@@ -1,0 +1,64 @@
+"""``factorized recipes``: what can be trained."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from factorized.experiments.cli.arguments import RecipeName, examples
+from factorized.experiments.cli.console import console, plain_table, say
+
+app = typer.Typer(
+    help="List and show recipes.",
+    epilog=examples("factorized recipes ls", "factorized recipes show digits/resnet8-lowrank-0.1-si-fd"),
+)
+ROOM_FOR_TITLES = 120  # columns; in a narrower terminal the names have to say it
+
+
+@app.command("ls", epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q"))
+def list_recipes(
+    part: Annotated[str, typer.Argument(metavar="[PART]", help="Only names that hold this.", show_default=False)] = "",
+    names_only: Annotated[bool, typer.Option("--quiet", "-q", help="Only the names, one on a line.")] = False,
+) -> None:
+    """List the recipes, with the accuracy of the paper that each aims at."""
+    from factorized.experiments.recipes.find import load_recipe, recipe_names
+
+    found = [name for name in recipe_names() if part in name]
+    if not found:
+        raise ValueError(f"no recipe has {part!r} in its name; there are {len(recipe_names())}, see them without it")
+    if names_only:
+        say("\n".join(found))
+        return
+    out = console()
+    titles = ("what it trains",) if out.width >= ROOM_FOR_TITLES else ()
+    table = plain_table("recipe", *titles, "paper", "%", numbers=("%",))
+    for name in found:
+        recipe = load_recipe(name)
+        where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
+        table.add_row(name, *(recipe.title for _ in titles), where, figure)
+    out.print(table)
+
+
+@app.command("show", epilog=examples("factorized recipes show cifar10/resnet32x2", "factorized recipes show own.toml"))
+def show_recipe(
+    name: RecipeName,
+    whole: Annotated[bool, typer.Option("--whole", help="With what it extends and every default.")] = False,
+) -> None:
+    """Show a recipe: its file or its cell of a table, or all that it comes to."""
+    from factorized.experiments.recipes.find import load_recipe, recipe_text
+    from factorized.experiments.recipes.toml import to_toml
+
+    recipe = load_recipe(name)
+    say(to_toml(recipe.to_dict()) if whole else recipe_text(name))
+
+
+def paper_figure(paper: dict[str, float | None] | None) -> tuple[str, str]:
+    """Return where in the paper a recipe's figure stands, and the figure; two empty words where it has none."""
+    if paper is None:
+        return "", ""
+    where = next((f"{kind} {paper[kind]}" for kind in ("table", "figure") if paper[kind] is not None), "")
+    if paper["accuracy"] is None:
+        return where, ""
+    spread = f" ± {paper['deviation']:.2f}" if paper["deviation"] is not None else ""
+    return where, f"{paper['accuracy']:.2f}{spread}"

@@ -1,0 +1,112 @@
+"""``factorized train``: a recipe, once for each seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from factorized.experiments.cli.arguments import (
+    LARGEST_SEED,
+    MOST_SEEDS,
+    Changes,
+    Data,
+    Device,
+    Quiet,
+    RecipeName,
+    examples,
+)
+from factorized.experiments.cli.console import console, plain_table, say
+from factorized.experiments.cli.recipes import paper_figure
+
+if TYPE_CHECKING:
+    from factorized.experiments.recipes.recipe import Recipe
+
+EXAMPLES = examples(
+    "factorized train digits/resnet8-lowrank-0.1-si-fd",
+    "factorized train cifar10/resnet32x2 --data DIR --seeds 3",
+    "factorized train cifar10/resnet32x2 --data cifar.npz --set schedule.epochs=30 --set optimizer.lr=0.05",
+    "factorized train cifar10/resnet32x2 --data DIR --resume",
+    "torchrun --nproc-per-node 4 -m factorized.experiments.cli train tiny-imagenet/resnet32x2 --data DIR",
+)
+
+
+def train(
+    name: RecipeName,
+    data: Data = None,
+    changes: Changes = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Train seeds 0 to N-1.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Train this seed; 0 unless given.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME/seed-SEED.")] = Path("out"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of these runs.")] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Go on where there is a run, and start where there is none.")
+    ] = False,
+    allow_other_devices: Annotated[
+        bool,
+        typer.Option(
+            "--allow-other-devices",
+            help="Resume with another number of processes or on another kind of device: another result than without.",
+        ),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run is.")] = False,
+    device: Device = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a recipe, with one seed or several; checkpoints, curves and the result lie in OUT/NAME/seed-SEED."""
+    if seeds is not None and seed is not None:
+        raise ValueError(f"give --seeds {seeds} for seeds 0 to {seeds - 1}, or --seed {seed} for one, not both")
+    ways = [
+        option
+        for option, given in (("--resume", resume), ("--auto-resume", auto_resume), ("--overwrite", overwrite))
+        if given
+    ]
+    if len(ways) > 1:
+        raise ValueError(
+            f"got {' and '.join(ways)}: --resume goes on with a run, --auto-resume also starts one, and --overwrite "
+            "starts it anew; give one of them"
+        )
+    chosen = tuple(range(seeds)) if seeds is not None else (seed or 0,)
+
+    from factorized.experiments.cli.device import pick_device
+    from factorized.experiments.cli.images import load_data
+    from factorized.experiments.recipes.find import load_recipe
+    from factorized.experiments.training.progress import Reporter
+    from factorized.experiments.training.train import train as train_seeds
+
+    recipe = load_recipe(name, changes or ())
+    where = pick_device(device)
+    recipe, images = load_data(recipe, data, quiet=quiet)
+    folder = out / recipe.name
+    results = train_seeds(
+        recipe,
+        images,
+        folder,
+        seeds=chosen,
+        device=where,
+        resume="auto" if auto_resume else resume,
+        overwrite=overwrite,
+        allow_other_devices=allow_other_devices,
+        reporter=Reporter(console(quiet=quiet), quiet=quiet),
+    )
+    _report(recipe, results, folder)
+
+
+def _report(recipe: Recipe, results: Sequence[dict[str, Any]], folder: Path) -> None:
+    from factorized.experiments.reproduce.summary import Summary
+
+    table = plain_table("seed", "test accuracy, %", "seconds", "run", numbers=("seed", "test accuracy, %", "seconds"))
+    for result in results:
+        row = (str(result["seed"]), f"{result['accuracy']:.2f}", f"{result['seconds']:.1f}")
+        table.add_row(*row, str(folder / f"seed-{result['seed']}"))
+    console().print(table)
+    accuracy = Summary.of([result["accuracy"] for result in results])
+    where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
+    beside = f"; paper, {where}: {figure} %" if figure else ""
+    say(f"{recipe.name}: {accuracy} % (n = {accuracy.n}), {results[0]['parameters']:,} parameters{beside}")

@@ -1,0 +1,134 @@
+"""One safe file for a data set: safetensors, mapped into memory, with a checksum of all that it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from factorized.experiments.data.images import Images, byte_chunks
+from factorized.experiments.data.progress import Progress, silent
+from factorized.files.atomic import write_whole
+
+FORMAT = "factorized images 1"
+SUFFIX = ".safetensors"
+TENSORS = ("x_train", "y_train", "x_test", "y_test")
+TYPES = {"torch.uint8": "U8", "torch.int64": "I64"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a prepared file says of itself, or what is wrong with it."""
+
+    name: str
+    path: Path
+    train: int = 0  # images
+    test: int = 0
+    classes: int = 0
+    shape: tuple[int, ...] = ()  # channels, height, width
+    checksum: str = ""
+    source: str = ""
+    problem: str = ""  # why it cannot be used; empty for a good file
+
+
+def write_prepared(images: Images, path: Path, progress: Progress = silent) -> None:
+    """Write ``images`` to ``path``, whole or not at all, without a second copy of them in memory."""
+    info = {
+        "name": images.name,
+        "classes": images.classes,
+        "mean": images.mean,
+        "std": images.std,
+        "source": images.source,
+        "checksum": images.checksum,
+    }
+    text = json.dumps(info)
+    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "info": text, "info_checksum": _digest(text)}}
+    start = 0
+    tensors = [(key, tensor) for key, tensor in zip(TENSORS, _tensors(images), strict=True)]
+    tensors.sort(key=lambda item: item[1].dtype.itemsize, reverse=True)  # wide elements first keeps them aligned
+    for key, tensor in tensors:
+        end = start + tensor.nbytes
+        header[key] = {"dtype": TYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            file.write(struct.pack("<Q", len(encoded)) + encoded)
+            done = 0
+            for _, tensor in tensors:
+                for chunk in byte_chunks(tensor):
+                    file.write(chunk)
+                    done += len(chunk)
+                    progress("writing", done, start)
+
+    try:
+        write_whole(path, write)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({start + len(encoded):,} bytes): {error.strerror}") from error
+
+
+def read_prepared(path: Path) -> Images:
+    """Return the images of a prepared file, mapped into memory, after reading them once to check their checksum."""
+    info, _ = _read_header(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            x_train, y_train, x_test, y_test = (file.get_tensor(key) for key in TENSORS)
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+    classes, mean, std = (tuple(info[key]) for key in ("classes", "mean", "std"))
+    images = Images(info["name"], x_train, y_train, x_test, y_test, classes, mean, std, info["source"])
+    if images.checksum != info["checksum"]:
+        raise _damaged(path, f"its checksum is {images.checksum}, expected {info['checksum']}")
+    return images
+
+
+def describe_prepared(path: Path) -> Prepared:
+    """Return what the header of a prepared file says; the images are not read."""
+    try:
+        info, shapes = _read_header(path)
+    except ValueError as error:
+        return Prepared(path.stem, path, problem=str(error))
+    (train, *shape), (test, *_) = shapes["x_train"], shapes["x_test"]
+    return Prepared(
+        info["name"], path, train, test, len(info["classes"]), tuple(shape), info["checksum"], info["source"]
+    )
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; `factorized data prepare` writes it")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            keys = set(file.keys())
+            shapes = {key: file.get_slice(key).get_shape() for key in keys & set(TENSORS)}
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from error
+    if metadata.get("format") != FORMAT or keys != set(TENSORS):
+        raise ValueError(
+            f"{path} is not a data set of this version: expected {FORMAT!r} with {', '.join(TENSORS)}, got "
+            f"{metadata.get('format')!r} with {', '.join(sorted(keys)[:4])}; prepare it again"
+        )
+    if _digest(metadata.get("info", "")) != metadata.get("info_checksum"):
+        raise _damaged(path, "its description has another checksum than it says")
+    info: dict[str, Any] = json.loads(metadata["info"])
+    return info, shapes
+
+
+def _damaged(path: Path, reason: object) -> ValueError:
+    return ValueError(f"{path} is damaged ({reason}; {path.stat().st_size:,} bytes): prepare it again")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tensors(images: Images) -> list[Any]:
+    return [images.x_train, images.y_train, images.x_test, images.y_test]

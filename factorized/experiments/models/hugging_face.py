@@ -1,0 +1,141 @@
+"""Hugging Face image classifiers from a local folder, as plain modules that return logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from factorized.experiments.data.extras import need
+
+SAFE = ("model.safetensors", "model.safetensors.index.json")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class ImageClassifier(nn.Module):
+    """A Hugging Face image classifier that takes a tensor and returns a tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        x: Tensor,  # (batch, channels, height, width)
+    ) -> Tensor:  # (batch, classes)
+        """Classify a batch of images."""
+        return self.model(pixel_values=x).logits
+
+
+def hugging_face_model(folder: Path, classes: int, image_size: int, channels: int) -> ImageClassifier:
+    """Return the classifier that ``folder``/config.json describes, with the weights beside it where there are any.
+
+    Where the weights are for another number of classes, their last layer is drawn anew. Nothing is downloaded, and no
+    code of the folder is run.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model hf:{folder}: {folder / 'config.json'} is missing; save a model there with "
+            "model.save_pretrained(folder)"
+        )
+    _refuse_own_code(folder)
+    transformers = _transformers()
+    kind = transformers.AutoModelForImageClassification
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check(folder, config.to_dict(), image_size, channels)
+        if config.num_labels != classes:
+            config.num_labels = classes
+        if any((folder / name).is_file() for name in (*SAFE, *PICKLED)):
+            model, report = _load(transformers, kind, folder, config)
+            _check_filled(folder, model, report, classes)
+        else:
+            model = kind.from_config(config, trust_remote_code=False)
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ValueError(f"model hf:{folder} cannot be read: {error}") from error
+    return ImageClassifier(model.train())
+
+
+def _load(transformers: Any, kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model with the weights of ``folder``, and what transformers reports about them."""
+    pickled = [name for name in PICKLED if (folder / name).is_file()]
+    try:
+        with _quiet(transformers):
+            model, report = kind.from_pretrained(
+                folder,
+                config=config,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        if not pickled or any((folder / name).is_file() for name in SAFE):
+            raise
+        # torch would tell the user to read it with weights_only=False, which runs whatever code is in it
+        raise ValueError(
+            f"model hf:{folder}: {pickled[0]} is damaged, or a pickle of more than tensors, which is never run; save "
+            "the model again as safetensors, with model.save_pretrained(folder)"
+        ) from error
+    return model, report
+
+
+def _refuse_own_code(folder: Path) -> None:
+    """Raise where config.json is no config, or names Python code, which is never run."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"model hf:{folder}: {path} is damaged: {error}") from None
+    if isinstance(config, dict) and config.get("auto_map"):
+        raise ValueError(
+            f"model hf:{folder}: its config.json names code of its own (auto_map), which is never run; write a "
+            "function that builds the model, and name it as module:function"
+        )
+
+
+def _check(folder: Path, config: dict[str, Any], image_size: int, channels: int) -> None:
+    for key, got in (("image_size", image_size), ("num_channels", channels)):
+        expected = config.get(key)
+        sizes = {expected} if isinstance(expected, int) else set(expected or ())
+        if sizes and sizes != {got}:
+            raise ValueError(
+                f"model hf:{folder}: its config.json says {key}={expected}, the data have {got}; take data that fit, "
+                f"or a folder whose config.json says {key}={got}"
+            )
+
+
+def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classes: int) -> None:
+    """Raise where more than the last layer, whose size is the number of classes, was left without its weights."""
+    drawn = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    state = model.state_dict()
+    lost = sorted(key for key in drawn if len(state[key]) != classes)
+    if lost:
+        raise ValueError(
+            f"model hf:{folder}: its weights have no fitting {', '.join(lost[:3])} ({len(lost)} in all); they are of "
+            "another model than config.json says"
+        )
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keep a bar and a table of what was loaded from the user: ``_check_filled`` says what is wrong with it."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    return need("transformers", "transformers", "a Hugging Face model", "text")

@@ -1,0 +1,1 @@
+"""Recipes: everything that decides a run, as checked data."""

@@ -1,0 +1,164 @@
+"""Finding, reading and checking recipes: cells of the paper's tables, shipped files and the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache, reduce
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from factorized.experiments.recipes.recipe import BUDGETS, Recipe, Section
+from factorized.experiments.recipes.tables import Cell, read_cells
+from factorized.experiments.recipes.toml import to_toml
+
+SHIPPED = Path(__file__).parent
+Table = dict[str, Any]
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with the package, such as ``"cifar10/resnet32x2"``."""
+    files = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.glob("*/*.toml"))
+    return sorted((*files, *_recipes_of_tables()))
+
+
+@cache
+def paper_cells() -> tuple[Cell, ...]:
+    """Return every figure of the paper's tables, its own and those it quotes, with the recipes that aim at them."""
+    return tuple(cell for path in sorted(SHIPPED.glob("*.toml")) for cell in read_cells(path))
+
+
+@cache
+def _recipes_of_tables() -> Mapping[str, Cell]:
+    return {cell.recipe: cell for cell in paper_cells() if cell.recipe is not None}
+
+
+def recipe_path(name: str) -> Path:
+    """Return the file of a shipped recipe that is no cell of a table, or the user's own file."""
+    own = Path(name)
+    if own.suffix == ".toml":
+        if not own.is_file():
+            raise ValueError(f"there is no recipe file {own}")
+        return own
+    if name in recipe_names():
+        return SHIPPED / f"{name}.toml"
+    raise ValueError(f"there is no recipe {name!r}{_nearest(name, recipe_names())}; `factorized recipes ls` lists them")
+
+
+def recipe_text(name: str) -> str:
+    """Return a recipe as TOML, below the command that trains it: its file, or a table's cell written out."""
+    if name not in _recipes_of_tables():
+        return recipe_path(name).read_text().rstrip()
+    table = read_recipe(name)
+    ordered = {key: table[key] for key in Recipe.model_fields if key in table}
+    return f"# factorized train {name} --data DIR\n{to_toml(ordered)}"
+
+
+def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
+    """Return a recipe by name or path, checked; ``changes`` are ``"section.field=value"``, the value as TOML has it."""
+    table = change_table(read_recipe(name), changes)
+    own = name.endswith(".toml")  # a file of the user: where it lies does not belong to its name
+    return check_recipe({"name": Path(name).stem if own else name, **table}, name)
+
+
+def check_recipe(table: Mapping[str, Any], source: str) -> Recipe:
+    """Return the recipe that ``table`` describes; every mistake in it is one line, with the nearest name there is."""
+    try:
+        return Recipe.model_validate(table)
+    except ValidationError as error:
+        raise ValueError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from None
+
+
+def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
+    """Return a recipe's table with those it ``extends`` below it."""
+    if name in _recipes_of_tables():
+        return reduce(merge, _recipes_of_tables()[name].layers, {})
+    path = recipe_path(name)
+    if path.resolve() in seen:
+        raise ValueError(f"{name}: extends itself, by way of {' -> '.join(p.stem for p in seen)}")
+    try:
+        table = _parse(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    parent = table.pop("extends", None)
+    if parent is None:
+        return table
+    if not isinstance(parent, str):
+        raise ValueError(f"{name}: extends must be the name of a recipe, got {parent!r}")
+    beside = path.parent / parent
+    base = read_recipe(str(beside) if beside.is_file() else parent, (*seen, path.resolve()))
+    base.pop("paper", None)  # a figure belongs to one recipe
+    return merge(base, table)
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Table:
+    """Return ``below`` with what ``above`` says instead, table by table; a budget replaces a budget of any name."""
+    merged = dict(below)
+    if any(name in above for name in BUDGETS):
+        merged = {key: value for key, value in merged.items() if key not in BUDGETS}
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def change_table(table: Table, changes: Sequence[str]) -> Table:
+    """Return ``table`` with ``changes``, each ``"section.field=value"``, made to it in order."""
+    for change in changes:
+        table = merge(table, _parse_change(change))
+    return table
+
+
+def _parse_change(change: str) -> Table:
+    key, separator, value = change.partition("=")
+    if not (separator and "." in key and change.isprintable()):
+        raise ValueError(f"a change is section.field=value, such as schedule.epochs=10; got {change!r}")
+    try:
+        return _parse(f"{key.strip()} = {value}")
+    except ValueError:
+        try:
+            return _parse(f"{key.strip()} = '{value.strip()}'")  # a word without quotes
+        except ValueError:
+            raise ValueError(
+                f"cannot read {change!r}: a value is a number, true, false, a word or a TOML list"
+            ) from None
+
+
+def _parse(text: str) -> Table:
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        *tables, field = error["loc"]
+        known = _fields(tables)
+        return f"there is no field {where!r}{_nearest(str(field), known)}; fields here: {', '.join(known)}"
+    if error["type"] == "missing":
+        return f'{where} is missing: a recipe names its network, as [model] name = "resnet8", or extends one that does'
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}: {message}, got {reprlib.repr(error['input'])}"
+
+
+def _fields(tables: Sequence[Any]) -> list[str]:
+    section: type[BaseModel] = Recipe
+    for table in tables:
+        annotation = section.model_fields[str(table)].annotation
+        choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+        section = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
+    return list(section.model_fields)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""

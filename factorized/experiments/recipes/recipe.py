@@ -1,0 +1,288 @@
+"""A recipe: everything that decides a training run, as data that is checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
+
+BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
+TENSORS = ("tensor_train", "tucker")
+# which schemes use a field of [factorize]; fields that are not here are used by all of them
+USED_BY = {
+    "kind": ("low_rank", "overcomplete"),
+    "execution": ("low_rank", "overcomplete"),
+    "variant": ("overcomplete",),
+    "width": ("overcomplete",),
+    "dims": TENSORS,
+    "order": TENSORS,
+    "separable": TENSORS,
+    "core": ("tucker",),
+    "refinements": ("tucker",),
+    "energy": ("low_rank",),
+    "macs": ("low_rank",),
+    "allocate": ("low_rank",),
+    "attention": ("low_rank",),
+}
+MOST_EPOCHS = 100_000
+MOST_RANK = 1_000_000
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"expected text without line breaks and control characters, got {text[:40]!r}")
+    return text
+
+
+def _word(text: str) -> str:
+    if not text.strip():
+        raise ValueError(f"expected a word, got {text!r}")
+    return _one_line(text)
+
+
+def portable(path: str) -> str:
+    """Return an absolute path from the working folder or from home: results that are shown show no user's folders."""
+    if not Path(path).is_absolute():
+        return path
+    starts = (("", Path.cwd()), ("~/", Path("~").expanduser()))
+    inside = (f"{start}{Path(path).relative_to(top)}" for start, top in starts if Path(path).is_relative_to(top))
+    return next(inside, path)
+
+
+Line = Annotated[str, Field(max_length=1000), AfterValidator(_one_line)]
+Word = Annotated[str, Field(max_length=1000), AfterValidator(_word)]
+Epochs = Annotated[int, Field(gt=0, le=MOST_EPOCHS)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Strength = Annotated[float, Field(ge=0, le=100)]  # at λ = 100, a learning rate of 0.01 already erases a weight
+
+
+class Section(BaseModel):
+    """A table of a recipe: frozen, without fields nobody knows; ``true`` is no number, and a word is not one either."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Paper(Section):
+    """The figure of the paper that a recipe aims at."""
+
+    table: int | None = Field(default=None, ge=1, le=100)
+    figure: int | None = Field(default=None, ge=1, le=100)
+    accuracy: float | None = Field(default=None, ge=0, le=100)  # test, percent
+    deviation: float | None = Field(default=None, ge=0, le=100)
+
+
+class Model(Section):
+    """Which network: a name of ``factorized.experiments.models``, ``module:function`` or ``hf:FOLDER``."""
+
+    name: Word
+
+    @field_validator("name")
+    @classmethod
+    def _portable_folder(cls, name: str) -> str:
+        return f"hf:{portable(name.removeprefix('hf:'))}" if name.startswith("hf:") else name
+
+
+class Data(Section):
+    """Which images, and how they are varied."""
+
+    name: Word = "digits"
+    crop_padding: int = Field(default=4, ge=0, le=1000)  # below the images' side, checked where they are known
+    flip: bool = True
+    # "device" keeps the whole training set there as uint8; "loader" streams it, for what does not fit
+    place: Literal["device", "loader"] = "device"
+    workers: int = Field(default=0, ge=0)  # processes that read ahead for "loader"; checked against the machine's cores
+
+    @model_validator(mode="after")
+    def _workers_go_with_the_loader(self) -> Self:
+        if self.workers and self.place != "loader":
+            raise ValueError(
+                f'workers = {self.workers} read ahead for place = "loader", and place is "{self.place}": set place = '
+                '"loader", or workers = 0'
+            )
+        return self
+
+
+class Factorize(Section):
+    """How the weights become products; the fields of ``fz.plan`` and ``fz.factorize``."""
+
+    scheme: Literal["none", "low_rank", "overcomplete", "tensor_train", "tucker"] = "none"
+    kind: Literal["spatial", "channel"] = "spatial"  # of low_rank and overcomplete
+    variant: Literal["full", "deep", "wide"] = "full"  # of overcomplete
+    width: float = Field(default=3, ge=1, le=1000)  # of overcomplete wide
+    # of tensors: the dimensions that a weight is folded into, or how many nearly equal ones; chosen unless given
+    dims: list[Annotated[int, Field(gt=0)]] | None = None
+    order: int | None = Field(default=None, ge=2, le=64)
+    separable: bool = False  # of tensors: a depthwise convolution, then the decomposed pointwise matrix
+    core: Literal["whole", "train"] | None = None  # of tucker
+    refinements: int = Field(default=0, ge=0, le=1000)  # of tucker: rounds of HOOI after the HOSVD
+    ratio: float | None = Field(default=None, gt=0, le=1000)
+    rank_scale: float | None = Field(default=None, gt=0, le=1000)
+    rank: int | None = Field(default=None, gt=0, le=MOST_RANK)
+    energy: Share | None = None
+    macs: Share | None = None
+    allocate: Literal["uniform", "spectrum"] = "uniform"
+    include: list[Word] | None = None
+    exclude: list[Word] = []
+    keep_first_and_last: bool = True
+    # of low_rank: shrink the heads too, or these forms of them
+    attention: bool | Annotated[list[Literal["qk", "ov"]], Field(min_length=1)] = False
+    init: Literal["spectral", "default", "kaiming", "normal"] | None = None
+    execution: Literal["auto", "composed", "chain", "products"] = "auto"
+
+    @property
+    def budget(self) -> dict[str, float]:
+        """The budget as ``fz.plan`` takes it, by name."""
+        given = {name: getattr(self, name) for name in BUDGETS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def depends_on_weights(self) -> bool:
+        """Whether the ranks come from the weights, and may differ from seed to seed."""
+        return self.scheme != "none" and (self.energy is not None or self.allocate == "spectrum")
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if len(self.budget) > 1:
+            raise ValueError(f"give one of {', '.join(BUDGETS)}, got {', '.join(self.budget)}")
+        if self.scheme in ("low_rank", *TENSORS) and not self.budget:
+            raise ValueError(f"{self.scheme} needs a budget: one of {', '.join(BUDGETS)}")
+        return self
+
+    @model_validator(mode="after")
+    def _only_fields_of_the_scheme(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            value, default = getattr(self, name), field.get_default()
+            if name == "scheme" or value == default:
+                continue
+            if self.scheme == "none":
+                raise ValueError(f'{name} = {value!r} needs a scheme: set factorize.scheme = "low_rank", or remove it')
+            if self.scheme not in USED_BY.get(name, (self.scheme,)):
+                raise ValueError(
+                    f"{name} = {value!r} is for {' and '.join(USED_BY[name])}, and scheme is {self.scheme}: "
+                    + (f"set {name} back to {default!r}" if default is not None else "remove it")
+                )
+            if name == "width" and (self.variant != "wide" or self.budget):
+                raise ValueError(
+                    f"width = {value:g} is the rank scale of variant wide without a budget, got variant "
+                    f"{self.variant} {self.budget or ''}: set width back to {default:g}"
+                )
+        return self
+
+
+class Decay(Section):
+    """What is decayed: every parameter alike, or the products as products."""
+
+    kind: Literal["weight", "frobenius", "crs", "none", "normalized"] = "weight"
+    strength: Strength = 1e-4
+    # of parameters that belong to no product; the strength unless given, 0 for "none" and "normalized"
+    rest: Strength | None = None
+    record_norms: bool = False  # write the products' norms at every step, for a "normalized" run to follow
+    # the folder of the run whose norms "normalized" follows; {seed} stands for the seed
+    norms: Annotated[Word, AfterValidator(portable)] | None = None
+
+    @property
+    def of_the_rest(self) -> float:
+        """The decay of parameters that belong to no product."""
+        if self.rest is not None:
+            return self.rest
+        return 0.0 if self.kind in ("none", "normalized") else self.strength
+
+    @model_validator(mode="after")
+    def _rest_goes_with_products(self) -> Self:
+        if self.rest is not None and self.kind in ("weight", "crs"):
+            raise ValueError(f'rest sets a decay apart from that of the products, and kind = "{self.kind}" has one')
+        return self
+
+    @model_validator(mode="after")
+    def _norms_go_with_normalized(self) -> Self:
+        if (self.kind == "normalized") != (self.norms is not None):
+            raise ValueError(
+                'kind = "normalized" follows the norms of another run: name its folder in norms, and only there. That '
+                "run needs record_norms = true"
+            )
+        return self
+
+
+class Optimizer(Section):
+    """Stochastic gradient descent with momentum."""
+
+    lr: PositiveFloat = 0.1
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    nesterov: bool = False
+    clip: PositiveFloat | None = None  # of the gradient's norm, before any Frobenius decay
+
+    @model_validator(mode="after")
+    def _nesterov_goes_with_momentum(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov = true needs a momentum above 0, such as momentum = 0.9")
+        return self
+
+
+class Schedule(Section):
+    """How long, and at what learning rate."""
+
+    epochs: Epochs = 200
+    milestones: list[PositiveFloat] = [0.5, 0.75]  # shares of the epochs, or epochs where at least 1
+    factor: Share = 0.1  # at every milestone
+    warmup_epochs: int = Field(default=0, ge=0, le=MOST_EPOCHS)
+    warmup_factor: Share = 0.1
+
+    def learning_rate(self, base: float, epoch: int) -> float:
+        """Return the learning rate of an epoch, counted from 0."""
+        if epoch < self.warmup_epochs:
+            return base * self.warmup_factor
+        # rounded: 0.55 of 100 epochs is 55.00000000000001
+        passed = sum(epoch >= (m if m >= 1 else round(m * self.epochs, 6)) for m in self.milestones)
+        return base * self.factor**passed
+
+
+class Run(Section):
+    """How it runs; batch and label_smoothing aside, none of it changes what is computed beyond rounding."""
+
+    batch: int = Field(default=128, gt=0, le=10_000_000)  # at most the training images, checked where they are known
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA
+    compile: Literal["auto", "yes", "no"] = "auto"  # auto: on CUDA
+    graph: Literal["auto", "no"] = "auto"  # auto: one CUDA graph per step where there is one process and a GPU
+    evaluate_every: Epochs = 1
+    checkpoint_every: Epochs = 1
+    diagnose: bool = True
+
+
+class Recipe(Section):
+    """One training run."""
+
+    name: Line = "unnamed"  # also the folder of its runs
+    title: Line = ""
+    paper: Paper | None = None
+    model: Model
+    data: Data = Data()
+    factorize: Factorize = Factorize()
+    decay: Decay = Decay()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    run: Run = Run()
+
+    @field_validator("name")
+    @classmethod
+    def _stays_in_its_folder(cls, name: str) -> str:
+        if not name.strip("/. ") or name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"runs land in OUT/NAME: expected a name such as own/resnet8, got {name!r}")
+        if max(len(part.encode()) for part in name.split("/")) > 200:
+            raise ValueError(f"runs land in OUT/NAME: expected at most 200 bytes a folder, got {name[:40]!r}…")
+        return name
+
+    @model_validator(mode="after")
+    def _decay_fits_the_scheme(self) -> Self:
+        needs_products = self.decay.kind in ("frobenius", "crs", "normalized") or self.decay.record_norms
+        if needs_products and self.factorize.scheme == "none":
+            raise ValueError(
+                f'decay.kind = "{self.decay.kind}" acts on products, and factorize.scheme = "none" makes none: set a '
+                'scheme, or decay.kind = "weight"'
+            )
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the recipe as plain data, defaults included."""
+        return self.model_dump(mode="json")

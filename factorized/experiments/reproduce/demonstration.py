@@ -1,0 +1,106 @@
+"""A comparison of recipes from training to checks: what ``factorized demo`` shows."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from factorized.experiments.data.images import Images
+from factorized.experiments.data.load import load_images
+from factorized.experiments.models.build import build_model
+from factorized.experiments.recipes.find import load_recipe
+from factorized.experiments.reproduce.report import Check
+from factorized.experiments.reproduce.variant import Variant, mark_best
+from factorized.experiments.training.export import accuracy_of, logits_on_test
+from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.train import train
+from factorized.experiments.training.trained import load_trained
+from factorized.files.checkpoint import load, save
+from factorized.nn.running import count_parameters
+from factorized.surgery.compose import compose, is_factorized
+from factorized.surgery.lower import lower
+
+CPU = torch.device("cpu")
+
+
+def run_variants(
+    recipes: Mapping[str, str],  # name and label
+    folder: Path,
+    seeds: Sequence[int],
+    changes: Sequence[str],
+    *,
+    report: Callable[[], Reporter],
+    tell: Callable[[Variant], None],
+) -> list[Variant]:
+    """Train each recipe with each seed into ``folder``, in place of what is there; return them with the best marked.
+
+    ``report`` makes what shows the progress of a recipe's runs, ``tell`` learns of each recipe that is done.
+    """
+    variants = []
+    with _one_thread():
+        for name, label in recipes.items():
+            recipe = load_recipe(name, changes)
+            images = load_images(recipe.data.name)
+            where = folder / name
+            results = train(recipe, images, where, seeds=seeds, device=CPU, overwrite=True, reporter=report())
+            network = load_trained(where / f"seed-{seeds[0]}")[2]
+            deployed = count_parameters(lower(network)) if is_factorized(network) else count_parameters(network)
+            variants.append(Variant(label, results, deployed))
+            tell(variants[-1])
+    return mark_best(variants)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one core: images this small keep no second thread busy, and one that waits takes time from others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def winners_of(variants: Sequence[Variant]) -> list[Variant]:
+    """Return the most accurate variant that has something to compose, and the most accurate low-rank one if another."""
+    factorized = sorted((v for v in variants if v.scheme != "none"), key=lambda v: v.accuracy.mean, reverse=True)
+    low_rank = [variant for variant in factorized if variant.scheme == "low_rank"]
+    return list(dict.fromkeys([*factorized[:1], *low_rank[:1]]))
+
+
+def check_winner(winner: Variant, run: Path) -> list[Check]:
+    """Return what must hold of a trained factorized network and of its plain forms, on all test images."""
+    recipe, result, network = load_trained(run)
+    images = load_images(recipe.data.name)
+    expected = logits_on_test(network, images, CPU)
+    accuracy = accuracy_of(expected, images)
+    recorded = abs(accuracy - result["accuracy"])
+    checks = [Check(f"{winner.label}: accuracy off the recorded one, points", recorded, 0.05)]
+    for way, plain in (("composed", compose(network)), ("lowered", lower(network))):
+        logits = logits_on_test(plain.eval(), images, CPU)
+        off = abs(accuracy_of(logits, images) - accuracy)
+        checks.append(
+            Check(f"{winner.label}, {way}: largest error of a logit, relative", _error(logits, expected), 1e-4)
+        )
+        checks.append(Check(f"{winner.label}, {way}: accuracy off, points", off, 0.05))
+    saved = logits_on_test(_saved_and_loaded(network, recipe.model.name, images), images, CPU)
+    checks.append(Check(f"{winner.label}, saved and loaded: largest error", _error(saved, expected), 0.0))
+    if recipe.factorize.ratio is not None:
+        share = winner.parameters / count_parameters(compose(network))
+        checks.append(Check(f"{winner.label}: share of the dense parameters", share, recipe.factorize.ratio))
+    return checks
+
+
+def _saved_and_loaded(network: nn.Module, model: str, images: Images) -> nn.Module:
+    with tempfile.TemporaryDirectory() as folder:
+        save(network, folder)
+        return load(folder, build_model(model, len(images.classes), images.size[0], images.channels)).eval()
+
+
+def _error(logits: Tensor, expected: Tensor) -> float:
+    return ((logits - expected).abs().max() / expected.abs().max()).item()

@@ -1,0 +1,129 @@
+"""The folders of runs: made, checked, claimed and cleared before anything is trained; what a failed write says."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError
+
+from factorized.experiments.data.explain import in_words
+from factorized.experiments.training import norms, state, trained
+from factorized.experiments.training.export import COMPOSED, LOWERED, SUFFIXES
+from factorized.files.atomic import lock
+
+METRICS = "metrics.jsonl"
+_LEFT = (state.FILE, METRICS, trained.RESULT, norms.FILE)
+_MADE_FROM_IT = tuple(f"{stem}{suffix}" for stem in (COMPOSED, LOWERED) for suffix in SUFFIXES.values())
+
+
+def prepare_folders(
+    folders: Sequence[Path],
+    needed: int,
+    claims: ExitStack,
+    *,
+    resume: bool | Literal["auto"],
+    overwrite: bool,
+) -> None:
+    """Claim the folders of all runs, and fail now rather than at a checkpoint if one cannot be written.
+
+    ``needed`` is the bytes that a run writes. Unless it is resumed, what an earlier run left is removed, once every
+    folder has proved to be fit. ``resume=True`` needs a run to go on with in one of them at least.
+    """
+    if resume is True and not any(_runs(folder) for folder in folders):
+        raise ValueError(_nothing_to_resume(folders))
+    for folder in folders:
+        _probe(folder)
+        claims.enter_context(claimed(folder))
+        left = _runs(folder)
+        if left and not (resume or overwrite):
+            raise ValueError(
+                f"{folder} already holds a run ({left[0]}); go on with --resume, or start anew with --overwrite"
+            )
+    free = shutil.disk_usage(folders[0]).free
+    if free < needed * len(folders):
+        raise ValueError(
+            f"{folders[0]} has {math.floor(free / 2**20):,} MiB free, and {len(folders)} run(s) need "
+            f"{math.ceil(needed * len(folders) / 2**20):,} MiB; make room, or choose another folder with --out"
+        )
+    for folder in folders:
+        for unfinished in (*folder.glob("*.tmp"), *(folder / trained.FOLDER).glob("*.tmp")):  # of a process killed
+            unfinished.unlink()
+        if not resume:
+            _clear(folder)
+
+
+def _runs(folder: Path) -> list[str]:
+    return [name for name in (state.FILE, trained.RESULT) if (folder / name).exists()]
+
+
+def _nothing_to_resume(folders: Sequence[Path]) -> str:
+    """Say where no run was found, and which folders with one are named alike."""
+    wanted = folders[0]
+    patterns = [(wanted.parent, "*")]  # other seeds; then another name in place of one of the folders above
+    for depth in range(1, min(4, len(wanted.parts))):
+        above, below = Path(*wanted.parts[: -depth - 1]), "/".join(wanted.parts[-depth:])
+        patterns.append((above, f"*/{below}"))
+    found = set()
+    for above, pattern in patterns:
+        with suppress(OSError):  # folders that may not be read
+            found |= {path for path in above.glob(pattern) if _runs(path)}
+    near = sorted(found, key=lambda path: -SequenceMatcher(None, str(path), str(wanted)).ratio())[:3]
+    hint = f"; there are runs in {', '.join(map(str, near))}" if near else ""
+    where = ", ".join(map(str, folders[:3]))
+    return (
+        f"there is nothing to resume in {where}{hint}. Name the right --out, start without --resume, or give "
+        "--auto-resume to start where there is no run"
+    )
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keep other processes from training into ``folder``; the claim of one that is killed ends with it."""
+    if os.name == "nt":  # which opens no folders
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if lock(descriptor, wait=False) is False:
+            raise ValueError(f"another process is training into {folder}; let it end, or choose another with --out")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn a write that fails into a readable error."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"cannot write to {folder}: {in_words(error, named=False)}; the checkpoint before it is kept. Make room, "
+            "then go on with --resume"
+        ) from error
+
+
+def _probe(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / "probe.tmp"
+        try:
+            probe.write_bytes(b"x" * 4096)
+        finally:
+            with suppress(OSError):
+                probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
+
+
+def _clear(folder: Path) -> None:
+    for path in (*(folder / name for name in (*_LEFT, *_MADE_FROM_IT)), *folder.glob("events.out.tfevents.*")):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder / trained.FOLDER, ignore_errors=True)

@@ -1,0 +1,189 @@
+"""From a recipe to what is trained: the network, factorized, and an optimizer that decays it as the recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from factorized.decay.frobenius import FrobeniusDecay
+from factorized.decay.groups import parameter_groups
+from factorized.experiments.data.explain import place_and_reason
+from factorized.experiments.data.images import Images
+from factorized.experiments.models.build import build_model
+from factorized.experiments.recipes.recipe import Factorize, Recipe
+from factorized.formats.product import LowRank, Overcomplete
+from factorized.formats.scheme import Scheme
+from factorized.formats.tensor_train import TensorTrain
+from factorized.formats.tucker import Tucker
+from factorized.nn.conv import FactorizedConv
+from factorized.nn.running import evaluation_mode
+from factorized.planning.cost import measure
+from factorized.planning.plan import Plan
+from factorized.planning.planner import plan as make_plan
+from factorized.surgery.factorize import factorize
+
+
+def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
+    """Return the recipe's network before factorization, drawn with ``seed``."""
+    torch.manual_seed(seed)
+    return build_model(recipe.model.name, len(images.classes), images.size[0], images.channels)
+
+
+def build_scheme(fields: Factorize) -> Scheme | None:
+    """Return the scheme that these fields describe; None for a dense network."""
+    if fields.scheme == "low_rank":
+        return LowRank(fields.kind)
+    if fields.scheme == "overcomplete":
+        return Overcomplete(fields.variant, fields.width, fields.kind)
+    dims = None if fields.dims is None else tuple(fields.dims)
+    if fields.scheme == "tensor_train":
+        return TensorTrain(dims, fields.order, fields.separable)
+    if fields.scheme == "tucker":
+        return Tucker(dims, fields.order, fields.separable, fields.core, fields.refinements)
+    return None
+
+
+def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | None:
+    """Return the plan of the recipe's factorization; None for a dense network."""
+    fields, scheme = recipe.factorize, build_scheme(recipe.factorize)
+    if scheme is None:
+        return None
+    return make_plan(
+        dense,
+        scheme,
+        ratio=fields.ratio,
+        rank_scale=fields.rank_scale,
+        rank=fields.rank,
+        energy=fields.energy,
+        macs=fields.macs,
+        example_input=torch.zeros(1, images.channels, *images.size),
+        allocate=fields.allocate,
+        include=fields.include,
+        exclude=fields.exclude,
+        keep_first_and_last=fields.keep_first_and_last,
+        attention=fields.attention,
+    )
+
+
+def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
+    """Return the recipe's network on the CPU, factorized, drawn with ``seed``: the same on every machine."""
+    network = build_dense(recipe, images, seed)
+    if empty := [name for name, tensor in network.state_dict().items() if tensor.is_meta]:
+        raise ValueError(f"model {recipe.model.name!r}: {empty[0]} is on the meta device; build it with memory")
+    if (bad := not_finite(dict(network.named_parameters()))) is not None:
+        raise ValueError(
+            f"model {recipe.model.name!r}: {bad} holds NaN or infinity before training; mend the function or the "
+            "weights that it is built from"
+        )
+    plan = plan_network(recipe, network, images)
+    if plan is None:
+        return network
+    network = factorize(network, plan, init=recipe.factorize.init)
+    for module in network.modules():
+        if isinstance(module, FactorizedConv):
+            module.execution = recipe.factorize.execution
+    return network
+
+
+def not_finite(tensors: Mapping[str, Tensor], besides: Collection[str] = ()) -> str | None:
+    """Return the name of the first tensor that holds NaN or infinity, but for those ``besides``; None for none."""
+    names = (name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all())
+    return next((name for name in names if name not in besides), None)
+
+
+def boundless_buffers(network: nn.Module) -> set[str]:
+    """Return the buffers of a fresh network that are not finite, and need not be later: masks of -inf, say."""
+    return {name for name, buffer in network.named_buffers() if not buffer.isfinite().all()}
+
+
+def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
+    """Refuse a network that cannot be trained to classify the images: somebody else's function may return anything."""
+    name, classes = recipe.model.name, len(images.classes)
+    if recipe.data.crop_padding >= min(images.size):
+        raise ValueError(
+            f"data.crop_padding = {recipe.data.crop_padding} would crop images of {images.size[0]}×{images.size[1]} "
+            f"out of sight: expected 0..{min(images.size) - 1}"
+        )
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise ValueError(f"model {name!r} has no parameters that can be trained")
+    example = torch.zeros(2, images.channels, *images.size)
+    try:
+        with evaluation_mode(network), torch.enable_grad():
+            answer = network(example)
+    except (Exception, SystemExit) as error:  # layers that do not fit each other or the images; own mistakes
+        raise ValueError(
+            f"model {name!r} cannot classify images {tuple(example.shape[1:])}: it failed {place_and_reason(error)}"
+        ) from error
+    if not isinstance(answer, Tensor) or answer.shape != (2, classes):
+        got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+        raise ValueError(f"model {name!r} must return a tensor (images, {classes}), got {got} for two images")
+    if not answer.requires_grad:
+        raise ValueError(
+            f"model {name!r} must return logits that its parameters can be trained by, got {answer.dtype} without a "
+            "gradient: do not detach or round them"
+        )
+
+
+def count_macs(recipe: Recipe, images: Images, seed: int) -> int:
+    """Return the multiply-accumulates of the recipe's network for one image, products applied factor by factor.
+
+    That is what the method costs, in whichever way a layer runs on the machine at hand.
+    """
+    dense = build_dense(recipe, images, seed)
+    plan = plan_network(recipe, dense, images)
+    if plan is not None and plan.macs_after is not None:
+        return plan.macs_after
+    return measure(dense, torch.zeros(1, images.channels, *images.size), {}).macs
+
+
+def build_optimizer(recipe: Recipe, network: nn.Module) -> SGD:
+    """Return SGD over the network's parameters with the recipe's decay attached, its momentum there from the start.
+
+    On a GPU the learning rate is a tensor, so that a captured step follows the schedule. Momentum that starts as zeros
+    is the same as none, and lets every later run copy its own into place.
+    """
+    fields, device = recipe.optimizer, next(network.parameters()).device
+    lr: float | Tensor = torch.tensor(fields.lr, device=device) if device.type == "cuda" else fields.lr
+    optimizer = SGD(
+        _groups(recipe, network),
+        lr=lr,
+        momentum=fields.momentum,
+        nesterov=fields.nesterov,
+        fused=device.type == "cuda",
+    )
+    if recipe.decay.kind == "frobenius":
+        # Products of full rank and most tensors are composed to run: adding λW in their backward pass is next to free,
+        # and exact where nothing rescales the gradients after it. Low-rank layers would be slowed down by composing.
+        in_backward = recipe.factorize.scheme != "low_rank" and fields.clip is None
+        FrobeniusDecay(network, recipe.decay.strength, in_backward=in_backward).attach(optimizer)
+    if fields.momentum:
+        for parameter in trained_parameters(optimizer):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _groups(recipe: Recipe, network: nn.Module) -> Sequence[dict[str, Any]]:
+    decay = recipe.decay
+    if decay.kind == "weight":
+        return [{"params": [p for p in network.parameters() if p.requires_grad], "weight_decay": decay.strength}]
+    strength = decay.strength if decay.kind == "crs" else decay.of_the_rest
+    # The paper decays every parameter, those of normalization and the biases too.
+    return parameter_groups(network, strength, decay_norms=True, decay_biases=True, crs=decay.kind == "crs")
+
+
+def trained_parameters(optimizer: SGD) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def set_learning_rate(optimizer: SGD, lr: float) -> None:
+    """Set the learning rate of all groups, in place where it is a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

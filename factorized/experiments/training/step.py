@@ -1,0 +1,116 @@
+"""One training step: augmentation, forward, backward, decay and optimizer; on a GPU compiled, and one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from factorized.diagnostics.match import NormMatcher
+from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
+from factorized.experiments.data.images import Images
+from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.training.network import trained_parameters
+from factorized.experiments.training.processes import Processes
+from factorized.experiments.training.source import Source
+from factorized.nn.timing import capture
+
+
+class TrainingStep:
+    """Takes a batch from its source and trains on it; keeps count on the device, so that nobody waits for it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        network: nn.Module,
+        optimizer: SGD,
+        source: Source,
+        images: Images,
+        norms: Tensor | None = None,  # (steps of the run, forms): recorded, or to be followed
+        processes: Processes | None = None,
+    ) -> None:
+        self.device = next(network.parameters()).device
+        self.recipe, self.network, self.optimizer, self.source = recipe, network, optimizer, source
+        self.norms, self.matcher = norms, NormMatcher(network) if norms is not None else None
+        self.mean, self.std = (torch.tensor(values, device=self.device) for values in (images.mean, images.std))
+        self.precision = autocast_type(recipe, self.device)
+        self.pad, self.smoothing = recipe.data.crop_padding, recipe.run.label_smoothing
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.position = torch.zeros((), dtype=torch.int64, device=self.device)  # steps since the run began
+        self._parameters = trained_parameters(optimizer)
+        compiled = recipe.run.compile == "yes" or (recipe.run.compile == "auto" and self.device.type == "cuda")
+        self._forward: nn.Module = network
+        self._loss: Callable[..., tuple[Tensor, Tensor]] = self._loss_and_correct
+        processes = processes or Processes(self.device)
+        self.share = slice(processes.rank, None, processes.count)  # of a batch, that is trained on here
+        if processes.count > 1:
+            self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)
+        elif compiled:
+            self._loss = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
+        # Measuring convolutions beats cuDNN's guesses: those run thin networks in tf32, with conversions around it.
+        torch.backends.cudnn.benchmark = self.device.type == "cuda"
+        self._run: Callable[[], object] = self._step
+        if self.device.type == "cuda" and recipe.run.graph == "auto" and processes.count == 1:
+            self.source.start(0, 0)
+            self.source.feed()
+            self._run = capture(self._step)
+
+    def __call__(self) -> None:
+        """Train on the next batch."""
+        self.source.feed()
+        self._run()
+
+    def _step(self) -> None:
+        x, index, labels = self.source.take()
+        # every process draws for the whole batch: what is computed does not depend on how many there are
+        crops = draw_crops(self.recipe.run.batch, self.pad, self.device, self.recipe.data.flip)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in crops))
+        loss.backward()
+        if self.recipe.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self.recipe.optimizer.clip)
+        self.optimizer.step()
+        self._after_step()
+        self.loss_sum += loss.detach()
+        self.correct += correct
+        self.position += 1
+
+    def _loss_and_correct(
+        self,
+        x: Tensor,  # (m, channels, height, width) uint8
+        index: Tensor,  # (batch,) in 0..m-1
+        labels: Tensor,  # (batch,)
+        top: Tensor,  # (batch,)
+        left: Tensor,  # (batch,)
+        flipped: Tensor,  # (batch,)
+    ) -> tuple[Tensor, Tensor]:
+        cropped = crop_flip(x, top, left, flipped, self.pad, index)
+        inputs = normalize(cropped, self.mean, self.std, self.precision)
+        with torch.autocast(
+            self.device.type, self.precision, enabled=self.precision != torch.float32, cache_enabled=False
+        ):
+            logits = self._forward(inputs.contiguous(memory_format=torch.channels_last))
+        loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.smoothing)
+        return loss, (logits.argmax(1) == labels).sum()
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        if self.matcher is None or self.norms is None:
+            return
+        row = self.position.reshape(1) % len(self.norms)  # a capture warms up past the end of a short run
+        if self.recipe.decay.kind == "normalized":
+            self.matcher.rescale(self.norms.index_select(0, row)[0])
+        else:
+            self.norms.index_copy_(0, row, self.matcher.norms()[None])
+
+
+def autocast_type(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """Return the type that the recipe computes in on ``device``."""
+    if recipe.run.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if recipe.run.precision == "bfloat16" else torch.float32

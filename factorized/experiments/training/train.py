@@ -1,0 +1,296 @@
+"""The training loop: seeds, epochs, steps; checkpoints, interruptions, results."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from factorized.experiments.data.images import Images
+from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.training.evaluate import Evaluator
+from factorized.experiments.training.folder import prepare_folders, writing
+from factorized.experiments.training.interrupt import Interrupted, StopRequest
+from factorized.experiments.training.network import (
+    boundless_buffers,
+    build_network,
+    build_optimizer,
+    check_network,
+    count_macs,
+    set_learning_rate,
+)
+from factorized.experiments.training.norms import norms_table, write_norms
+from factorized.experiments.training.processes import Processes, joined_processes
+from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.record import Recorder, describe_data, describe_machine, product_row, write_json
+from factorized.experiments.training.source import OnDevice, Source, draws_seed
+from factorized.experiments.training.state import (
+    FILE,
+    RunState,
+    check_fits,
+    check_same_run,
+    gather,
+    load_state,
+    restore,
+    restore_random,
+    save_state,
+)
+from factorized.experiments.training.step import TrainingStep, autocast_type
+from factorized.experiments.training.streamed import Streamed
+from factorized.experiments.training.trained import RESULT, read_result, save_trained
+from factorized.nn.running import count_parameters
+
+ASK = 20  # steps between two questions of several processes whether one was asked to stop
+HIGHEST = 0.1  # learning rate to advise, that of the paper
+PATIENCE = 2.0  # seconds after which a second signal to one of several processes is meant as such
+
+
+def train(
+    recipe: Recipe,
+    images: Images,
+    folder: Path,
+    *,
+    seeds: Sequence[int] = (0,),
+    device: torch.device | str | None = None,
+    resume: bool | Literal["auto"] = False,
+    overwrite: bool = False,
+    allow_other_devices: bool = False,
+    reporter: Reporter | None = None,
+) -> list[dict[str, Any]]:
+    """Train the recipe's network once for each seed, into ``folder/seed-<seed>``, and return the results.
+
+    ``resume`` goes on with the runs that are there and is refused where there is none; ``"auto"`` then starts anew. A
+    run that began with another number of processes, or on another kind of device, would not end where it would have
+    ended there: going on with it is refused unless ``allow_other_devices`` is set.
+
+    All seeds share one copy of the data and, on a GPU, one compiled and captured step. Under ``torchrun`` every process
+    calls this and trains on its share of each batch; the first one writes.
+    """
+    if not seeds or len(set(seeds)) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**63:
+        raise ValueError(f"seeds must be different whole numbers from 0 to 2**63 - 1, one at least, got {list(seeds)}")
+    folders = [folder / f"seed-{seed}" for seed in seeds]
+    results = []
+    with joined_processes(device) as processes, ExitStack() as claims:
+        trainer = Trainer(recipe, images, processes, seeds[0], allow_other_devices=allow_other_devices)
+        processes.from_first(
+            lambda: prepare_folders(folders, trainer.bytes_to_write, claims, resume=resume, overwrite=overwrite)
+        )
+        shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
+        with shown, StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
+            for seed, run_folder in zip(seeds, folders, strict=True):
+                if recipe.factorize.depends_on_weights and seed != seeds[0]:
+                    # other ranks: nothing can be shared
+                    trainer = Trainer(recipe, images, processes, seed, allow_other_devices=allow_other_devices)
+                results.append(trainer.run(seed, run_folder, bool(resume), shown, stop))
+    return results
+
+
+class Trainer:
+    """A recipe's network, optimizer, data and step on one device: made once, and run for one seed after another."""
+
+    def __init__(
+        self, recipe: Recipe, images: Images, processes: Processes, seed: int, *, allow_other_devices: bool = False
+    ) -> None:
+        self.allow_other_devices = allow_other_devices
+        self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
+        self.network = build_network(recipe, images, seed)
+        check_network(recipe, self.network, images)
+        self.macs = count_macs(recipe, images, seed)
+        self.network.to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        self.optimizer = build_optimizer(recipe, self.network)
+        self.source = self._build_source()
+        norms = self._norms(seed)
+        self.step = TrainingStep(recipe, self.network, self.optimizer, self.source, images, norms, processes)
+        self.evaluate = Evaluator(self.network, images, autocast_type(recipe, self.device))
+        self.boundless = boundless_buffers(self.network)
+        state = sum(tensor.nbytes for tensor in self.network.state_dict().values())
+        # weights and momentum, the old file beside the new one, and the model at the end; the norms; room for logs
+        self.bytes_to_write = 5 * state + (0 if norms is None else 3 * norms.nbytes) + 2**20
+
+    def run(self, seed: int, folder: Path, resume: bool, reporter: Reporter, stop: StopRequest) -> dict[str, Any]:
+        """Train with one seed, from the beginning or from the folder's checkpoint, and return the result."""
+        epochs, steps = self.recipe.schedule.epochs, self.source.steps
+        state = self.processes.from_first(lambda: self._initial_state(seed, folder, resume))
+        if resume and state.epoch == epochs and self.processes.from_first((folder / RESULT).is_file):
+            return self.processes.from_first(lambda: read_result(folder))
+        self._begin(state)
+        if self._went_elsewhere(state):
+            reporter.note(
+                f"{folder} goes on with {self.processes.kind}; it was trained by {', '.join(state.ran_on)} before"
+            )
+        if state.ran_on[-1:] != [self.processes.kind]:
+            state.ran_on.append(self.processes.kind)
+        reporter.begin(f"{self.recipe.name} seed {seed}", epochs, steps, state.epoch * steps + state.step)
+        with Recorder(folder if self.processes.is_first else None, state.history) as recorder:
+            for epoch in range(state.epoch, epochs):
+                lr = self.recipe.schedule.learning_rate(self.recipe.optimizer.lr, epoch)
+                set_learning_rate(self.optimizer, lr)
+                first = self._begin_epoch(state, epoch)
+                began = time.perf_counter()
+                for number in range(first, steps):
+                    self.step()
+                    if self._asked_to_stop(stop, number + 1):
+                        self._check_finite(epoch, lr, number + 1)
+                        self._save(state, folder, epoch, number + 1, began)
+                        raise Interrupted(stop.number or signal.SIGTERM)
+                    reporter.step(epoch, number, self.step.loss_sum, self._speed(number - first + 1, began))
+                row = self._finish_epoch(epoch, lr, first, began)
+                state.history.append(row)
+                recorder.add(row)
+                reporter.epoch(row)
+                stopping = epoch + 1 < epochs and self._asked_to_stop(stop, ASK)
+                if stopping or (epoch + 1) % self.recipe.run.checkpoint_every == 0 or epoch + 1 == epochs:
+                    self._save(state, folder, epoch + 1, 0, began)
+                else:
+                    state.seconds += time.perf_counter() - began
+                if stopping:
+                    raise Interrupted(stop.number or signal.SIGTERM)
+        return self._finish(state, folder)
+
+    def _build_source(self) -> Source:
+        data, batch = self.recipe.data, self.recipe.run.batch
+        if data.place == "loader":
+            return Streamed(self.images, batch, self.processes, data.workers)
+        return OnDevice(self.images, batch, self.processes)
+
+    def _norms(self, seed: int) -> Tensor | None:  # (steps of the run, products)
+        norms = norms_table(self.recipe, self.network, self.recipe.schedule.epochs * self.source.steps, seed)
+        return None if norms is None else norms.to(self.device)
+
+    def _initial_state(self, seed: int, folder: Path, resume: bool) -> RunState:
+        recipe, data = self.recipe.to_dict(), self.images.checksum
+        if resume and (folder / FILE).exists():
+            state = load_state(folder)
+            check_same_run(state, recipe, seed, data, folder)
+            check_fits(state, folder, self.network, self.optimizer, self.step, self.boundless)
+            self._check_devices(state, folder)
+            return state
+        if resume and (folder / RESULT).is_file():  # it has ended, and somebody needed the checkpoint's room
+            ended = read_result(folder)
+            parts = {"recipe": ended["recipe"], "seed": ended["seed"], "data": ended["data"]["checksum"]}
+            state = RunState(**parts, epoch=self.recipe.schedule.epochs)
+            check_same_run(state, recipe, seed, data, folder)
+            return state
+        fresh = build_network(self.recipe, self.images, seed).state_dict()
+        return RunState(recipe=recipe, seed=seed, data=data, network=fresh)
+
+    def _check_devices(self, state: RunState, folder: Path) -> None:
+        """Refuse to go on where the result would be another one, unless that is allowed."""
+        if self._went_elsewhere(state) and state.epoch < self.recipe.schedule.epochs and not self.allow_other_devices:
+            raise ValueError(
+                f"{folder} was trained by {state.ran_on[-1]}, and this is {self.processes.kind}: the result would not "
+                "be that of an uninterrupted run. Resume as it began, or give --allow-other-devices"
+            )
+
+    def _went_elsewhere(self, state: RunState) -> bool:
+        return bool(state.ran_on) and state.ran_on[-1] != self.processes.kind
+
+    def _begin(self, state: RunState) -> None:
+        restore(state, self.network, self.optimizer, self.step)
+        if not self.processes.is_first:  # what was counted in an epoch under way is the first's to add
+            self.step.loss_sum.zero_()
+            self.step.correct.zero_()
+        if self.recipe.decay.kind == "normalized" and self.step.norms is not None:
+            norms = self._norms(state.seed)
+            assert norms is not None
+            self.step.norms.copy_(norms)
+
+    def _begin_epoch(self, state: RunState, epoch: int) -> int:
+        """Start the epoch's order and randomness, or go on within it; return the step to begin with."""
+        first = state.step if epoch == state.epoch else 0
+        self.source.start(state.seed, epoch, first)
+        if first:
+            restore_random(state, self.device)
+        else:
+            torch.manual_seed(draws_seed(state.seed, epoch))
+            self.step.loss_sum.zero_()
+            self.step.correct.zero_()
+        return first
+
+    def _finish_epoch(self, epoch: int, lr: float, first: int, began: float) -> dict[str, Any]:
+        steps = self.source.steps
+        loss = self._check_finite(epoch, lr, steps)  # waits for the device
+        speed = self._speed(steps - first, began)
+        accuracy = 100 * self.processes.total(self.step.correct) / (steps * self.recipe.run.batch)
+        row: dict[str, Any] = {"epoch": epoch + 1, "lr": lr, "loss": loss, "accuracy": accuracy}
+        row["images_per_second"] = speed
+        if (epoch + 1) % self.recipe.run.evaluate_every == 0 or epoch + 1 == self.recipe.schedule.epochs:
+            row["test_loss"], row["test_accuracy"] = self.evaluate()
+        if self.recipe.run.diagnose:
+            row |= product_row(self.network, lr)
+        return {**row, "seconds": time.perf_counter() - began}
+
+    def _finish(self, state: RunState, folder: Path) -> dict[str, Any]:
+        accuracies = [float(value) for row in state.history if (value := row.get("test_accuracy")) is not None]
+        result: dict[str, Any] = {
+            "recipe": state.recipe,
+            "seed": state.seed,
+            "accuracy": accuracies[-1],
+            "best_accuracy": max(accuracies),
+            "parameters": count_parameters(self.network),
+            "macs": self.macs,
+            "seconds": state.seconds,
+            "ran_on": state.ran_on,
+            "machine": {**describe_machine(self.device), "processes": self.processes.count},
+            "data": describe_data(self.images),
+            "history": state.history,
+        }
+        if self.processes.is_first:
+            with writing(folder):
+                result["files"] = save_trained(self.network, folder)
+                if self.recipe.decay.record_norms and self.step.norms is not None:
+                    write_norms(self.step.norms, folder)
+                write_json(folder / RESULT, result)  # last: where it is, all is
+        return result
+
+    def _save(self, state: RunState, folder: Path, epoch: int, step: int, began: float) -> None:
+        state.epoch, state.step = epoch, step
+        gather(state, self.network, self.optimizer, self.step)
+        for name in ("loss_sum", "correct"):
+            state.counts[name].fill_(self.processes.total(getattr(self.step, name)))
+        state.seconds += time.perf_counter() - began
+        if self.processes.is_first:
+            with writing(folder):
+                save_state(state, folder)
+
+    def _asked_to_stop(self, stop: StopRequest, steps: int) -> bool:
+        """Say whether to stop now; several processes can only stop together, and ask each other now and then."""
+        asked = stop.number is not None
+        if self.processes.count == 1:
+            return asked
+        return steps % ASK == 0 and self.processes.total(torch.tensor(float(asked), device=self.device)) > 0
+
+    def _check_finite(self, epoch: int, lr: float, steps: int) -> float:
+        """Return the mean loss of the epoch's steps; raise if it, or what was learned, is not a number any more."""
+        loss = self.processes.total(self.step.loss_sum) / (steps * self.processes.count)
+        state = self.network.state_dict().items()
+        learned = [t for name, t in state if t.is_floating_point() and t.numel() and name not in self.boundless]
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(learned, math.inf)])
+        whole = largest.isfinite().all()
+        lost = "" if self.processes.total(whole.int()) == self.processes.count else " and weights are not finite"
+        if math.isfinite(loss) and not lost:
+            return loss
+        raise ValueError(
+            f"the training loss is {loss:g}{lost} in epoch {epoch + 1}, at learning rate {lr:g}; the checkpoint before "
+            f"it, if there was one, is kept. Try {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        """Return what may keep the weights finite, but for what the recipe does already."""
+        optimizer, schedule = self.recipe.optimizer, self.recipe.schedule
+        ways = [f"optimizer.lr={min(optimizer.lr / 3, HIGHEST):.2g}"]
+        if not schedule.warmup_epochs:
+            ways.append("schedule.warmup_epochs=1")
+        if optimizer.clip is None or optimizer.clip > 1:
+            ways.append("optimizer.clip=1")
+        return " or ".join(ways)
+
+    def _speed(self, steps: int, began: float) -> float:
+        return steps * self.recipe.run.batch / (time.perf_counter() - began)

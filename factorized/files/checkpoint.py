@@ -1,0 +1,164 @@
+"""``fz.save`` and ``fz.load``: factorized models in files, without pickle."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from factorized.files.checksum import in_file_order
+from factorized.files.folder import read_checkpoint, write_checkpoint
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_model
+from factorized.planning.plan import Entry, Plan, PlanEntry
+from factorized.surgery.describe import describe
+from factorized.surgery.factorize import build_layers, install
+from factorized.surgery.replace import refuse_wrapped, replace_module
+from factorized.surgery.state import (
+    Shapes,
+    check_finite,
+    check_same,
+    distinct_tensors,
+    fill,
+    gathered,
+    is_sharded,
+    named_slots,
+    plain_name,
+    plain_state,
+    unwrapped,
+)
+
+
+def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
+    """Write ``model`` to ``folder`` as safetensors and ``plan.json``, replacing a checkpoint that is there.
+
+    Models wrapped by ``torch.compile`` or ``DistributedDataParallel`` are saved as what they wrap. Of a sharded model
+    (``fully_shard``) every rank calls this: the shards are gathered one tensor at a time, rank 0 writes, and all return
+    when it has, or raise its error. Weights that are not finite are refused unless ``allow_nonfinite``.
+    """
+    check_model(model)
+    model = unwrapped(model)
+    plan = describe(model)
+    if not allow_nonfinite:
+        check_finite(model, "nothing was written. Pass allow_nonfinite=True to save the model as it is")
+    tensors, aliases = distinct_tensors(plain_state(model))
+    tensors = in_file_order(tensors)
+    values = gathered(tensors)
+    if not is_sharded(model):
+        write_checkpoint(Path(folder), plan, tensors, values, aliases)
+        return
+    outcome: list[BaseException | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            write_checkpoint(Path(folder), plan, tensors, values, aliases)
+        except BaseException as error:  # sent to the other ranks, which would wait forever
+            outcome = [error]
+    deque(values, maxlen=0)  # the other ranks take part and keep nothing, and so does a rank 0 that failed
+    dist.broadcast_object_list(outcome)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Factorize ``model``, a fresh dense one, as the checkpoint in ``folder`` says, fill it, and return it.
+
+    The weights end up on ``device`` and in ``dtype``, or where and as the model is; one on the meta device becomes
+    real. The file is compared with the model before anything is changed.
+    """
+    check_model(model)
+    refuse_wrapped(model)
+    inside = unwrapped(model)
+    saved, tensors = read_checkpoint(Path(folder))
+    plan = _renamed(saved, inside)
+    layers = build_layers(inside, plan, init=None)
+    expected = _shapes_after(inside, layers)
+    check_same(f"the checkpoint in {folder}", expected, {key: tuple(value.shape) for key, value in tensors.items()})
+    _check_no_lost_buffers(inside)
+    _check_ties(inside, layers, tensors)
+    filled = install(inside, plan, layers)
+    if not any(parameter.is_meta for parameter in filled.parameters()):
+        filled.to(device=device, dtype=dtype)
+    fill(filled, tensors, device or "cpu", dtype)
+    if filled is inside:
+        return model
+    wrapped = next(name for name, module in model.named_modules() if module is inside)
+    return replace_module(model, wrapped, filled)
+
+
+def _renamed(plan: Plan, model: nn.Module) -> Plan:
+    """Return ``plan`` with the names that ``model`` has, whose parts may be compiled."""
+    actual = {plain_name(name): name for name, _ in model.named_modules(remove_duplicate=False)}
+    entries: list[Entry] = []
+    for entry in plan.entries:
+        names = [actual.get(name, name) for name in (entry.name, *entry.aliases)]
+        renamed = replace(entry, name=names[0], aliases=tuple(names[1:]))
+        if isinstance(renamed, PlanEntry) and renamed.tied_to is not None:
+            renamed = replace(renamed, tied_to=actual.get(renamed.tied_to, renamed.tied_to))
+        entries.append(renamed)
+    return replace(plan, entries=tuple(entries))
+
+
+def _shapes_after(model: nn.Module, layers: Mapping[str, nn.Module]) -> Shapes:
+    """Return the state that ``model`` will have once ``layers`` are in, without putting them in."""
+    replaced = {id(model.get_submodule(name)): layer for name, layer in layers.items()}
+    gone = _replaced(model, layers)
+    shapes: Shapes = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        layer = replaced.get(id(module))
+        for name, _, _, tensor in named_slots(layer) if layer is not None else ():
+            shapes[plain_name(f"{prefix}.{name}" if prefix else name)] = tuple(tensor.shape)
+    for name, module, _, tensor in named_slots(model):
+        if id(module) not in gone:
+            shapes[name] = tuple(tensor.shape)
+    return shapes
+
+
+def _replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[int]:
+    """Return the modules that will be gone: an attention module is replaced with all that is in it."""
+    return {id(module) for name in layers for module in model.get_submodule(name).modules()}
+
+
+def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module], tensors: dict[str, Tensor]) -> None:
+    """Raise where ``model`` holds one tensor under two names and the checkpoint two different ones."""
+    layer_ids = {id(model.get_submodule(n)) for n, layer in layers.items() if isinstance(layer, FactorizedLayer)}
+    replaced = _replaced(model, layers)
+    first: dict[Tensor, str] = {}
+    for name, module, attribute, slot in named_slots(model):
+        if id(module) in replaced and (attribute == "weight" or id(module) not in layer_ids):
+            continue
+        other = first.setdefault(slot, name)
+        if not _same_bits(tensors[name], tensors[other]):
+            raise ValueError(
+                f"{other} and {name} are one tensor in the model and two in the checkpoint, with different values. "
+                f"Untie them in the model first. Nothing was changed"
+            )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, NaN to NaN."""
+    return a is b or (a.dtype == b.dtype and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)))
+
+
+def _check_no_lost_buffers(model: nn.Module) -> None:
+    lost = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if (buffer := module._buffers.get(name)) is not None and buffer.is_meta
+    ]
+    if lost:
+        raise ValueError(
+            f"{', '.join(lost[:3])} would have no values: checkpoints hold no non-persistent buffers, and the model "
+            "is on the meta device. Build it on a real one. Nothing was changed"
+        )

@@ -1,0 +1,100 @@
+"""``fz.load_dense``: a dense checkpoint into a factorized model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from factorized.attention.matrices import write_matrices
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_model, module_names
+from factorized.surgery.decompose import decompose_all
+from factorized.surgery.heads import DenseAttention, shrunken_attention
+from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
+
+
+def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
+    """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
+
+    Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunken attention the
+    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
+    understood; of tied weights one name is enough. Names, shapes and values are checked before anything is changed.
+    """
+    check_model(model)
+    inside = unwrapped(model)
+    state = {plain_name(key): value for key, value in state_dict.items()}
+    layers = {
+        plain_name(name): module
+        for name, module in inside.named_modules(remove_duplicate=False)
+        if isinstance(module, FactorizedLayer)
+    }
+    places = module_names(inside)
+    attention = [
+        DenseAttention(unit, [plain_name(name) for name in places[unit.module]])
+        for unit in shrunken_attention(inside).values()
+    ]
+    if not (layers or attention):
+        raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")
+    _check_real(inside)
+    factors = {factor for layer in layers.values() for factor in layer.factors}
+    plain = {
+        name: tensor
+        for name, _, _, tensor in named_slots(inside)
+        if not (tensor in factors or any(unit.owns(tensor) for unit in attention))
+    }
+    weights = {_weight_key(name): layer for name, layer in layers.items()}
+    expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
+    expected |= {key: layer.shape.weight_shape for key, layer in weights.items()}
+    optional = _given_elsewhere(plain, weights, state)
+    for unit in attention:
+        expected |= unit.shapes
+        optional += unit.given_elsewhere(state)
+    found = {key: tuple(value.shape) for key, value in state.items()}
+    check_same("the dense checkpoint", expected, found, optional=optional)
+
+    leaders: dict[nn.Parameter, str] = {}
+    for key, layer in weights.items():
+        if key in state:
+            leaders.setdefault(layer.factors[0], key)
+    dense = {key: state[key].to(weights[key].factors[0].device) for key in leaders.values()}
+    heads = [unit.best(state) for unit in attention]
+    for key, values in decompose_all(dense, {key: weights[key] for key in dense}).items():
+        weights[key].set_factors(*values)
+    for unit, matrices in zip(attention, heads, strict=True):
+        write_matrices(unit.unit, matrices)
+    with torch.no_grad():
+        for name, tensor in plain.items():
+            if name in state:
+                tensor.copy_(state[name])
+    return model
+
+
+def _check_real(model: nn.Module) -> None:
+    empty = [name for name, _, _, tensor in named_slots(model) if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"{empty[0]} is on the meta device and cannot be filled: give the model memory first, with "
+            'model.to_empty(device="cpu"). Nothing was changed'
+        )
+    if is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is sharded over processes and its factors are needed whole; load before "
+            "fully_shard. Nothing was changed"
+        )
+
+
+def _weight_key(layer_name: str) -> str:
+    return f"{layer_name}.weight" if layer_name else "weight"
+
+
+def _given_elsewhere(
+    plain: Mapping[str, Tensor], weights: Mapping[str, FactorizedLayer], state: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the names that may be missing, because the state dict gives the same tensor under another name."""
+    given = {tensor for name, tensor in plain.items() if name in state}
+    factors = {layer.factors[0] for key, layer in weights.items() if key in state}
+    return [name for name, tensor in plain.items() if tensor in given] + [
+        key for key, layer in weights.items() if layer.factors[0] in factors
+    ]

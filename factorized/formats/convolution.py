@@ -1,0 +1,79 @@
+"""Convolving with a kernel: geometry, padding in torch's modes, and the call itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a kernel moves over its input; every tuple has one entry per spatial dimension."""
+
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]  # before and after
+    dilation: tuple[int, ...]
+    padding_mode: str = "zeros"
+
+    def only(self, spans: Collection[int]) -> Geometry:
+        """Keep these spatial dimensions and make the others those of a pointwise convolution."""
+        if len(spans) == len(self.stride):
+            return self
+        kept = [d in spans for d in range(len(self.stride))]
+        return Geometry(
+            stride=tuple([s if keep else 1 for s, keep in zip(self.stride, kept, strict=True)]),
+            padding=tuple([p if keep else (0, 0) for p, keep in zip(self.padding, kept, strict=True)]),
+            dilation=tuple([d if keep else 1 for d, keep in zip(self.dilation, kept, strict=True)]),
+            padding_mode=self.padding_mode,
+        )
+
+
+def explicit_padding(
+    padding: str | Sequence[int],
+    size: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[tuple[int, int], ...]:
+    """Return what is added before and after each dimension; ``"same"`` puts an odd remainder after, as torch does."""
+    if padding == "valid":
+        return tuple((0, 0) for _ in size)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((int(p), int(p)) for p in padding)
+
+
+def pad(
+    x: Tensor,  # (..., *spatial)
+    padding: Sequence[tuple[int, int]],
+    mode: str,
+) -> Tensor:
+    """Pad the trailing spatial dimensions of ``x`` in torch's ``padding_mode``."""
+    if not any(before or after for before, after in padding):
+        return x
+    reversed_pairs = [extent for pair in reversed(padding) for extent in pair]
+    return F.pad(x, reversed_pairs, mode="constant" if mode == "zeros" else mode)
+
+
+def convolve(
+    x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+    kernel: Tensor,  # (out, in/groups, *size)
+    bias: Tensor | None,  # (out,)
+    geometry: Geometry,
+    groups: int,
+) -> Tensor:  # (batch, out, *spatial)
+    """Apply a dense kernel; asymmetric and non-zero padding is done beforehand."""
+    if geometry.padding_mode == "zeros" and all(before == after for before, after in geometry.padding):
+        padding = tuple(before for before, _ in geometry.padding)
+    else:
+        x = pad(x, geometry.padding, geometry.padding_mode)
+        padding = (0,) * len(geometry.padding)
+    if not x.is_cuda:  # the CPU's float64 and float16 convolutions have no, or a wrong, gradient for some strides
+        kernel = kernel.clone(memory_format=torch.contiguous_format)
+    apply = _CONVOLVE[len(geometry.stride)]
+    return apply(x, kernel, bias, geometry.stride, padding, geometry.dilation, groups)

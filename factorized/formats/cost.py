@@ -1,0 +1,69 @@
+"""What each way of running a convolution costs, in multiply-accumulates per output position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from factorized.formats.kernel import KernelShape
+
+# Output positions over which composing the weight is spread: a small training batch.
+POSITIONS = 8192
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What moving one channel of a position costs, in multiply-accumulates; fitted to ``benchmarks/ways.py``."""
+
+    convolution: int  # of the input and output, when there are two convolutions instead of one
+    product: int  # of the input and output, when there are two matrix products instead of one convolution
+    shift: int  # of the thin tensor that is shifted and stacked between the products
+
+
+TRAFFIC = {
+    "cpu": Traffic(convolution=100, product=55, shift=40),
+    "cuda": Traffic(convolution=1200, product=0, shift=200),
+}
+# cuDNN takes as long for fewer channels than this; matrix products and shifts run on multiples of eight.
+CUDA_CHANNELS, CUDA_RANKS = 64, 8
+
+
+def dense_cost(shape: KernelShape, device: str) -> int:
+    """Return the cost of one convolution with the whole kernel."""
+    least = 1 if device == "cpu" or shape.groups > 1 else CUDA_CHANNELS
+    return max(shape.out_channels, least) * max(shape.in_channels // shape.groups, least) * prod(shape.size)
+
+
+def two_convolutions_cost(shape: KernelShape, rank: int, depth: int, stride: tuple[int, ...], device: str) -> int:
+    """Return the cost of two thin convolutions with pointwise ones between them, which see the rows a stride skips."""
+    first, second, channels = _sides(shape)
+    thin = (rank * first + depth * shape.groups * rank * rank) * prod(stride[: shape.row_dims]) + rank * second
+    return thin + traffic(device).convolution * channels
+
+
+def two_products_cost(shape: KernelShape, rank: int, stride: tuple[int, ...], device: str, compiled: bool) -> float:
+    """Return the cost of two matrix products with shifts between them.
+
+    Without a compiler each of their many small operations is a launch on a GPU.
+    """
+    if device != "cpu" and not compiled:
+        return float("inf")
+    first, second, channels = _sides(shape)
+    aligned = rank if device == "cpu" else -(-rank // CUDA_RANKS) * CUDA_RANKS
+    unskipped = prod([s for s, k in zip(stride, shape.size, strict=True) if k > 1])
+    shifted = shape.groups * aligned * (prod(shape.column_size) * unskipped + prod(shape.row_size))
+    moved = traffic(device).product * channels + traffic(device).shift * shifted
+    if prod(shape.size) == 1:  # nothing to shift: as cheap to move as one convolution
+        moved = 0
+    return aligned * (first * unskipped + second) + moved
+
+
+def traffic(device: str) -> Traffic:
+    """Return what moving costs on a kind of device."""
+    return TRAFFIC["cpu" if device == "cpu" else "cuda"]
+
+
+def _sides(shape: KernelShape) -> tuple[int, int, int]:
+    """Return what a rank costs before and after the thin tensor, and the channels of input and output."""
+    first, second = shape.in_channels * prod(shape.column_size), shape.out_channels * prod(shape.row_size)
+    return first, second, shape.in_channels + shape.out_channels

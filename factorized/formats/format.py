@@ -1,0 +1,292 @@
+"""A format: how a weight is held in cores, how it runs, what it costs and how it is measured.
+
+Layers, decay, plans and files speak of formats only. A new one is a subclass of ``Format`` and a ``Scheme`` that
+chooses it (``scheme.py``); ``factorized.testing`` has the contract that both must pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from factorized.formats.convolution import Geometry, convolve
+from factorized.formats.kernel import KernelShape, to_matrix
+
+Way = Literal["composed", "chain", "products"]
+Rank = int | tuple[int, ...]
+Cores = tuple[Tensor, ...]  # each (..., *one of the core shapes), in the order of ``Format.cores``
+Fill = Callable[[Tensor], object]  # fills a tensor in place, like those of torch.nn.init
+WAYS = ("composed", "chain", "products")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One plain layer of a chain: a linear, or a convolution that spans some of the spatial dimensions."""
+
+    inputs: int
+    outputs: int
+    size: tuple[int, ...] = ()  # of its kernel: 1 in every spatial dimension that it does not span
+    groups: int = 1
+    spans: tuple[int, ...] = ()  # the spatial dimensions whose stride, padding and dilation are this step's
+    shuffle: int = 1  # groups of the ``nn.ChannelShuffle`` that follows; 1 shuffles nothing
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates per output position, which is the number of its weights."""
+        return self.outputs * (self.inputs // self.groups) * prod(self.size)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The sizes that one call of a layer saw."""
+
+    batch: int  # positions outside the spatial dimensions
+    before: tuple[int, ...] = ()  # spatial extents of the input
+    after: tuple[int, ...] = ()  # of the output
+    looked_up: bool = False  # by an embedding, which multiplies nothing when dense
+
+    def positions(self, spanned: Collection[int]) -> int:
+        """Return the positions that are left once the strides of the ``spanned`` dimensions have acted."""
+        extents = zip(self.before, self.after, strict=True)
+        return self.batch * prod([after if d in spanned else before for d, (before, after) in enumerate(extents)])
+
+    @property
+    def outputs(self) -> int:
+        """Positions of the output."""
+        return self.batch * prod(self.after)
+
+
+class Format(ABC):
+    """The shape of a weight and of the cores it is held in: a frozen value. Abstract.
+
+    Functions of cores take leading batch dimensions, all the same, so that equal formats of many layers are one call.
+    """
+
+    name: ClassVar[str]  # in plans and files
+    shape: KernelShape  # of the weight
+    rank: Rank  # one rank, or several
+    is_product: ClassVar[bool] = False  # the cores are ``U``, inner matrices and ``V``, stacked by groups
+    row_core: ClassVar[str | None] = None  # the core whose rows are those of the weight, if one is so
+    # The plain layers that, one after the other, are the weight; None where it has to be composed.
+    chain: tuple[Step, ...] | None = None
+
+    @property
+    @abstractmethod
+    def cores(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every core by its name in a state dict, such as "U", "inner.0" or "cores.2"."""
+
+    @abstractmethod
+    def decompose(
+        self,
+        weights: Tensor,  # (..., out, in/groups, *size)
+    ) -> Cores:
+        """Return cores of the best approximation that the format knows (section 3.1): exact at full rank."""
+
+    @abstractmethod
+    def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
+        """Return the weight that the cores stand for. Differentiable."""
+
+    @abstractmethod
+    def raised(self) -> Sequence[Self]:
+        """Return the formats of the next higher ranks; none at the end."""
+
+    @abstractmethod
+    def lowered(self) -> Sequence[Self]:
+        """Return the formats of the next lower ranks; none at the end."""
+
+    @property
+    def numel(self) -> int:
+        """Entries of all cores."""
+        return sum([prod(extents) for extents in self.cores.values()])
+
+    @property
+    def height(self) -> int:
+        """All ranks together: what grows from one format to the next."""
+        return sum(self.rank) if isinstance(self.rank, tuple) else self.rank
+
+    def norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)
+        """Return the squared Frobenius norm of the weight (section 3.2). Differentiable."""
+        return self.compose(cores).flatten(-len(self.shape.weight_shape)).square().sum(-1)
+
+    def gradients(self, cores: Sequence[Tensor]) -> Cores:  # like cores
+        """Return the gradients of half the squared norm; that of the weight is the weight, which is pulled back."""
+        return pull_back(self.compose, cores)
+
+    def spectrum(self, cores: Sequence[Tensor]) -> Tensor:  # (..., groups, singular values)
+        """Return the singular values of the weight, read as the matrices of its shape."""
+        return torch.linalg.svdvals(to_matrix(self.compose(cores), self.shape))
+
+    @property
+    def matrix_rank(self) -> int:
+        """The most that the rank of the weight's matrix can be, in every group."""
+        return self.shape.full_rank
+
+    @property
+    def decayed(self) -> tuple[Format, int]:
+        """The format whose norm a decay penalizes, and how many of the first cores are its."""
+        return self, len(self.cores)
+
+    @torch.no_grad()
+    def draw(self, cores: Sequence[Tensor], fill: Fill) -> None:
+        """Fill the cores at random, so that the weight has the mean square that ``fill`` gives a dense one."""
+        dense = torch.empty(self.shape.weight_shape, device=cores[0].device)
+        fill(dense)
+        draw_to_scale(self, cores, dense.square().mean())
+
+    def chain_weights(self, cores: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights of the chain, of the first to be applied first: (outputs, inputs/groups, *size)."""
+        raise NotImplementedError(f"{self.name} has no chain")
+
+    @property
+    def compose_macs(self) -> int:
+        """Multiply-accumulates of ``compose``."""
+        return 0
+
+    @property
+    def prepare_macs(self) -> int:
+        """Multiply-accumulates of ``chain_weights``."""
+        return 0
+
+    def macs(self, call: Call) -> int:
+        """Return the multiply-accumulates of one call, in the way that takes fewer."""
+        if call.looked_up:
+            return 0 if self.chain is None else call.batch * sum([step.macs for step in self.chain[:-1]])
+        composed = call.outputs * self.shape.numel + self.compose_macs
+        return composed if self.chain is None else min(composed, self.chain_macs(call) + self.prepare_macs)
+
+    def chain_macs(self, call: Call) -> int:
+        """Return the multiply-accumulates of one call as a chain."""
+        assert self.chain is not None
+        spanned: set[int] = set()
+        total = 0
+        for step in self.chain:
+            spanned.update(step.spans)
+            total += step.macs * call.positions(spanned)
+        return total
+
+    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+        """Return what each way of running costs per output position, in multiply-accumulates; of equals, the first."""
+        return {"composed": 0.0}
+
+    def run(
+        self,
+        way: Way,
+        x: Tensor,  # (..., in), or (batch, in, *spatial)
+        cores: Sequence[Tensor],
+        bias: Tensor | None,  # (out,)
+        geometry: Geometry | None,  # None for a linear
+        adjust: Callable[[Tensor], Tensor] | None = None,  # of the composed weight: drops entries, or decays it
+    ) -> Tensor:  # (..., out), or (batch, out, *spatial)
+        """Apply the weight to an input."""
+        if way == "composed":
+            weight = self.compose(cores)
+            weight = weight if adjust is None else adjust(weight)
+            if geometry is None:
+                return F.linear(x, weight, bias)
+            return convolve(x, weight, bias, geometry, self.shape.groups)
+        assert self.chain is not None
+        return run_chain(self.chain, self.chain_weights(cores), x, bias, geometry)
+
+    def plain(self, cores: Sequence[Tensor]) -> list[tuple[Step, Tensor]]:
+        """Return the chain and its weights as they are deployed; empty where it has none."""
+        return [] if self.chain is None else list(zip(self.chain, self.chain_weights(cores), strict=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings that, with the shape, make the format again."""
+        settings = [f.name for f in fields(self) if f.init and f.name != "shape"]  # type: ignore[arg-type]
+        return {"name": self.name, **{key: _jsonable(getattr(self, key)) for key in settings}}
+
+    @classmethod
+    def read(cls, shape: KernelShape, settings: dict[str, Any]) -> Self:
+        """Undo ``to_dict``, without the name."""
+        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        return cls(shape, **plain)  # type: ignore[call-arg]
+
+    @staticmethod
+    def part_shape(shape: KernelShape) -> KernelShape:
+        """Return the shape of the weight that a format within this one holds, where there is one."""
+        return shape
+
+    def describe(self) -> str:
+        """Return the settings for a layer's repr."""
+        return f"format={self.name}, rank={self.rank}"
+
+
+def run_chain(
+    chain: Sequence[Step],
+    weights: Sequence[Tensor],
+    x: Tensor,  # (..., in), or (batch, in, *spatial)
+    bias: Tensor | None,
+    geometry: Geometry | None,
+) -> Tensor:
+    """Apply plain layers one after the other, the last one with the bias."""
+    last = len(chain) - 1
+    for place, (step, weight) in enumerate(zip(chain, weights, strict=True)):
+        own_bias = bias if place == last else None
+        if geometry is not None:
+            x = convolve(x, weight, own_bias, geometry.only(step.spans), step.groups)
+            x = x if step.shuffle == 1 else _shuffled(x, step.shuffle, x.dim() - 1 - len(step.size))
+        elif step.groups == 1:
+            x = F.linear(x, weight, own_bias)
+        else:
+            x = _block_linear(x, weight, own_bias, step.groups)
+            x = x if step.shuffle == 1 else _shuffled(x, step.shuffle, x.dim() - 1)
+    return x
+
+
+def run_transposed(
+    chain: Sequence[Step],
+    weights: Sequence[Tensor],
+    x: Tensor,  # (..., out)
+    bias: Tensor | None,  # (in,)
+) -> Tensor:  # (..., in)
+    """Apply the transposed weight of a linear chain, the last step first."""
+    for step, weight in zip(reversed(chain), reversed(weights), strict=True):
+        x = x if step.shuffle == 1 else _shuffled(x, x.shape[-1] // step.shuffle, x.dim() - 1)
+        if step.groups == 1:
+            x = F.linear(x, weight.mT)
+        else:
+            blocks = weight.unflatten(0, (step.groups, -1)).transpose(1, 2)
+            x = _block_linear(x, blocks.flatten(0, 1), None, step.groups)
+    return x if bias is None else x + bias.to(x.dtype)
+
+
+def pull_back(expand: Callable[[Sequence[Tensor]], Tensor], cores: Sequence[Tensor], at: Tensor | None = None) -> Cores:
+    """Return the gradients of ⟨``at``, expand(cores)⟩; ``at`` is the expansion itself unless given."""
+    leaves = [core.detach().requires_grad_() for core in cores]
+    with torch.enable_grad():
+        tensor = expand(leaves)
+    return torch.autograd.grad(tensor, leaves, tensor.detach() if at is None else at)
+
+
+def draw_to_scale(format: Format, cores: Sequence[Tensor], mean_square: Tensor) -> None:
+    """Fill cores with Gaussian numbers, all of one norm, so that the weight has this mean square."""
+    # The norm of a long train is beyond float32, even where all of its cores have norm 1.
+    drawn = [torch.randn(core.shape, device=core.device).double() for core in cores]
+    drawn = [core / core.norm() for core in drawn]
+    scale = mean_square * format.shape.numel / format.norm_squared(drawn)  # of the squared norm of the weight
+    for core, value in zip(cores, drawn, strict=True):
+        core.copy_(value * scale ** (1 / (2 * len(cores))))
+
+
+def _block_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:  # (..., out)
+    """Multiply by a block-diagonal matrix whose blocks stand one below the other in ``weight`` (out, in/groups)."""
+    blocks = weight.unflatten(0, (groups, -1))  # (groups, out/groups, in/groups)
+    y = torch.einsum("...gi,goi->...go", x.unflatten(-1, (groups, -1)), blocks).flatten(-2)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _shuffled(x: Tensor, groups: int, dim: int) -> Tensor:
+    """Shuffle channels as ``nn.ChannelShuffle`` does."""
+    return x.unflatten(dim, (groups, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def _jsonable(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,148 @@
+"""Sums of Kronecker products ``W = Σ A_k ⊗ B_k``, each of a small matrix and a small kernel (Van Loan, 1993)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isqrt, prod
+from typing import ClassVar
+
+from torch import Tensor
+
+from factorized._checks import check_whole
+from factorized.formats.cost import POSITIONS
+from factorized.formats.format import Cores, Format, Rank, Way
+from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
+from factorized.formats.kernel import KernelShape
+from factorized.formats.scheme import Scheme
+from factorized.formats.svd import spectral_factors
+
+
+@dataclass(frozen=True)
+class KroneckerFormat(Format):
+    """``A`` (rank, *outer) and ``B`` (rank, out/outer, in/outer, *size); it runs as its composed weight.
+
+    Read as a matrix whose rows are the entries of the outer factor and whose columns those of the inner one, the weight
+    is the product ``A Bᵀ`` of this rank: so its best approximation is an SVD, and its norm comes from Gram matrices.
+    """
+
+    shape: KernelShape
+    outer: tuple[int, int]  # rows and columns of every ``A_k``
+    rank: int
+
+    name: ClassVar[str] = "kronecker"
+
+    def __post_init__(self) -> None:
+        check_whole("rank", self.rank)
+        out, inputs = self.shape.weight_shape[:2]
+        if len(self.outer) != 2 or min(self.outer) < 1 or out % self.outer[0] or inputs % self.outer[1]:
+            raise ValueError(f"outer must divide the outputs and inputs of a {self.shape} weight, got {self.outer}")
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The shape of every ``B_k``."""
+        out, inputs, *size = self.shape.weight_shape
+        return (out // self.outer[0], inputs // self.outer[1], *size)
+
+    @property
+    def full_rank(self) -> int:
+        """The rank at which the sum is any weight."""
+        return min(prod(self.outer), prod(self.inner))
+
+    @property
+    def cores(self) -> dict[str, tuple[int, ...]]:
+        """All ``A_k``, then all ``B_k``."""
+        return {"A": (self.rank, *self.outer), "B": (self.rank, *self.inner)}
+
+    def decompose(
+        self,
+        weights: Tensor,  # (..., out, in/groups, *size)
+    ) -> Cores:
+        """Return the best sum of this many Kronecker products: an SVD of the rearranged weight."""
+        lead = weights.shape[: weights.dim() - len(self.shape.weight_shape)]
+        (rows, columns), (out, inputs, *_) = self.outer, self.inner
+        blocks = weights.reshape(*lead, rows, out, columns, inputs, -1).transpose(-4, -3)
+        U, V = spectral_factors(blocks.reshape(*lead, rows * columns, -1), self.rank)
+        return U.mT.reshape(*lead, *self.cores["A"]), V.mT.reshape(*lead, *self.cores["B"])
+
+    def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
+        """Multiply, and put the entries back in the weight's order."""
+        U, V = self._as_product(cores)
+        (rows, columns), (out, inputs, *_) = self.outer, self.inner
+        rearranged = compose(U, V)
+        lead = rearranged.shape[:-2]
+        blocks = rearranged.reshape(*lead, rows, columns, out, inputs, -1).transpose(-4, -3)
+        return blocks.reshape(*lead, *self.shape.weight_shape)
+
+    def norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)
+        """Return the squared norm from rank × rank Gram matrices."""
+        return frobenius_norm_squared(*self._as_product(cores))
+
+    def gradients(self, cores: Sequence[Tensor]) -> Cores:
+        """Return the gradients of half the squared norm, as of any product."""
+        dU, dV, _ = frobenius_gradients(*self._as_product(cores))
+        return dU.mT.reshape(cores[0].shape), dV.mT.reshape(cores[1].shape)
+
+    def _as_product(self, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:  # (..., entries, rank) each
+        A, B = cores
+        return A.flatten(-2).mT, B.flatten(-len(self.inner)).mT
+
+    @property
+    def compose_macs(self) -> int:
+        """Of the product."""
+        return self.shape.numel * self.rank
+
+    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+        """Return the cost of the composed weight, the one way there is."""
+        return {"composed": self.shape.numel + self.compose_macs / POSITIONS}
+
+    def raised(self) -> list[KroneckerFormat]:
+        """Return one more product, if it adds anything."""
+        return [replace(self, rank=self.rank + 1)] if self.rank < self.full_rank else []
+
+    def lowered(self) -> list[KroneckerFormat]:
+        """Return one product fewer, if any is left."""
+        return [replace(self, rank=self.rank - 1)] if self.rank > 1 else []
+
+    def describe(self) -> str:
+        """Return the shape of the outer factors and how many there are."""
+        return f"format=kronecker, outer={self.outer}, rank={self.rank}"
+
+
+@dataclass(frozen=True, repr=False)
+class Kronecker(Scheme):
+    """A weight as a sum of Kronecker products of a small matrix and a small kernel.
+
+    ``outer`` is the shape of the small matrices, which must divide outputs and inputs; chosen unless given, as the
+    divisors nearest to the square roots. At a rank scale there are ``round(scale · full rank)`` products, at least 1.
+    """
+
+    outer: tuple[int, int] | None = None
+
+    name: ClassVar[str] = "kronecker"
+    formats: ClassVar[tuple[type[Format], ...]] = (KroneckerFormat,)
+
+    def at_scale(self, shape: KernelShape, scale: float) -> KroneckerFormat:
+        """Return the format at a rank scale, at most full."""
+        one = self._one(shape)
+        return replace(one, rank=min(max(1, round(scale * one.full_rank)), one.full_rank))
+
+    def at_rank(self, shape: KernelShape, rank: Rank) -> KroneckerFormat:
+        """Return the format of this many products; raise where it is above full rank."""
+        one = self._one(shape)
+        if not isinstance(rank, int) or not 1 <= rank <= one.full_rank:
+            raise ValueError(f"rank must be in 1..{one.full_rank} for {one.outer} ⊗ {one.inner}, got {rank}")
+        return replace(one, rank=rank)
+
+    def reference(self, shape: KernelShape) -> int:
+        """Return the full rank."""
+        return self._one(shape).full_rank
+
+    def _one(self, shape: KernelShape) -> KroneckerFormat:
+        out, inputs = shape.weight_shape[:2]
+        return KroneckerFormat(shape, self.outer or (_near_root(out), _near_root(inputs)), 1)
+
+
+def _near_root(extent: int) -> int:
+    """Return the largest divisor up to the square root."""
+    return next(d for d in range(isqrt(extent), 0, -1) if extent % d == 0)

@@ -1,0 +1,143 @@
+"""Expanding a tensor so that nothing but its cores is kept for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from factorized._torch import without_autocast
+
+Indices = tuple[tuple[str, ...], ...]  # a name per dimension of every core
+# Slices per tensor on the way to one of them, so many that all of these are well below the size of the whole.
+SLICES = 2
+
+
+def light_expansion(
+    expand: Callable[[Sequence[Tensor]], Tensor],
+    indices: Indices,  # of every core
+    cores: Sequence[Tensor],
+) -> Tensor:  # (*dims)
+    """Return ``expand(cores)``, differentiable, with at most its own size kept on the way to it.
+
+    Left to autograd, every product is kept for the backward pass, and near full rank each is as large as the result.
+    Here the cores alone are kept, and what lies on the way is made again in the backward pass.
+    """
+    expanded: Tensor = _LightExpansion.apply(expand, indices, *cores)  # type: ignore[no-untyped-call]
+    return expanded
+
+
+def light_gradients(
+    indices: Indices,  # of every core
+    cores: Sequence[Tensor],
+    at: Tensor,  # (*dims)
+) -> tuple[Tensor, ...]:  # like cores
+    """Return the gradients of ⟨``at``, the expanded tensor⟩, a slice of the tensor's longest dimension after the other.
+
+    A slice grows from the core that has this dimension, one neighbour at a time, so that nothing on the way to it is
+    larger than it is. Slices are many enough for all that lies on the way to one to be smaller than the tensor.
+    """
+    # Of equals an outer one: the core of a Tucker tensor is multiplied there as it stands in memory.
+    places = [0, at.dim() - 1, *range(1, at.dim() - 1)]
+    longest = max(places, key=at.shape.__getitem__)
+    first, *others = _growth(indices, [core.shape for core in cores], f"d{longest}")
+    gradients = [at.new_zeros(core.shape, dtype=core.dtype) for core in cores]
+    place, extent = indices[first].index(f"d{longest}"), at.shape[longest]
+    step_size = -(-extent // (SLICES * len(cores)))
+    for start in range(0, extent, step_size):
+        count = min(step_size, extent - start)
+        rows, part = cores[first].narrow(place, start, count), at.narrow(longest, start, count)
+        state, names, steps = rows, indices[first], []
+        for core in others:
+            step = _Step(state, names, cores[core], indices[core])
+            state, names = step.forward(), step.names
+            steps.append(step)
+        of_state = part.permute(*[int(name[1:]) for name in names if name[0] == "d"]).to(rows.dtype)
+        of_state = of_state.reshape(state.shape)
+        del state
+        for core in reversed(others):
+            of_state = steps.pop().backward(of_state, gradients[core])
+        gradients[first].narrow(place, start, count).copy_(of_state)
+    return tuple(gradients)
+
+
+class _Step:
+    """A tensor multiplied by a core over the one index that both have, kept until its gradients are wanted."""
+
+    def __init__(self, state: Tensor, names: tuple[str, ...], core: Tensor, core_names: tuple[str, ...]) -> None:
+        self.place = next(place for place, name in enumerate(names) if name in core_names)
+        middle = core_names.index(names[self.place])
+        self.extents = (prod(core.shape[:middle]), core.shape[middle], prod(core.shape[middle + 1 :]))
+        self.inside = min(self.extents[0], self.extents[2]) > 1  # the shared index has others on both sides
+        self.left = state.movedim(self.place, -1).flatten(0, -2)  # (all others, shared)
+        self.core = self._as_matrix(core)
+        self.kept = [*state.shape[: self.place], *state.shape[self.place + 1 :]]
+        kept_names = [*names[: self.place], *names[self.place + 1 :]]
+        turn = middle if self.inside else 0  # what stands before the dimensions that the tensor keeps
+        others, other_names = list(core.shape), list(core_names)
+        del others[middle], other_names[middle]
+        self.shape = [*others[:turn], *self.kept, *others[turn:]]
+        self.names = (*other_names[:turn], *kept_names, *other_names[turn:])
+
+    def _as_matrix(self, core: Tensor) -> Tensor:  # (shared, all others), or (before, shared, after)
+        core = core.reshape(self.extents)
+        if self.inside:
+            return core
+        return core[0] if self.extents[0] == 1 else core[..., 0].mT
+
+    def forward(self) -> Tensor:
+        """Return the product, of the shape and with the names of this step."""
+        return (self.left @ self.core).reshape(self.shape)
+
+    def backward(self, gradient: Tensor, of_core: Tensor) -> Tensor:
+        """Add to the gradient of the core, and return that of the tensor."""
+        if not self.inside:
+            gradient = gradient.reshape(self.left.shape[0], -1)
+            self._as_matrix(of_core).addmm_(self.left.mT, gradient)
+            of_left = gradient @ self.core.mT
+        else:
+            before, _, after = self.extents
+            gradient = gradient.reshape(before, -1, after)
+            of_core.view(self.extents).baddbmm_(self.left.mT.expand(before, -1, -1), gradient)
+            of_left = gradient.transpose(0, 1).flatten(1) @ self.core.transpose(1, 2).flatten(0, 1)
+        return of_left.unflatten(0, self.kept).movedim(-1, self.place)
+
+
+def _growth(indices: Indices, shapes: Sequence[Sequence[int]], start: str) -> list[int]:
+    """Return the cores in the order in which a slice of one index grows: always the neighbour that adds least."""
+    order = [place for place, names in enumerate(indices) if start in names]
+    left = [place for place in range(len(indices)) if place not in order]
+    while left:
+        reached = {name for place in order for name in indices[place]}
+        near = [place for place in left if reached.intersection(indices[place])]
+
+        def added(place: int, reached: set[str] = reached) -> float:
+            extents = dict(zip(indices[place], shapes[place], strict=True))
+            shared = prod([extent for name, extent in extents.items() if name in reached])
+            return prod(extents.values()) / shared**2
+
+        order.append(min(near, key=added))
+        left.remove(order[-1])
+    return order
+
+
+class _LightExpansion(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(expand: Callable[[Sequence[Tensor]], Tensor], indices: Indices, *cores: Tensor) -> Tensor:
+        return expand(cores)
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.indices, *cores = inputs  # type: ignore[attr-defined]
+        ctx.save_for_backward(*cores)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cores = ctx.saved_tensors  # type: ignore[attr-defined]
+        with without_autocast(gradient.device):  # slices are added up in the type of the cores
+            return None, None, *light_gradients(ctx.indices, cores, gradient)  # type: ignore[attr-defined]

@@ -1,0 +1,301 @@
+"""Products of matrices ``U M₁…M_d Vᵀ``: the paper's format, and the schemes that choose it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from factorized._checks import check_choice, check_whole
+from factorized.formats.convolution import Geometry
+from factorized.formats.cost import POSITIONS, dense_cost, two_convolutions_cost, two_products_cost
+from factorized.formats.format import Call, Cores, Fill, Format, Rank, Step, Way
+from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
+from factorized.formats.kernel import (
+    KernelShape,
+    Kind,
+    column_kernel,
+    grouped,
+    inner_kernel,
+    row_kernel,
+    to_kernel,
+    to_matrix,
+)
+from factorized.formats.scheme import LARGEST_SCALE, Scheme, Start
+from factorized.formats.shifted import two_products
+from factorized.formats.svd import factor_spectrum, spectral_factors
+
+Variant = Literal["full", "deep", "wide"]
+
+
+@dataclass(frozen=True)
+class Product(Format):
+    """``W = U M₁…M_d Vᵀ`` (section 2): ``U`` (out·row taps, rank), ``V`` (in·column taps, rank), ``M`` (rank, rank).
+
+    Factors of all groups are stacked by rows. ``kernel.py`` says which matrix a convolution kernel is.
+    """
+
+    shape: KernelShape
+    rank: int
+    depth: int = 0  # inner matrices
+    chain: tuple[Step, ...] = field(init=False, compare=False, repr=False)
+
+    name: ClassVar[str] = "product"
+    is_product: ClassVar[bool] = True
+    row_core: ClassVar[str | None] = "U"
+
+    def __post_init__(self) -> None:
+        check_whole("rank", self.rank)
+        check_whole("depth", self.depth, least=0)
+        if self.depth > LARGEST_SCALE:
+            raise ValueError(f"depth must be in 0..{LARGEST_SCALE}, got {self.depth}")
+        if self.rank > LARGEST_SCALE * self.shape.full_rank:
+            raise ValueError(
+                f"rank must be in 1..{LARGEST_SCALE * self.shape.full_rank} for a {self.shape} weight, {LARGEST_SCALE} "
+                f"times its full rank, got {self.rank}"
+            )
+        shape, ones = self.shape, (1,) * len(self.shape.size)
+        middle = shape.groups * self.rank
+        rows, columns = range(shape.row_dims), range(shape.row_dims, len(shape.size))
+        column_size = (*ones[: shape.row_dims], *shape.column_size)
+        row_size = (*shape.row_size, *ones[shape.row_dims :])
+        steps = (
+            Step(shape.in_channels, middle, column_size, shape.groups, tuple(columns)),
+            *[Step(middle, middle, ones, shape.groups)] * self.depth,
+            Step(middle, shape.out_channels, row_size, shape.groups, tuple(rows)),
+        )
+        object.__setattr__(self, "chain", steps)
+
+    @property
+    def cores(self) -> dict[str, tuple[int, ...]]:
+        """``U``, the inner matrices and ``V``, in the order of the product."""
+        shape = self.shape
+        inner = {f"inner.{n}": (shape.groups * self.rank, self.rank) for n in range(self.depth)}
+        return {
+            "U": (shape.groups * shape.rows, self.rank),
+            **inner,
+            "V": (shape.groups * shape.columns, self.rank),
+        }
+
+    def decompose(
+        self,
+        weights: Tensor,  # (..., out, in/groups, *size)
+    ) -> Cores:
+        """Return spectral initializations: ``U = Ũ√Σ``, ``V = Ṽ√Σ``, and identities between them."""
+        U, V = spectral_factors(to_matrix(weights, self.shape), self.rank)  # (..., groups, rows or columns, rank)
+        U, V = U.flatten(-3, -2), V.flatten(-3, -2)
+        eye = torch.eye(self.rank, dtype=U.dtype, device=U.device).repeat(self.shape.groups, 1)
+        return (U, *[eye.expand(*U.shape[:-2], *eye.shape)] * self.depth, V)
+
+    def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
+        """Multiply the factors."""
+        U, *inner, V = cores
+        if self.shape.groups == 1 and not self.shape.size:
+            return compose(U, V, inner)
+        U, *inner, V = self.products(cores)
+        return to_kernel(compose(U, V, inner), self.shape)
+
+    def norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)
+        """Return the squared norm from Gram matrices, or from the product where that is cheaper."""
+        U, *inner, V = self.products(cores)
+        return frobenius_norm_squared(U, V, inner).sum(-1)
+
+    def gradients(self, cores: Sequence[Tensor]) -> Cores:
+        """Return the gradients of half the squared norm from Gram matrices, or from the product."""
+        U, *inner, V = self.products(cores)
+        dU, dV, d_inner = frobenius_gradients(U, V, inner)
+        return tuple([gradient.flatten(-3, -2) for gradient in (dU, *d_inner, dV)])
+
+    def products(self, cores: Sequence[Tensor]) -> list[Tensor]:
+        """Return the factors by group: (..., groups, long, rank)."""
+        if self.shape.groups == 1:
+            return [core.unsqueeze(-3) for core in cores]
+        return [grouped(core, self.shape.groups) for core in cores]
+
+    def spectrum(self, cores: Sequence[Tensor]) -> Tensor:  # (..., groups, singular values)
+        """Return the singular values from an SVD no larger than the rank."""
+        U, *inner, V = self.products(cores)
+        return factor_spectrum(U, V, inner)
+
+    @property
+    def matrix_rank(self) -> int:
+        """The rank, or full rank where that is smaller."""
+        return min(self.rank, self.shape.full_rank)
+
+    @torch.no_grad()
+    def draw(self, cores: Sequence[Tensor], fill: Fill) -> None:
+        """Draw ``U`` and ``Vᵀ`` of every group as if each were a layer's weight; inner matrices are identities."""
+        U, *inner, V = self.products(cores)
+        for factor, transposed in ((U, False), (V, True)):
+            for part in factor:
+                matrix = torch.empty_like(part.mT if transposed else part, memory_format=torch.contiguous_format)
+                fill(matrix)
+                part.copy_(matrix.mT if transposed else matrix)
+        for M in inner:
+            M.copy_(torch.eye(self.rank, dtype=M.dtype, device=M.device))
+
+    def chain_weights(self, cores: Sequence[Tensor]) -> list[Tensor]:
+        """Return ``Vᵀ``, the inner matrices from the last on, and ``U``, as kernels."""
+        U, *inner, V = cores
+        if not self.shape.size:
+            return [V.mT, *reversed(inner), U]
+        between = [inner_kernel(M, self.shape) for M in reversed(inner)]
+        return [column_kernel(V, self.shape), *between, row_kernel(U, self.shape)]
+
+    def plain(self, cores: Sequence[Tensor]) -> list[tuple[Step, Tensor]]:
+        """Return two plain layers: inner matrices are multiplied into ``U``."""
+        if not self.depth:
+            return super().plain(cores)
+        U, *inner, _ = self.products(cores)
+        for M in inner:
+            U = U @ M
+        return replace(self, depth=0).plain([U.flatten(-3, -2), cores[-1]])
+
+    @property
+    def compose_macs(self) -> int:
+        """Of the product, with the inner matrices in the shorter factor."""
+        shape = self.shape
+        return shape.groups * self.rank * (shape.rows * shape.columns + self.depth * shape.full_rank * self.rank)
+
+    def macs(self, call: Call) -> int:
+        """Return the multiply-accumulates of one call as a chain, as budgets count them."""
+        return super().macs(call) if call.looked_up else self.chain_macs(call)
+
+    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+        """Return the costs: the composed weight, two thin layers, or two matrix products with shifts between them.
+
+        They depend on the layer and its device alone, never on the input, so that a compiled or exported program needs
+        no guard on the batch size.
+        """
+        shape, composing = self.shape, self.compose_macs / POSITIONS
+        if not shape.size:
+            return {"chain": float(self.numel), "composed": shape.numel + composing}
+        convolutions = two_convolutions_cost(shape, self.rank, self.depth, stride, device)
+        products = two_products_cost(shape, self.rank, stride, device, compiled)
+        dense = dense_cost(shape, device)
+        return {"composed": dense + composing, "chain": convolutions, "products": products}
+
+    def run(
+        self,
+        way: Way,
+        x: Tensor,
+        cores: Sequence[Tensor],
+        bias: Tensor | None,
+        geometry: Geometry | None,
+        adjust: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Apply the weight to an input."""
+        if way == "products":
+            assert geometry is not None
+            U, *inner, V = cores
+            return two_products(x, U, V, inner, bias, self.shape, geometry)
+        return super().run(way, x, cores, bias, geometry, adjust)
+
+    def raised(self) -> list[Product]:
+        """Return the next rank up."""
+        return [replace(self, rank=self.rank + 1)]
+
+    def lowered(self) -> list[Product]:
+        """Return the next rank down, if any."""
+        return [replace(self, rank=self.rank - 1)] if self.rank > 1 else []
+
+    def describe(self) -> str:
+        """Return the rank, and the depth where there is one."""
+        return f"rank={self.rank}" + (f", depth={self.depth}" if self.depth else "")
+
+
+class _Products(Scheme):
+    """What the two schemes of products share. Abstract."""
+
+    formats: ClassVar[tuple[type[Format], ...]] = (Product,)
+    kind: Kind
+
+    def kernel(self, weight_shape: Sequence[int], groups: int = 1) -> KernelShape:
+        """Return the shape, with the matrix that ``kind`` makes of a kernel."""
+        return KernelShape.of(weight_shape, groups, self.kind)
+
+    def reference(self, shape: KernelShape) -> int:
+        """Return what the rank scale multiplies: a convolution's matrix rows, a matrix's shorter side."""
+        return shape.rows if shape.size else shape.full_rank
+
+    def scaled(self, shape: KernelShape, scale: float) -> int:
+        """Return ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))`` for matrices, at least 1."""
+        return max(1, round(scale * self.reference(shape)))
+
+
+@dataclass(frozen=True, repr=False)
+class LowRank(_Products):
+    """``W = U Vᵀ`` with a rank below full, for smaller and faster layers (section 2).
+
+    ``kind="spatial"`` is the paper's pair of one-dimensional convolutions; ``"channel"`` is k×k then 1×1.
+    """
+
+    kind: Kind = "spatial"
+
+    name: ClassVar[str] = "low_rank"
+    by_spectrum: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, ("spatial", "channel"))
+
+    def at_scale(self, shape: KernelShape, scale: float) -> Product:
+        """Return the product at the paper's rank for ``scale``, at most full."""
+        return Product(shape, min(self.scaled(shape, scale), shape.full_rank))
+
+    def at_rank(self, shape: KernelShape, rank: Rank) -> Product:
+        """Return the product at a rank; raise where it is above full."""
+        if not isinstance(rank, int) or rank > shape.full_rank:
+            raise ValueError(
+                f"rank must be in 1..{shape.full_rank} for a {shape} weight, got {rank}; "
+                'use Overcomplete("wide") to go above full rank'
+            )
+        return Product(shape, rank)
+
+
+@dataclass(frozen=True, repr=False)
+class Overcomplete(_Products):
+    """``W = U Vᵀ`` (``"full"``, ``"wide"``) or ``U M Vᵀ`` (``"deep"``) at or above full rank (section 5).
+
+    Trained as a product and deployed as its composition: ``"full"`` and ``"deep"`` have rank scale 1, ``"wide"`` has
+    ``width``.
+    """
+
+    variant: Variant = "full"
+    width: float = 3
+    kind: Kind = "spatial"
+
+    name: ClassVar[str] = "overcomplete"
+    init: ClassVar[Start] = "default"
+    compresses: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_choice("variant", self.variant, ("full", "deep", "wide"))
+        check_choice("kind", self.kind, ("spatial", "channel"))
+        if not 1 <= self.width <= LARGEST_SCALE:
+            raise ValueError(f"width must be in 1..{LARGEST_SCALE} (it multiplies full rank), got {self.width!r}")
+
+    @property
+    def depth(self) -> int:
+        """Inner matrices between the factors."""
+        return 1 if self.variant == "deep" else 0
+
+    @property
+    def rank_scale(self) -> float:
+        """The scale to use when no budget is given."""
+        return self.width if self.variant == "wide" else 1.0
+
+    def at_scale(self, shape: KernelShape, scale: float) -> Product:
+        """Return the product at the paper's rank for ``scale``, at least full."""
+        return Product(shape, max(self.scaled(shape, scale), shape.full_rank), self.depth)
+
+    def at_rank(self, shape: KernelShape, rank: Rank) -> Product:
+        """Return the product at a rank; raise where it is below full."""
+        if not isinstance(rank, int) or rank < shape.full_rank:
+            raise ValueError(
+                f"rank must be at least {shape.full_rank}, full rank, for an overcomplete {shape} weight, got {rank}; "
+                "use LowRank() for less"
+            )
+        return Product(shape, rank, self.depth)

@@ -1,0 +1,70 @@
+"""A scheme: which format a layer gets at which rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, ClassVar, Literal, Self
+
+from torch import nn
+
+from factorized.formats.format import Format, Rank
+from factorized.formats.kernel import KernelShape
+
+Start = Literal["spectral", "default"]
+LARGEST_SCALE = 1000  # of a rank, over full rank: what is above it is a mistake, and would not fit into memory
+
+
+class Scheme(ABC):
+    """A recipe for formats, without a shape: a frozen value. Abstract."""
+
+    name: ClassVar[str]  # in plans and recipes
+    formats: ClassVar[tuple[type[Format], ...]]  # that it makes, for reading plans
+    init: ClassVar[Start] = "spectral"  # how cores are filled unless the user says otherwise
+    compresses: ClassVar[bool] = True  # a layer that would not become smaller stays dense
+    by_spectrum: ClassVar[bool] = False  # singular values of the weight say what a rank keeps
+
+    @abstractmethod
+    def at_scale(self, shape: KernelShape, scale: float) -> Format:
+        """Return the format at a rank scale, at least at rank 1; clipped to what is possible."""
+
+    @abstractmethod
+    def at_rank(self, shape: KernelShape, rank: Rank) -> Format:
+        """Return the format at a rank that was asked for; raise where it is not possible."""
+
+    @abstractmethod
+    def reference(self, shape: KernelShape) -> int:
+        """Return what the rank scale multiplies, of all ranks together."""
+
+    @property
+    def rank_scale(self) -> float | None:
+        """The scale to use when no budget is given; None where one is needed."""
+        return None
+
+    def kernel(self, weight_shape: Sequence[int], groups: int = 1) -> KernelShape:
+        """Return the shape of a weight, with the matrix that the scheme reads it as."""
+        return KernelShape.of(weight_shape, groups)
+
+    def refuse(self, module: nn.Module, shape: KernelShape) -> str | None:
+        """Return why the scheme leaves a layer alone that others would not, or None."""
+        return None
+
+    def clipped(self, shape: KernelShape, scale: float | None, rank: int | None) -> str | None:
+        """Return which ranks of a scale or rank are above what a weight allows, and what they become; or None."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the scheme as JSON-ready values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"name": self.name, **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}}
+
+    @classmethod
+    def read(cls, settings: dict[str, Any]) -> Self:
+        """Undo ``to_dict``, without the name."""
+        return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
+
+    def __repr__(self) -> str:
+        own = fields(self)  # type: ignore[arg-type]
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in own if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(given)})"

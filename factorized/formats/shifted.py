@@ -1,0 +1,153 @@
+"""Convolving with a factorized kernel by two matrix products, with a shift-and-stack of thin tensors between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from factorized.formats.convolution import Geometry, pad
+from factorized.formats.kernel import KernelShape, grouped
+
+
+def two_products(
+    x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+    U: Tensor,  # (out·row taps, rank)
+    V: Tensor,  # (in·column taps, rank)
+    inner: Sequence[Tensor],  # each (groups·rank, rank)
+    bias: Tensor | None,  # (out,)
+    shape: KernelShape,
+    geometry: Geometry,
+) -> Tensor:  # (batch, out, *spatial)
+    """Multiply by ``V`` for all column taps at once, shift and stack the thin results, multiply by ``U``.
+
+    Between the products stands a tensor of rank × taps channels: it is padded there (a product over channels commutes
+    with every padding mode), summed over the column taps, each shifted to its place, and stacked over the row taps.
+    Channels-last inputs give channels-last outputs; grouped kernels always run channels-first.
+    """
+    dims = len(shape.size)
+    if x.dim() not in (dims + 1, dims + 2):
+        raise ValueError(
+            f"expected an input with {dims + 2} dimensions, or {dims + 1} if unbatched, got shape {tuple(x.shape)}"
+        )
+    unbatched = x.dim() == dims + 1
+    if unbatched:
+        x = x.unsqueeze(0)
+    g = shape.groups
+    for M in inner:
+        U = (grouped(U, g) @ grouped(M, g)).flatten(0, 1)
+    if x.is_cuda:  # the GPU multiplies, and moves, channels in aligned runs of eight
+        surplus = -U.shape[1] % 8
+        U, V = F.pad(U, (0, surplus)), F.pad(V, (0, surplus))
+    rank = U.shape[1]
+    V_taps = grouped(V, g).unflatten(1, (shape.in_channels // g, -1))  # (groups, in/groups, column taps, rank)
+    U_taps = grouped(U, g).unflatten(1, (shape.out_channels // g, -1))  # (groups, out/groups, row taps, rank)
+    first = V_taps.permute(0, 2, 3, 1).flatten(1, 2)  # (groups, column taps·rank, in/groups)
+    second = U_taps.flatten(2)  # (groups, out/groups, row taps·rank)
+
+    x, geometry = _drop_unused_positions(x, shape, geometry)
+    run = _channels_last if g == 1 and _is_channels_last(x) else _channels_first
+    y = run(x, first, second, bias, rank, shape, geometry)
+    return y.squeeze(0) if unbatched else y
+
+
+def _drop_unused_positions(x: Tensor, shape: KernelShape, geometry: Geometry) -> tuple[Tensor, Geometry]:
+    """Subsample the dimensions in which a strided kernel of size 1 never reads the positions between its steps."""
+    strides = tuple(
+        s if k == 1 and p == (0, 0) else 1
+        for s, k, p in zip(geometry.stride, shape.size, geometry.padding, strict=True)
+    )
+    if all(s == 1 for s in strides):
+        return x, geometry
+    x = x[(slice(None), slice(None), *(slice(None, None, s) for s in strides))]
+    left = tuple(1 if dropped > 1 else s for s, dropped in zip(geometry.stride, strides, strict=True))
+    return x, Geometry(left, geometry.padding, geometry.dilation, geometry.padding_mode)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.shape[1] > 1 and x.stride(1) == 1
+
+
+def _channels_first(
+    x: Tensor,  # (batch, in, *spatial)
+    first: Tensor,  # (groups, column taps·rank, in/groups)
+    second: Tensor,  # (groups, out/groups, row taps·rank)
+    bias: Tensor | None,
+    rank: int,
+    shape: KernelShape,
+    geometry: Geometry,
+) -> Tensor:  # (batch, out, *spatial)
+    g = shape.groups
+    P = first @ x.flatten(2).unflatten(1, (g, -1))  # (batch, groups, column taps·rank, positions)
+    P = pad(P.flatten(1, 2).unflatten(2, x.shape[2:]), geometry.padding, geometry.padding_mode)
+    shift = _Shift.over(P.shape[2:], shape, geometry, first_dim=3)
+    parts = P.unflatten(1, (g, -1, rank)).unbind(2)  # each (batch, groups, rank, *padded)
+    S = torch.stack(shift.taps(parts, shape), dim=2)  # (batch, groups, row taps, rank, *out)
+    y = (second @ S.flatten(4).flatten(2, 3)).flatten(1, 2)  # (batch, out, positions)
+    if bias is not None:
+        y = y + bias[:, None].to(y.dtype)  # under autocast the products are thinner than the bias
+    return y.unflatten(2, S.shape[4:])
+
+
+def _channels_last(
+    x: Tensor,  # (batch, in, *spatial), channels last in memory
+    first: Tensor,  # (1, column taps·rank, in)
+    second: Tensor,  # (1, out, row taps·rank)
+    bias: Tensor | None,
+    rank: int,
+    shape: KernelShape,
+    geometry: Geometry,
+) -> Tensor:  # (batch, out, *spatial), channels last in memory
+    P = F.linear(x.movedim(1, -1), first[0])  # (batch, *spatial, column taps·rank)
+    if geometry.padding_mode == "zeros":
+        P = pad(P, [*geometry.padding, (0, 0)], "zeros")
+    else:  # torch pads in these modes with the channels in front only
+        P = pad(P.movedim(-1, 1), geometry.padding, geometry.padding_mode).movedim(1, -1)
+    shift = _Shift.over(P.shape[1:-1], shape, geometry, first_dim=1)
+    parts = P.unflatten(-1, (-1, rank)).unbind(-2)  # each (batch, *padded, rank)
+    S = torch.cat(shift.taps(parts, shape), dim=-1)  # (batch, *out, row taps·rank)
+    return F.linear(S, second[0], bias).movedim(-1, 1)
+
+
+@dataclass(frozen=True)
+class _Shift:
+    """Windows into a padded tensor: what a kernel tap sees of it."""
+
+    geometry: Geometry
+    extents: tuple[int, ...]  # of the output
+    first_dim: int  # the tensor dimension of the first spatial dimension
+
+    @staticmethod
+    def over(padded: Sequence[int], shape: KernelShape, geometry: Geometry, first_dim: int) -> _Shift:
+        extents = tuple(
+            (extent - d * (k - 1) - 1) // s + 1
+            for extent, k, d, s in zip(padded, shape.size, geometry.dilation, geometry.stride, strict=True)
+        )
+        if any(extent < 1 for extent in extents):
+            raise ValueError(
+                f"the kernel does not fit its input: {shape.size} with dilation {geometry.dilation} is larger than the "
+                f"padded {tuple(padded)}"
+            )
+        return _Shift(geometry, extents, first_dim)
+
+    def taps(self, parts: Sequence[Tensor], shape: KernelShape) -> list[Tensor]:
+        """Sum ``parts``, one per column tap, each shifted to its place; return what every row tap sees of the sum."""
+        column_taps = list(product(*(range(k) for k in shape.column_size)))
+        row_taps = list(product(*(range(k) for k in shape.row_size)))
+        total = self._window(parts[0], column_taps[0], shape.row_dims)
+        for part, tap in zip(parts[1:], column_taps[1:], strict=True):
+            total = total + self._window(part, tap, shape.row_dims)
+        return [self._window(total, tap, 0) for tap in row_taps]
+
+    def _window(self, tensor: Tensor, tap: Sequence[int], first: int) -> Tensor:
+        index = [slice(None)] * tensor.dim()
+        for d, position in enumerate(tap, start=first):
+            start = position * self.geometry.dilation[d]
+            stop = start + (self.extents[d] - 1) * self.geometry.stride[d] + 1
+            index[self.first_dim + d] = slice(start, stop, self.geometry.stride[d])
+        return tensor[tuple(index)]

@@ -1,1 +1,0 @@
-"""Modules that hold factors, and the surgery that puts them into a model."""

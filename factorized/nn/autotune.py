@@ -1,0 +1,80 @@
+"""``fz.autotune``: choosing how each layer runs by measuring it."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from factorized.formats.format import Way
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_model
+from factorized.nn.running import ExampleInput, run_once
+from factorized.nn.timing import median_milliseconds, training_step
+
+
+def autotune(
+    model: nn.Module,
+    example_input: ExampleInput,
+    *,
+    rounds: int = 5,
+    compiled: bool = False,
+) -> dict[str, dict[Way, float]]:
+    """Set every layer's ``execution`` to the fastest on this device; return the milliseconds measured, by layer name.
+
+    The model runs once on ``example_input``, in evaluation mode, to see what each layer is given; then each layer is
+    timed alone, forward and backward, in every execution, under the autocast that is active around this call. Layers
+    that see the same are timed once. ``compiled=True`` times them compiled, as they would run in a compiled model
+    (inside a CUDA graph on CUDA): slower to tune, and it often chooses differently.
+    """
+    check_model(model)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, FactorizedLayer)}
+    names = {module: name for name, module in layers.items() if module.tunable}
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no factorized linear or convolution to tune; call fz.factorize first"
+        )
+    seen: dict[FactorizedLayer, Tensor] = {}
+    handles = [module.register_forward_pre_hook(partial(_remember, seen), with_kwargs=True) for module in names]
+    try:
+        run_once(model, example_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+    measured: dict[tuple[object, ...], dict[Way, float]] = {}
+    result = {}
+    for layer, x in seen.items():
+        alike = _what_matters(layer, x)
+        if alike not in measured:
+            measured[alike] = _time_executions(layer, x, rounds, compiled)
+        result[names[layer]] = measured[alike]
+        fastest: Way = min(measured[alike], key=measured[alike].__getitem__)
+        layer.execution = fastest
+    return result
+
+
+def _remember(
+    seen: dict[FactorizedLayer, Tensor], module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]
+) -> None:
+    assert isinstance(module, FactorizedLayer)
+    x = inputs[0] if inputs else keywords["input"]
+    seen.setdefault(module, x.detach())
+
+
+def _what_matters(layer: FactorizedLayer, x: Tensor) -> tuple[object, ...]:
+    trains = tuple(parameter.requires_grad for parameter in layer.parameters())
+    dtype = layer.factors[0].dtype
+    return (type(layer), layer.format, layer.geometry, trains, x.shape, x.stride(), x.dtype, dtype)
+
+
+def _time_executions(layer: FactorizedLayer, x: Tensor, rounds: int, compiled: bool) -> dict[Way, float]:
+    trains = any(parameter.requires_grad for parameter in layer.parameters())
+    x = torch.empty_like(x).normal_().requires_grad_(trains)
+    steps = {}
+    for execution in layer.executions:
+        candidate = deepcopy(layer)
+        candidate.execution = execution
+        steps[execution] = training_step(candidate, x, compiled)
+    return median_milliseconds(steps, cuda=x.is_cuda, rounds=rounds, repeats=10 if x.is_cuda else 1)

@@ -1,0 +1,180 @@
+"""Convolutions whose kernel is held in a format, in one, two and three spatial dimensions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from factorized.formats.convolution import Geometry, explicit_padding
+from factorized.formats.format import Format
+from factorized.formats.kernel import Kind
+from factorized.nn.dense import check_dense, format_of
+from factorized.nn.init import Init
+from factorized.nn.layer import Execution, FactorizedLayer, Lowered
+
+Extent = int | tuple[int, ...]
+
+
+class FactorizedConv(FactorizedLayer):
+    """A convolution whose kernel is held in a format (section 2.2). Abstract: use ``FactorizedConv1d``, ``2d``, ``3d``.
+
+    ``format`` is a ``Format`` for the kernel, or the rank of a product. Of a product, ``kind="spatial"`` splits the
+    kernel's spatial dimensions between the factors (the paper's 1×k and k×1); ``kind="channel"`` gives them all to
+    ``V`` (k×k to ``rank`` channels, then 1×1).
+    """
+
+    form_kind = "conv"
+    dense_type: ClassVar[type[Any]]
+    dims: ClassVar[int]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Extent,
+        format: Format | int,
+        stride: Extent = 1,
+        padding: Extent | str = 0,
+        dilation: Extent = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        kind: Kind = "spatial",
+        depth: int = 0,
+        execution: Execution = "auto",
+        init: Init | None = "spectral",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        # torch checks and normalizes the arguments; its weight takes no memory on the meta device.
+        settings = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
+        dense = self.dense_type(*settings, device="meta")
+        made = format_of(tuple(dense.weight.shape), format, groups=groups, kind=kind, depth=depth)
+        self.stride = dense.stride
+        super().__init__(made, execution, device, dtype)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = dense.kernel_size
+        self.padding = dense.padding
+        self.dilation = dense.dilation
+        self.groups = groups
+        self.padding_mode = padding_mode
+        self.geometry = Geometry(
+            dense.stride, explicit_padding(dense.padding, made.shape.size, dense.dilation), dense.dilation, padding_mode
+        )
+        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
+        if init is not None:
+            self.reset_parameters(init)
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: _ConvNd,
+        format: Format | int,
+        init: Init | None = "spectral",
+        *,
+        kind: Kind = "spatial",
+        depth: int = 0,
+        execution: Execution = "auto",
+    ) -> Self:
+        """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
+        check_dense(dense, cls.dense_type)
+        layer = cls(
+            dense.in_channels,
+            dense.out_channels,
+            dense.kernel_size,
+            format,
+            dense.stride,
+            dense.padding,
+            dense.dilation,
+            dense.groups,
+            dense.bias is not None,
+            dense.padding_mode,
+            kind=kind,
+            depth=depth,
+            execution=execution,
+            init=None,
+            device=dense.weight.device,
+            dtype=dense.weight.dtype,
+        )
+        layer.take_over(dense, init)
+        return layer
+
+    def dense_skeleton(self) -> _ConvNd:
+        """Return a ``torch.nn`` convolution with this layer's settings on the meta device."""
+        return self.plain_convolution(
+            self.in_channels, self.out_channels, range(self.dims), self.groups, self.bias is not None
+        )
+
+    def plain_convolution(self, inputs: int, outputs: int, spans: Any, groups: int, bias: bool) -> _ConvNd:
+        """Return a convolution on the meta device with this layer's settings in the dimensions that it spans."""
+
+        def keep(values: tuple[int, ...], otherwise: int) -> tuple[int, ...]:
+            return tuple(value if d in spans else otherwise for d, value in enumerate(values))
+
+        plain: _ConvNd = self.dense_type(
+            inputs,
+            outputs,
+            keep(self.kernel_size, 1),
+            keep(self.stride, 1),
+            self.padding if isinstance(self.padding, str) else keep(self.padding, 0),
+            keep(self.dilation, 1),
+            groups,
+            bias,
+            self.padding_mode,
+            device="meta",
+        )
+        return plain
+
+    def forward(
+        self,
+        input: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+    ) -> Tensor:  # (batch, out, *spatial)
+        """Apply the layer."""
+        return self.format.run(self.chosen_execution(), input, self.factors, self.bias, self.geometry, self.adjust)
+
+    def lowered(self) -> list[Lowered]:
+        """Return one plain convolution for each step of the chain, and channel shuffles where it has them."""
+        made: list[Lowered] = []
+        for place, (step, weight) in enumerate(self.worthwhile(self.format.plain(self.factors))):
+            plain = self.plain_convolution(step.inputs, step.outputs, step.spans, step.groups, bias=False)
+            made.append((plain, (place, False), weight))
+            made += [(nn.ChannelShuffle(step.shuffle), None, None)] if step.shuffle > 1 else []
+        return made
+
+    def settings_repr(self) -> list[str]:
+        """Return channels, kernel size and the settings that differ from the defaults."""
+        ones = (1,) * self.dims
+        settings = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
+        settings += [f"stride={self.stride}"] if self.stride != ones else []
+        settings += [f"padding={self.padding}"] if self.padding != (0,) * self.dims else []
+        settings += [f"dilation={self.dilation}"] if self.dilation != ones else []
+        settings += [f"groups={self.groups}"] if self.groups != 1 else []
+        settings += ["bias=False"] if self.bias is None else []
+        settings += [f"padding_mode={self.padding_mode}"] if self.padding_mode != "zeros" else []
+        return settings
+
+
+class FactorizedConv1d(FactorizedConv):
+    """A factorized ``nn.Conv1d``; of a product ``V`` spans the length and ``U`` is pointwise."""
+
+    dense_type = nn.Conv1d
+    dims = 1
+
+
+class FactorizedConv2d(FactorizedConv):
+    """A factorized ``nn.Conv2d``; a product is a 1×kw convolution, then a kh×1 one (``kind="spatial"``)."""
+
+    dense_type = nn.Conv2d
+    dims = 2
+
+
+class FactorizedConv3d(FactorizedConv):
+    """A factorized ``nn.Conv3d``; a product is a 1×kh×kw convolution, then a kt×1×1 one (``kind="spatial"``)."""
+
+    dense_type = nn.Conv3d
+    dims = 3

@@ -1,0 +1,25 @@
+"""``fz.drop_connect``: dropping entries of the product instead of those of its factors."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_model
+
+
+def drop_connect(model: nn.Module, share: float) -> nn.Module:
+    """Drop each entry of every product with probability ``share`` in training, scaling up the others; return the model.
+
+    DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion asks for. The layers compose their
+    weight for it in training; in evaluation they run as before. ``share=0`` turns it off.
+    """
+    check_model(model)
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+        raise ValueError(f"share must be in [0, 1), got {share!r}")
+    layers = [module for module in model.modules() if isinstance(module, FactorizedLayer)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
+    for layer in layers:
+        layer.drop_connect = share
+    return model

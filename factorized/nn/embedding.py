@@ -1,0 +1,189 @@
+"""An embedding whose table is held in a format: thin rows are looked up, then multiplied."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from factorized.formats.format import Format
+from factorized.nn.dense import check_dense, format_of
+from factorized.nn.init import Init
+from factorized.nn.layer import FactorizedLayer, Lowered
+
+
+class FactorizedEmbedding(FactorizedLayer):
+    """A table (entries, dim) in a format; of a product, rows of ``U`` are looked up and ``V`` widens them."""
+
+    bias: None
+    form_kind = "embedding"
+    tunable = False
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        format: Format | int,
+        padding_idx: int | None = None,
+        *,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        depth: int = 0,
+        init: Init | None = "spectral",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        made = format_of((num_embeddings, embedding_dim), format, depth=depth)
+        super().__init__(made, "auto", device, dtype)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx must be in -{num_embeddings}..{num_embeddings - 1}, got {padding_idx}")
+        if sparse and made.row_core is None:
+            raise ValueError(f"sparse=True needs a core with a row per entry, which {made.name} has not; use LowRank")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+        self.bias = None
+        self._has_thin_rows = made.chain is not None and all(step.groups == 1 for step in made.chain)
+        if init is not None:
+            self.reset_parameters(init)
+
+    @classmethod
+    def from_dense(
+        cls, dense: nn.Embedding, format: Format | int, init: Init | None = "spectral", *, depth: int = 0
+    ) -> FactorizedEmbedding:
+        """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
+        check_dense(dense, nn.Embedding)
+        if dense.max_norm is not None:
+            raise ValueError(f"max_norm renormalizes rows of the table, which a product has not; got {dense.max_norm}")
+        layer = cls(
+            dense.num_embeddings,
+            dense.embedding_dim,
+            format,
+            dense.padding_idx,
+            scale_grad_by_freq=dense.scale_grad_by_freq,
+            sparse=dense.sparse,
+            depth=depth,
+            init=None,
+            device=dense.weight.device,
+            dtype=dense.weight.dtype,
+        )
+        layer.take_over(dense, init)
+        return layer
+
+    def dense_skeleton(self) -> nn.Embedding:
+        """Return an ``nn.Embedding`` with this layer's settings on the meta device."""
+        return self.plain_table(self.embedding_dim)
+
+    def plain_table(self, dim: int) -> nn.Embedding:
+        """Return an ``nn.Embedding`` with this layer's settings and rows of ``dim`` numbers on the meta device."""
+        return nn.Embedding(
+            self.num_embeddings,
+            dim,
+            self.padding_idx,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+            device="meta",
+        )
+
+    def chosen_execution(self) -> str:  # type: ignore[override]
+        """Return ``"look_up"``, or ``"composed"`` where the whole table has to be formed."""
+        return "composed" if self.drops or not self._has_thin_rows else "look_up"
+
+    def forward(
+        self,
+        input: Tensor,  # (...)
+    ) -> Tensor:  # (..., dim)
+        """Look up rows of the table."""
+        factors = self.factors
+        if self.chosen_execution() == "composed":
+            table, adjust = self.format.compose(factors), self.adjust
+            table = (table if adjust is None else adjust(table)).to(factors[0].dtype)  # also under autocast
+            return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        *rest, thin = self.format.chain_weights(factors)
+        x = F.embedding(input, thin, self.padding_idx, sparse=self.sparse)
+        for weight in reversed(rest):
+            x = F.linear(x, weight.mT)
+        x = x.to(factors[0].dtype)
+        scale = self._gradient_scale(input, x.dtype) if torch.is_grad_enabled() else None
+        return x if scale is None else _ScaleGradient.apply(x, scale)  # type: ignore[no-untyped-call]
+
+    def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return what the dense layer multiplies the gradient of each looked-up row by.
+
+        A dense table gives padding no gradient, and rare entries more, by scaling rows of its weight's gradient. The
+        other cores are shared by all rows, so the scale has to act before them: on the gradient of the output.
+        """
+        if self.padding_idx is None and not self.scale_grad_by_freq:
+            return None
+        scale = torch.ones_like(indices, dtype=dtype)
+        if self.scale_grad_by_freq:
+            flat = indices.reshape(-1)  # counted in whole numbers: half types stop at 256
+            counts = flat.new_zeros(self.num_embeddings).index_add(0, flat, torch.ones_like(flat))
+            scale = scale / counts[indices]
+        if self.padding_idx is not None:
+            scale = scale * (indices != self.padding_idx)
+        return scale.unsqueeze(-1)
+
+    @torch.no_grad()
+    def draw_factors(self, init: Init) -> None:
+        """Draw the factors; ``"default"`` draws thin rows as torch draws a table, N(0, 1); padding is zero."""
+        super().draw_factors(init)
+        row_core = self.format.row_core
+        if row_core is None:
+            if self.padding_idx is not None:
+                raise ValueError(
+                    f"padding_idx={self.padding_idx} wants a row of zeros, which a drawn {self.format.name} cannot "
+                    'give; use init="spectral", or LowRank'
+                )
+            return
+        rows = self.get_parameter(row_core)
+        if init == "default":
+            rows.normal_()
+        if self.padding_idx is not None:
+            rows[self.padding_idx] = 0
+
+    @torch.no_grad()
+    def draw_dense_weight(self) -> Tensor:  # (entries, dim)
+        """Draw the table that a fresh ``nn.Embedding`` would have."""
+        factor = self.factors[0]
+        weight = torch.randn(self.shape.weight_shape, device=factor.device, dtype=factor.dtype)
+        if self.padding_idx is not None:
+            weight[self.padding_idx] = 0
+        return weight
+
+    def lowered(self) -> list[Lowered]:
+        """Return a table of thin rows, and the linears that widen them."""
+        plain = self.worthwhile(self.format.plain(self.factors)) if self._has_thin_rows else []
+        if not plain:
+            return []
+        *rest, (step, thin) = plain
+        made: list[Lowered] = [(self.plain_table(step.inputs), (len(rest), False), thin)]
+        for place, (step, weight) in reversed(list(enumerate(rest))):
+            made.append((nn.Linear(step.outputs, step.inputs, bias=False, device="meta"), (place, True), weight.mT))
+        return made
+
+    def settings_repr(self) -> list[str]:
+        """Return entries, dimension and the padding entry."""
+        padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        return [f"{self.num_embeddings}, {self.embedding_dim}{padding}"]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by ``scale``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient * scale, None

@@ -1,0 +1,57 @@
+"""Filling cores at random: what each name of an initialization does to a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from factorized.formats.format import Fill
+from factorized.formats.kernel import KernelShape
+
+Init = Literal["spectral", "default", "kaiming", "normal"] | Callable[[Tensor], object]
+INITS = ("spectral", "default", "kaiming", "normal")
+
+
+def check_init(init: Init) -> None:
+    """Raise unless ``init`` is one of the names or a callable."""
+    if not callable(init) and init not in INITS:
+        names = ", ".join(f'"{name}"' for name in INITS)
+        raise ValueError(f"init must be one of {names} or a callable that fills a tensor in place, got {init!r}")
+
+
+def draw_dense(
+    weight: Tensor,  # (out, in, *size), filled in place
+) -> None:
+    """Draw a dense weight as torch does for a fresh linear or convolution."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+@torch.no_grad()
+def draw_bias(
+    bias: Tensor | None,  # (out,), filled in place
+    fan_in: int,
+) -> None:
+    """Draw a bias as torch does for a fresh linear or convolution."""
+    if bias is not None and not bias.is_meta:
+        bias.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+
+def fill_of(init: Init, shape: KernelShape) -> Fill:
+    """Return the function that fills a matrix of a layer of this shape in place.
+
+    ``"kaiming"`` is Kaiming normal on the matrix' own fan-in and ``"normal"`` is N(0, 2/(k²·out)) with the kernel size
+    and output channels of the whole layer, the paper's choices for ResNet and VGG; ``"default"`` is what torch does to
+    a fresh linear or convolution. A callable fills a tensor in place, like those of ``torch.nn.init``.
+    """
+    if callable(init):
+        return init
+    if init == "kaiming":
+        return nn.init.kaiming_normal_
+    if init == "normal":
+        deviation = math.sqrt(2 / (shape.out_channels * math.prod(shape.size)))
+        return lambda matrix: matrix.normal_(0, deviation)
+    return draw_dense

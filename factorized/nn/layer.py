@@ -1,0 +1,294 @@
+"""What every factorized layer is: the cores of a format, and the dense layer that they stand for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from math import prod
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
+
+from factorized.formats.convolution import Geometry
+from factorized.formats.format import WAYS, Format, Rank, Step, Way
+from factorized.formats.kernel import KernelShape
+from factorized.nn.dense import CALL_HOOKS, added_attributes, dense_weight
+from factorized.nn.init import Init, check_init, draw_bias, draw_dense, fill_of
+
+Execution = Literal["auto"] | Way
+# A plain layer on the meta device, which part of the format its weight is (None: it has none), and that weight.
+Lowered = tuple[nn.Module, tuple[int, bool] | None, Tensor | None]
+
+
+class FactorizedLayer(nn.Module):
+    """A layer whose weight is held in the cores of a format. Abstract.
+
+    ``execution`` says how it runs: ``"composed"`` forms the weight first, ``"chain"`` applies thin layers one after the
+    other, ``"products"`` (of convolutions) shifts and stacks between two matrix products; ``"auto"`` takes the cheapest
+    by cost. All compute the same.
+    """
+
+    bias: nn.Parameter | None
+    stride: tuple[int, ...] = ()
+    geometry: Geometry | None = None  # of convolutions
+    form_kind: ClassVar[str]  # what a decay calls its weight
+    tunable = True  # whether there is a choice of ways to run
+
+    def __init__(
+        self,
+        format: Format,
+        execution: Execution = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.format = format
+        for name, extents in format.cores.items():
+            core = nn.Parameter(torch.empty(extents, device=device, dtype=dtype))
+            holder, _, _ = name.partition(".")
+            if holder == name:
+                self.register_parameter(name, core)
+            elif holder in self._modules:
+                self.get_submodule(holder).append(core)  # type: ignore[operator]
+            else:
+                self.add_module(holder, nn.ParameterList([core]))
+        self._holders = tuple(dict.fromkeys(name.partition(".")[0] for name in format.cores))
+        self._has_lists = self._holders != tuple(format.cores)
+        self.drop_connect = 0.0  # share of the product's entries dropped in training, see fz.drop_connect
+        self.carried: tuple[str, ...] = ()  # attributes that were set on the dense layer, see ``carry``
+        self.decay_in_backward = 0.0  # added to the gradient of a composed weight, see fz.FrobeniusDecay
+        self.execution = execution
+        # Filled here, because a cached property would break a trace that reads it first.
+        self._cheapest = {
+            (device, compiled): self._cheapest_way(device, compiled)
+            for device in ("cpu", "cuda")
+            for compiled in (False, True)
+        }
+        self.check_execution()
+
+    @property
+    def shape(self) -> KernelShape:
+        """The shape of the weight."""
+        return self.format.shape
+
+    @property
+    def rank(self) -> Rank:
+        """The format's rank, or ranks."""
+        return self.format.rank
+
+    @property
+    def factors(self) -> tuple[nn.Parameter, ...]:
+        """Every core, in the order of the format."""
+        if not self._has_lists:
+            return tuple([getattr(self, holder) for holder in self._holders])
+        found: list[nn.Parameter] = []
+        for holder in self._holders:
+            held = getattr(self, holder)
+            # torch 2.11 traces a list, not a ParameterList
+            found.extend(list(held) if isinstance(held, nn.ParameterList) else [held])
+        return tuple(found)
+
+    @property
+    def weight(self) -> Tensor:
+        """The composed weight, in the dense layer's shape; differentiable."""
+        return self.format.compose(self.factors)
+
+    @property
+    def product(self) -> Tensor:
+        """What a decay acts on: the weight, or the part of it that the format says; differentiable."""
+        format, count = self.format.decayed
+        return format.compose(self.factors[:count])
+
+    @property
+    def executions(self) -> tuple[Way, ...]:
+        """The ways in which this layer can run."""
+        return tuple(self.format.ways(self.stride, "cpu", compiled=False))
+
+    def chosen_execution(self) -> Way:
+        """Return how ``forward`` runs: the execution set, or for ``"auto"`` the cheapest by cost."""
+        if self.drops or self.decay_in_backward:  # both act on the composed weight
+            return "composed"
+        if self.execution != "auto":
+            self.check_execution()
+            return self.execution
+        device = "cpu" if self.factors[0].device.type == "cpu" else "cuda"
+        return self._cheapest[device, torch.compiler.is_compiling()]
+
+    def check_execution(self) -> None:
+        """Raise unless this layer can run in the way that is set."""
+        if self.execution != "auto" and self.execution not in self.executions:
+            known = self.execution in WAYS
+            reason = f"a {self.shape} weight in {self.format.describe()} cannot run so" if known else "unknown"
+            choices = ", ".join(f'"{way}"' for way in ("auto", *self.executions))
+            raise ValueError(f"execution must be one of {choices}, got {self.execution!r} ({reason})")
+
+    def _cheapest_way(self, device: str, compiled: bool) -> Way:
+        costs = self.format.ways(self.stride, device, compiled)
+        return min(costs, key=costs.__getitem__)
+
+    @property
+    def composes(self) -> bool:
+        """Whether ``forward`` composes the product, so that λ times it can be added in the backward pass."""
+        return self.chosen_execution() == "composed"
+
+    @property
+    def drops(self) -> bool:
+        """Whether ``forward`` drops entries of the product, which it then has to form."""
+        return self.training and self.drop_connect > 0
+
+    @property
+    def adjust(self) -> Callable[[Tensor], Tensor] | None:
+        """What is done to the composed product before it is used: entries dropped, or λW added to its gradient."""
+        return self._adjusted if self.drops or self.decay_in_backward else None
+
+    def _adjusted(self, weight: Tensor) -> Tensor:
+        if self.decay_in_backward:
+            weight = _AddToGradient.apply(weight, self.decay_in_backward)  # type: ignore[no-untyped-call]
+        return F.dropout(weight, self.drop_connect) if self.drops else weight
+
+    @abstractmethod
+    def dense_skeleton(self) -> nn.Module:
+        """Return a dense layer with this layer's settings on the meta device, weight and bias still to be given."""
+
+    @abstractmethod
+    def lowered(self) -> list[Lowered]:
+        """Return the plain layers that the format's chain is; empty where there are none, or no fewer weights."""
+
+    def worthwhile(self, plain: list[tuple[Step, Tensor]]) -> list[tuple[Step, Tensor]]:
+        """Return a chain, or nothing where it has as many weights as the dense layer."""
+        return plain if sum(weight.numel() for _, weight in plain) < self.shape.numel else []
+
+    @abstractmethod
+    def settings_repr(self) -> list[str]:
+        """Return what the dense layer's repr would show."""
+
+    def to_dense(self) -> nn.Module:
+        """Return the plain ``torch.nn`` layer that computes the same, sharing nothing with this one."""
+        dense = self.dense_skeleton()
+        trains = any(factor.requires_grad for factor in self.factors)
+        dense.weight = nn.Parameter(self.weight.detach().clone(memory_format=torch.contiguous_format), trains)
+        if self.bias is not None:
+            dense.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=self.bias.requires_grad)
+        return dense.train(self.training)
+
+    def reset_parameters(self, init: Init = "spectral") -> None:
+        """Fill the factors anew, ``"spectral"`` from a fresh dense initialization, and the bias as torch does."""
+        check_init(init)
+        if self.factors[0].is_meta:
+            return
+        if init == "spectral":
+            self.set_weight(self.draw_dense_weight())
+        else:
+            self.draw_factors(init)
+        draw_bias(self.bias, fan_in=prod(self.shape.weight_shape[1:]))
+
+    @torch.no_grad()
+    def set_weight(
+        self,
+        weight: Tensor,  # (out, in/groups, *size)
+    ) -> None:
+        """Make the product the best approximation of ``weight`` at this rank (section 3.1)."""
+        if any(isinstance(factor, DTensor) for factor in self.factors):
+            raise ValueError(
+                "the factors are sharded over processes and cannot be set whole; do this before fully_shard"
+            )
+        self.set_factors(*self.format.decompose(weight))
+
+    @torch.no_grad()
+    def set_factors(self, *factors: Tensor) -> None:
+        """Copy factors in."""
+        for own, value in zip(self.factors, factors, strict=True):
+            own.copy_(value)
+
+    def draw_factors(self, init: Init) -> None:
+        """Draw the factors at random."""
+        self.format.draw([factor.detach() for factor in self.factors], fill_of(init, self.shape))
+
+    def share_factors(self, other: Self) -> None:
+        """Hold the very factors of ``other``."""
+        for holder in self._holders:
+            setattr(self, holder, getattr(other, holder))
+
+    @torch.no_grad()
+    def draw_dense_weight(self) -> Tensor:  # (out, in/groups, *size)
+        """Draw the weight that a fresh dense layer of this kind would have."""
+        factor = self.factors[0]
+        weight = torch.empty(self.shape.weight_shape, device=factor.device, dtype=factor.dtype)
+        draw_dense(weight)
+        return weight
+
+    def take_over(self, dense: nn.Module, init: Init | None) -> None:
+        """Fill the factors from ``dense.weight`` as ``init`` says; copy its bias, its mode and ``requires_grad``.
+
+        ``init=None`` leaves the factors unfilled.
+        """
+        weight = dense_weight(dense)
+        if init is not None:
+            check_init(init)
+        if init == "spectral" and not weight.is_meta:
+            self.set_weight(weight)
+        elif init is not None and not weight.is_meta:
+            self.draw_factors(init)
+        for factor in self.factors:
+            factor.requires_grad_(weight.requires_grad)
+        bias = getattr(dense, "bias", None)
+        if bias is not None and self.bias is not None:
+            self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        self.train(dense.training)
+
+    def carry(self, dense: nn.Module) -> None:
+        """Take over the attributes set on a dense layer, and let every factor have those set on its weight."""
+        added = added_attributes(dense, *(1,) * (3 if isinstance(dense, _ConvNd) else 2))
+        taken = sorted(name for name in added if hasattr(self, name))
+        if taken:
+            raise ValueError(
+                f"its attribute {taken[0]!r} has the name of one that {type(self).__name__} has; rename it. Nothing "
+                "was changed"
+            )
+        for name, value in added.items():
+            setattr(self, name, value)
+        self.carried = tuple(added)
+        for factor in self.factors:
+            vars(factor).update(vars(dense.weight))
+
+    def hand_back(self, plain: nn.Module) -> None:
+        """Give the plain module in this layer's place what was set on the dense one, and the hooks of this layer."""
+        for name in self.carried:
+            setattr(plain, name, getattr(self, name))
+        for name in CALL_HOOKS:
+            plain.__dict__[name] = self.__dict__[name]
+
+    def extra_repr(self) -> str:
+        """Show the dense layer's settings, how it runs, the format and the parameters saved."""
+        used = sum(factor.numel() for factor in self.factors)
+        saved = f"params={used:,} of {self.shape.numel:,}"
+        return ", ".join([*self.settings_repr(), f"execution={self.chosen_execution()}", self.format.describe(), saved])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles carry: no decay is attached to an optimizer of theirs."""
+        return {**self.__dict__, "decay_in_backward": 0.0}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"  # one line: the lists of factors are in the sizes
+
+
+class _AddToGradient(torch.autograd.Function):
+    """The identity, which adds ``strength`` times its input to the gradient that passes."""
+
+    @staticmethod
+    def forward(weight: Tensor, strength: float) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.strength = inputs[1]  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient + ctx.strength * weight, None  # type: ignore[attr-defined]

@@ -1,0 +1,120 @@
+"""A linear layer whose weight is held in a format."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from factorized.formats.format import Format, run_transposed
+from factorized.nn.dense import check_dense, dense_weight, format_of
+from factorized.nn.init import Init
+from factorized.nn.layer import Execution, FactorizedLayer, Lowered
+
+
+class FactorizedLinear(FactorizedLayer):
+    """``y = x Wᵀ + b`` with ``W`` in a format: a product of the given rank, or any ``Format`` for (out, in).
+
+    ``dense_type`` is the class it stands for, where that keeps its weight transposed, (in, out), as transformers'
+    ``Conv1D`` does in GPT-2: then ``y = x W + b``, and the format is that of the transposed weight.
+    """
+
+    form_kind = "linear"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        format: Format | int,
+        bias: bool = True,
+        *,
+        depth: int = 0,
+        execution: Execution = "auto",
+        init: Init | None = "spectral",
+        dense_type: type[nn.Module] = nn.Linear,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        transposed = dense_type is not nn.Linear
+        weight_shape = (in_features, out_features) if transposed else (out_features, in_features)
+        super().__init__(format_of(weight_shape, format, depth=depth), execution, device, dtype)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dense_type = dense_type
+        self.transposed = transposed
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        if init is not None:
+            self.reset_parameters(init)
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: nn.Module,
+        format: Format | int,
+        init: Init | None = "spectral",
+        *,
+        depth: int = 0,
+        execution: Execution = "auto",
+        transposed: bool = False,
+    ) -> FactorizedLinear:
+        """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
+        if not transposed:
+            check_dense(dense, nn.Linear)
+        weight = dense_weight(dense)
+        rows, columns = weight.shape
+        layer = cls(
+            rows if transposed else columns,
+            columns if transposed else rows,
+            format,
+            dense.bias is not None,
+            depth=depth,
+            execution=execution,
+            init=None,
+            dense_type=type(dense) if transposed else nn.Linear,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        layer.take_over(dense, init)
+        return layer
+
+    def dense_skeleton(self) -> nn.Module:
+        """Return a dense layer with this layer's settings on the meta device."""
+        if not self.transposed:
+            return nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        with torch.device("meta"):
+            return self.dense_type(self.out_features, self.in_features)
+
+    def forward(
+        self,
+        input: Tensor,  # (..., in)
+    ) -> Tensor:  # (..., out)
+        """Apply the layer."""
+        way, factors = self.chosen_execution(), self.factors
+        if not self.transposed:
+            return self.format.run(way, input, factors, self.bias, None, self.adjust)
+        if way == "composed":
+            weight, adjust = self.format.compose(factors), self.adjust
+            return F.linear(input, (weight if adjust is None else adjust(weight)).mT, self.bias)
+        assert self.format.chain is not None
+        return run_transposed(self.format.chain, self.format.chain_weights(factors), input, self.bias)
+
+    def lowered(self) -> list[Lowered]:
+        """Return one plain linear for each step of the chain."""
+        plain = self.worthwhile(self.format.plain(self.factors))
+        if any(step.groups > 1 for step, _ in plain):  # torch has no block-diagonal linear
+            return []
+        made: list[Lowered] = []
+        for place, (step, weight) in enumerate(plain):
+            if self.transposed:
+                made.insert(0, (_linear(step.outputs, step.inputs), (place, True), weight.mT))
+            else:
+                made.append((_linear(step.inputs, step.outputs), (place, False), weight))
+        return made
+
+    def settings_repr(self) -> list[str]:
+        """Return the features, and whether there is a bias."""
+        return [f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"]
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False, device="meta")

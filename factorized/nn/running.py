@@ -1,0 +1,69 @@
+"""Running a model once on an example, as its layers would be called in use; counting its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+ExampleInput = Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+def run_once(model: nn.Module, example_input: ExampleInput) -> None:
+    """Run ``model`` on ``example_input`` without gradients, in evaluation mode, every layer called as a module."""
+    arguments, keywords = _as_call(example_input, _device_of(model))
+    try:
+        with torch.no_grad(), evaluation_mode(model), _no_fused_attention():
+            model(*arguments, **keywords)
+    except Exception as error:
+        raise ValueError(
+            f"example_input does not run through {type(model).__name__}: {error}. Give what its forward takes: "
+            "a tensor, a tuple of arguments or a dict of keywords"
+        ) from error
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Return the entries of all parameters; those of lazy layers, which have no size yet, count nothing."""
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _as_call(example_input: ExampleInput, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    if isinstance(example_input, Tensor):
+        return [move(example_input)], {}
+    if isinstance(example_input, Mapping):
+        return [], {key: move(value) for key, value in example_input.items()}
+    return [move(value) for value in example_input], {}
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` in evaluation mode, and then every module of it back as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _no_fused_attention() -> Iterator[None]:
+    # The fused encoder layer is one opaque operation that no counter sees into.
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -1,0 +1,97 @@
+"""``fz.compose``: a factorized model as plain dense ``torch.nn`` modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from factorized.attention.unit import AttentionUnit
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_copyable, check_model
+from factorized.surgery.heads import shrunken_attention, with_plain_attention
+from factorized.surgery.replace import replace_module
+from factorized.surgery.state import check_finite, is_sharded
+
+
+class SharedWeights:
+    """The plain parameters made so far, so that layers with the same factors get the very same parameter."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[nn.Parameter, ...], object], nn.Parameter] = {}
+
+    def parameter(self, layer: FactorizedLayer, role: object, value: Tensor) -> nn.Parameter:
+        """Return the parameter that plays ``role`` for the layer's factors, made from ``value`` at the first call."""
+        trains = any(factor.requires_grad for factor in layer.factors)
+        made = nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format), requires_grad=trains)
+        return self._made.setdefault((layer.factors, role), made)
+
+
+def is_factorized(model: nn.Module) -> bool:
+    """Return whether ``model`` holds what ``compose`` undoes: factorized layers, or shrunken attention."""
+    return any(isinstance(module, FactorizedLayer) for module in model.modules()) or bool(shrunken_attention(model))
+
+
+def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
+    """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
+
+    The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunken attention gets its dense head size
+    back, filled up with zeros, in the class it came from. The given model is not touched, and nothing of this package
+    is left in the copy. Weights that are not finite are refused unless ``allow_nonfinite``.
+    """
+    return convert(model, dense_layer, lambda unit: unit.head_size, allow_nonfinite=allow_nonfinite)
+
+
+def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
+    """Return the dense ``torch.nn`` layer for ``layer``, with its very bias."""
+    dense = layer.dense_skeleton()
+    dense.weight = shared.parameter(layer, "weight", layer.weight)
+    if layer.bias is not None:
+        dense.bias = layer.bias
+    return dense.train(layer.training)
+
+
+def convert(
+    model: nn.Module,
+    to_plain: Callable[[FactorizedLayer, SharedWeights], nn.Module],
+    head_size: Callable[[AttentionUnit], int],
+    *,
+    allow_nonfinite: bool,
+) -> nn.Module:
+    """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names.
+
+    Shrunken attention is replaced by its own class with heads of ``head_size``. Weights must be finite, before and
+    after, unless ``allow_nonfinite``.
+    """
+    check_model(model)
+    if is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is sharded over processes and cannot be copied; fz.save it, which gathers, and "
+            "fz.load it in one process"
+        )
+    if not allow_nonfinite:
+        check_finite(model, "pass allow_nonfinite=True to convert the model as it is")
+    check_copyable(model)
+    copy = deepcopy(model)
+    places: dict[FactorizedLayer, list[str]] = {}
+    for name, module in copy.named_modules(remove_duplicate=False):
+        if isinstance(module, FactorizedLayer):
+            places.setdefault(module, []).append(name)
+    if not (places or shrunken_attention(copy)):
+        raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
+    shared = SharedWeights()
+    for layer, names in places.items():
+        plain = to_plain(layer, shared)
+        layer.hand_back(plain)
+        for name in names:
+            copy = replace_module(copy, name, plain)
+    copy = with_plain_attention(copy, head_size)
+    if not allow_nonfinite:
+        check_finite(
+            copy,
+            "its finite factors have a product that is too large for its type. Convert model.float(), or pass "
+            "allow_nonfinite=True",
+        )
+    return copy

@@ -1,0 +1,39 @@
+"""Spectral initialization of many layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from factorized.nn.layer import FactorizedLayer
+
+# Weights of one shape are decomposed together, as long as their stack stays below this many entries.
+STACKED_ENTRIES = 2**25
+
+
+def refuse_not_finite(weights: Mapping[str, Tensor]) -> None:
+    """Raise with the name of the first weight that holds NaN or infinite values."""
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"{name or 'the model'}: weight holds NaN or infinite values; nothing was changed")
+
+
+@torch.no_grad()
+def decompose_all(
+    weights: Mapping[str, Tensor], layers: Mapping[str, FactorizedLayer]
+) -> dict[str, tuple[Tensor, ...]]:
+    """Return the factors of every weight for the layer of the same name; weights of one shape in a batch."""
+    refuse_not_finite(weights)
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, weight in weights.items():
+        alike.setdefault((layers[name].format, weight.dtype, weight.device), []).append(name)
+    factors: dict[str, tuple[Tensor, ...]] = {}
+    for names in alike.values():
+        layer = layers[names[0]]
+        size = max(1, STACKED_ENTRIES // layer.shape.numel)
+        for batch in (names[start : start + size] for start in range(0, len(names), size)):
+            stacks = layer.format.decompose(torch.stack([weights[name] for name in batch]))
+            factors.update(zip(batch, zip(*stacks, strict=True), strict=True))
+    return factors

@@ -1,0 +1,246 @@
+"""``fz.factorize``: putting factorized layers into a model, all of them or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from factorized.attention.family import is_transposed
+from factorized.attention.multihead import keep_off_nested_tensors
+from factorized.attention.register import read_attention
+from factorized.attention.unit import FormKind
+from factorized.formats.format import Format
+from factorized.formats.scheme import Scheme
+from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.init import Init, check_init
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.linear import FactorizedLinear
+from factorized.nn.model import check_model, named
+from factorized.nn.running import ExampleInput
+from factorized.planning.plan import Entry, Plan
+from factorized.planning.planner import Allocate
+from factorized.planning.planner import plan as make_plan
+from factorized.planning.replaceable import why_not_replaced, why_not_shrunken
+from factorized.planning.select import Pattern
+from factorized.surgery.decompose import decompose_all, refuse_not_finite
+from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
+from factorized.surgery.replace import refuse_wrapped, replace_module
+
+LAYERS: dict[type[nn.Module], Any] = {
+    nn.Linear: FactorizedLinear,
+    nn.Embedding: FactorizedEmbedding,
+    nn.Conv1d: FactorizedConv1d,
+    nn.Conv2d: FactorizedConv2d,
+    nn.Conv3d: FactorizedConv3d,
+}
+
+
+def factorize(
+    model: nn.Module,
+    plan: Plan | Scheme | None = None,
+    *,
+    init: Init | None = None,
+    ratio: float | None = None,
+    rank_scale: float | None = None,
+    rank: int | None = None,
+    energy: float | None = None,
+    macs: float | None = None,
+    example_input: ExampleInput | None = None,
+    allocate: Allocate = "uniform",
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] = (),
+    keep_first_and_last: bool = True,
+    attention: bool | Sequence[FormKind] = False,
+) -> nn.Module:
+    """Replace layers of ``model`` by factorized ones, in place, and return it.
+
+    Takes a plan, or a scheme and the arguments of ``fz.plan``, which then plans first. ``init`` fills the factors:
+    ``"spectral"`` from the weights the layers have, random or trained (the default but for ``Overcomplete``);
+    ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for
+    ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance these give a dense one). Every
+    new layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself
+    one layer cannot be changed in place: use what is returned. Attributes set on a layer go to the new one, and plain
+    values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
+    """
+    check_model(model)
+    if not isinstance(plan, Plan):
+        plan = make_plan(
+            model,
+            plan,
+            ratio=ratio,
+            rank_scale=rank_scale,
+            rank=rank,
+            energy=energy,
+            macs=macs,
+            example_input=example_input,
+            allocate=allocate,
+            include=include,
+            exclude=exclude,
+            keep_first_and_last=keep_first_and_last,
+            attention=attention,
+        )
+    elif any(value is not None for value in (ratio, rank_scale, rank, energy, macs)):
+        raise ValueError("the plan already holds the budget: give a plan, or a scheme with a budget, not both")
+    elif any(
+        (
+            include is not None,
+            exclude,
+            example_input is not None,
+            allocate != "uniform",
+            not keep_first_and_last,
+            attention,
+        )
+    ):
+        raise ValueError("the plan already says which layers: give include=, exclude= and the like to fz.plan instead")
+    init = init if init is not None else plan.scheme.init
+    check_init(init)
+    return install(model, plan, build_layers(model, plan, init))
+
+
+def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, nn.Module]:
+    """Return the new module of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
+    dense = _matching_layers(model, plan, same_ties=init is not None)
+    layers: dict[str, FactorizedLayer] = {}
+    for entry in plan.layers:
+        with named(entry.name):
+            layers[entry.name] = _build(dense[entry.name], entry.format)
+            layers[entry.name].carry(dense[entry.name])
+    leaders = [entry.name for entry in plan.layers if entry.tied_to is None]
+    filled = {name: layers[name] for name in leaders if not layers[name].factors[0].is_meta}
+    weights = {name: _weight(dense[name]) for name in filled}
+    if init == "spectral":
+        factors = decompose_all(weights, filled)
+        for name, layer in filled.items():
+            layer.set_factors(*factors[name])
+    elif init is not None:
+        refuse_not_finite(weights)  # they are not used, yet a model that holds them is not what its user thinks
+        for layer in filled.values():
+            layer.draw_factors(init)
+    for entry in plan.layers:
+        if entry.tied_to is not None:
+            tie(layers[entry.name], layers[entry.tied_to])
+    return {**layers, **{entry.name: build_attention(model, entry, init) for entry in plan.attention}}
+
+
+def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
+    """Put built modules into ``model`` under all of their names, layers with the very bias of those they replace."""
+    for entry in plan.selected:
+        layer = layers[entry.name]
+        replaced = model.get_submodule(entry.name)
+        if isinstance(layer, FactorizedLayer) and layer.bias is not None:
+            layer.bias = replaced.bias  # type: ignore[assignment]
+        for name in (entry.name, *entry.aliases):
+            model = replace_module(model, name, layer)
+    keep_off_nested_tensors(model)
+    return model
+
+
+def tie(follower: FactorizedLayer, leader: FactorizedLayer) -> None:
+    """Let ``follower`` hold the very factors of ``leader``."""
+    follower.share_factors(leader)
+
+
+def _build(dense: nn.Module, format: Format | None) -> FactorizedLayer:
+    assert format is not None
+    if is_transposed(dense):
+        return FactorizedLinear.from_dense(dense, format, init=None, transposed=True)
+    layer: FactorizedLayer = LAYERS[type(dense)].from_dense(dense, format, init=None)
+    return layer
+
+
+def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str, nn.Module]:
+    """Return the dense layers a plan names, or say what differs between the model and the one it was made for.
+
+    With ``same_ties`` they must share weights as the plan says: else a weight would be dropped, or untied, in silence.
+    """
+    refuse_wrapped(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    refuse_unregistered(plan.attention, modules)
+    places: dict[nn.Module, set[str]] = {}
+    for name, module in modules.items():
+        places.setdefault(module, set()).add(name)
+    wrong = [text for entry in plan.selected if (text := _difference(entry, modules, places)) is not None]
+    wrong += [text for entry in plan.attention if (text := attention_difference(entry, modules)) is not None]
+    wrong = wrong or _differing_ties(model, plan, modules, same_ties)
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"the plan was made for another model ({plan.model}): {'; '.join(wrong[:3])}{more}. "
+            f"Make a plan for this {type(model).__name__}; nothing was changed"
+        )
+    sharded = [
+        entry.name
+        for entry in plan.selected
+        if any(isinstance(parameter, DTensor) for parameter in modules[entry.name].parameters())
+    ]
+    if sharded:
+        raise ValueError(
+            f"{sharded[0]}: its weight is sharded over processes and would be needed whole; factorize the model before "
+            "fully_shard. Nothing was changed"
+        )
+    for entry in plan.selected:
+        with named(entry.name):
+            _refuse_loss(modules[entry.name])
+    return {entry.name: modules[entry.name] for entry in plan.selected}
+
+
+def _refuse_loss(module: nn.Module) -> None:
+    """Raise if a replacement would lose something that was put on ``module`` after the plan was made."""
+    found = read_attention("", module)
+    lost = why_not_replaced(module) if found is None or found.unit is None else why_not_shrunken(found.unit)
+    if lost is not None:
+        raise ValueError(f"{lost}. Nothing was changed")
+
+
+def _difference(entry: Entry, modules: dict[str, nn.Module], places: dict[nn.Module, set[str]]) -> str | None:
+    planned = {entry.name, *entry.aliases}
+    missing = sorted(planned - modules.keys())
+    if missing:
+        return f"{missing[0]} is missing"
+    module = modules[entry.name]
+    weight = module._parameters.get("weight")
+    if type(module).__name__ != entry.type or (weight is None and not entry.is_attention):
+        return f"{entry.name} is {type(module).__name__}, not {entry.type}"
+    if weight is not None and tuple(weight.shape) != entry.shape:
+        return f"{entry.name} has shape {_times(weight.shape)}, not {_times(entry.shape)}"
+    if places[module] != planned:
+        return f"{entry.name} is the module at {_listed(places[module])}; in the plan, at {_listed(planned)}"
+    return None
+
+
+def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], same_ties: bool) -> list[str]:
+    planned: dict[str, set[str]] = {}  # by the first of them, the layers that share one weight
+    for entry in plan.layers:
+        planned.setdefault(entry.tied_to or entry.name, set()).add(entry.name)
+    holders: dict[Tensor, set[str]] = {}  # of every parameter: modules that hold it as their weight, or its full name
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, set()).add(name if key == "weight" else f"{name}.{key}")
+    wrong = []
+    for entry in plan.layers:
+        has, wants = holders[_weight(modules[entry.name])], planned[entry.tied_to or entry.name]
+        if (entry.tied_to or entry.name) not in wants:
+            wrong.append(f"{entry.name} is tied to {entry.tied_to}, which the plan does not factorize")
+        elif same_ties and has != wants:
+            shared, listed = _listed(has - {entry.name}), _listed(wants - {entry.name})
+            wrong.append(f"{entry.name} shares its weight with {shared}; in the plan, with {listed}")
+    return wrong
+
+
+def _weight(dense: nn.Module) -> Tensor:
+    weight = dense.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _listed(names: set[str]) -> str:
+    return " and ".join(sorted(names)) or "no other layer"
+
+
+def _times(extents: Sequence[int]) -> str:
+    return "x".join(map(str, extents))

@@ -1,0 +1,153 @@
+"""Shrunken attention on its way out: as plain modules, as entries of a plan, and from dense checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from factorized.attention.cost import AttentionCost
+from factorized.attention.matrices import Matrices, check_finite, drawn_matrices, padded_matrices, spectral_matrices
+from factorized.attention.multihead import ShrunkenMultiheadAttention, allow_nested_tensors
+from factorized.attention.register import adapter_of, find_attention, read_attention
+from factorized.attention.resize import plain_module, read_unit, shrunken_module
+from factorized.attention.unit import KINDS, AttentionUnit, shrunken_note
+from factorized.nn.init import Init
+from factorized.nn.model import module_names
+from factorized.planning.plan import AttentionEntry
+from factorized.surgery.replace import replace_module
+from factorized.surgery.state import Shapes, named_slots
+
+
+def shrunken_attention(model: nn.Module) -> dict[str, AttentionUnit]:
+    """Return every shrunken attention module of ``model`` under its first name."""
+    found = {}
+    for read in find_attention(model):
+        if shrunken_note(read.module) is None:
+            continue
+        if read.unit is None:
+            raise ValueError(f"{read.name or 'the model'}: its heads are shrunken, and cannot be read: {read.reason}")
+        found[read.name] = read.unit
+    return found
+
+
+def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int]) -> nn.Module:
+    """Put plain modules with heads of ``size`` in the place of all shrunken ones; return the model."""
+    places = module_names(model)
+    for unit in shrunken_attention(model).values():
+        extent = size(unit)
+        plain = plain_module(unit, extent, padded_matrices(unit, extent))
+        for name in places[unit.module]:
+            model = replace_module(model, name, plain)
+    allow_nested_tensors(model)
+    return model
+
+
+def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[AttentionEntry]:
+    """Return the plan entries that would shrink a dense model's attention as this model's is."""
+    places = module_names(model)
+    entries = []
+    for unit in shrunken_attention(model).values():
+        note, module = unit.shrunken, unit.module
+        assert note is not None
+        names = [name_of(name) for name in places[module]]
+        cost = AttentionCost(unit, KINDS)
+        is_multihead = isinstance(module, ShrunkenMultiheadAttention)
+        entries.append(
+            AttentionEntry(
+                name=names[0],
+                type="MultiheadAttention" if is_multihead else type(module).__name__,
+                shape=(unit.query.heads, note.head_size),
+                aliases=tuple(names[1:]),
+                params=cost.params_at(note.head_size, note.head_size),
+                params_after=cost.params_at(note.qk, note.ov),
+                head_ranks=(note.qk, note.ov),
+                forms=tuple(k for k, rank in zip(KINDS, (note.qk, note.ov), strict=True) if rank < note.head_size),
+            )
+        )
+    return entries
+
+
+class DenseAttention:
+    """A shrunken attention module and the dense one whose checkpoint it is to be filled from."""
+
+    def __init__(self, unit: AttentionUnit, names: Sequence[str]) -> None:
+        self.unit, self.names = unit, names  # all of the places where the model holds it
+        self.dense = plain_module(unit, unit.head_size, None)
+        read = read_attention("", self.dense)
+        assert read is not None
+        assert read.unit is not None
+        self.read = read.unit
+        own = {id(tensor) for p in self.read.projections for tensor in (p.weight, p.bias) if tensor is not None}
+        self.slots = {name: slot for name, _, _, slot in named_slots(self.dense) if id(slot) in own}
+
+    @property
+    def shapes(self) -> Shapes:
+        """The names and shapes of what the dense checkpoint holds."""
+        return {_inside(n, key): tuple(slot.shape) for n in self.names for key, slot in self.slots.items()}
+
+    def given_elsewhere(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Return the names that may be missing, because ``state`` gives the module under another of its names."""
+        given = self._given(state)
+        return [_inside(name, key) for name in self.names if name != given for key in self.slots]
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Say whether a tensor of the shrunken module is one of its projections'."""
+        return any(tensor is mine for p in self.unit.projections for mine in (p.weight, p.bias))
+
+    @torch.no_grad()
+    def best(self, state: Mapping[str, Tensor]) -> Matrices:
+        """Return the best heads of this size for the matrices in ``state`` (section 3.1)."""
+        note = self.unit.shrunken
+        assert note is not None
+        name = self._given(state)
+        for key, slot in self.slots.items():
+            slot.copy_(state[_inside(name, key)])
+        check_finite(self.read, name or "the model")
+        kinds = tuple(k for k, rank in zip(KINDS, (note.qk, note.ov), strict=True) if rank < note.head_size)
+        return spectral_matrices(self.read, note.qk, note.ov, kinds, may_add_bias=True)
+
+    def _given(self, state: Mapping[str, Tensor]) -> str:
+        """Return the first of the module's names under which ``state`` gives it."""
+        given = (name for name in self.names if all(_inside(name, key) in state for key in self.slots))
+        return next(given, self.names[0])
+
+
+def _inside(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def build_attention(model: nn.Module, entry: AttentionEntry, init: Init | None) -> nn.Module:
+    """Return the shrunken module for an entry of a plan; ``init=None`` leaves it unfilled. Changes nothing."""
+    unit = read_unit(model.get_submodule(entry.name))
+    qk, ov = entry.head_ranks
+    kinds = tuple(kind for kind in KINDS if kind in entry.forms)
+    if init is None or unit.query.weight.is_meta:
+        return shrunken_module(unit, qk, ov, None)
+    check_finite(unit, entry.name)
+    if init == "spectral":
+        return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=ov < unit.head_size))
+    return shrunken_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
+
+
+def refuse_unregistered(entries: Iterable[AttentionEntry], modules: Mapping[str, nn.Module]) -> None:
+    """Raise where a plan shrinks attention of a class that had an adapter when the plan was made and has none now."""
+    for entry in entries:
+        module = modules.get(entry.name)
+        if module is not None and type(module).__name__ == entry.type and adapter_of(module) is None:
+            raise ValueError(
+                f"{entry.name}: the plan shrinks attention of class {entry.type}, which is not registered in this "
+                f"process; call fz.register_attention({entry.type}, ...) first. Nothing was changed"
+            )
+
+
+def attention_difference(entry: AttentionEntry, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return how the attention module that an entry names differs from the one it was made for."""
+    module = modules.get(entry.name)
+    found = read_attention(entry.name, module) if module is not None else None
+    if found is None or found.unit is None or found.unit.shrunken is not None:
+        return f"{entry.name} is no attention that can be shrunken"
+    unit = found.unit
+    has = (unit.query.heads, unit.head_size)
+    return None if has == entry.shape else f"{entry.name} has {has[0]} heads of {has[1]}, not {entry.shape}"

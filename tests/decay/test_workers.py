@@ -1,0 +1,124 @@
+"""The ways of computing many Frobenius gradients with torch's own operations: one by one, or padded in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import factorized as fz
+from factorized.decay.arena import Arena
+from factorized.decay.engine import Alike, make_workers
+from factorized.decay.forms import Form
+from factorized.testing import error
+from tests.decay.models_for_decay import by_weights
+
+SQUARE = [fz.FactorizedLinear(12, 12, 3), fz.FactorizedLinear(12, 12, 3)]
+GROUPED = [fz.FactorizedConv2d(8, 12, 1, 2, groups=2), fz.FactorizedLinear(4, 6, 2)]
+RANKS = [fz.FactorizedLinear(12, 14, 3), fz.FactorizedLinear(12, 14, 4), fz.FactorizedLinear(14, 12, 9)]
+SHAPES = [fz.FactorizedEmbedding(700, 5, 2), *(fz.FactorizedLinear(6, 9, 3) for _ in range(9)), *GROUPED, *RANKS]
+
+Make = Callable[[Sequence[Form]], Alike | Arena]
+
+
+@pytest.mark.parametrize(
+    ("make", "modules"),
+    [
+        pytest.param(Alike, [fz.FactorizedLinear(9, 7, 4, depth=2)], id="single-deep"),
+        pytest.param(Alike, [fz.FactorizedLinear(9, 7, 12)], id="single-overcomplete"),
+        pytest.param(Alike, GROUPED[:1], id="single-groups"),
+        pytest.param(Arena, SQUARE, id="arena-square"),
+        pytest.param(Arena, RANKS, id="arena-ranks"),
+        pytest.param(Arena, SHAPES, id="arena-shapes"),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.bfloat16, 1e-5)])
+def test_its_gradients_are_autograds(
+    make: Make, modules: list[nn.Module], dtype: torch.dtype, tolerance: float
+) -> None:
+    model = nn.Sequential(*deepcopy(modules)).to(dtype)
+    computed = make(fz.forms(model))
+    for seed in range(2):  # the tensors of a batch are used again
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        exact = deepcopy(model).double()
+        twin = dict(zip(model.parameters(), exact.parameters(), strict=True))
+        expected = torch.autograd.grad(by_weights(exact, 1.0), [twin[factor.parameter] for factor in computed.factors])
+        for actual, reference in zip(computed.gradients(), expected, strict=True):
+            assert error(actual.reshape(reference.shape), reference) < tolerance
+
+
+def test_on_the_cpu_every_product_is_computed_by_itself() -> None:
+    workers = make_workers(fz.forms(nn.Sequential(*SQUARE, *GROUPED)))
+    assert [type(worker) for worker in workers] == [Alike] * 4
+
+
+@pytest.mark.parametrize("frozen", [None, "U", "V"])
+def test_a_lone_product_adds_its_gradients_in_the_products_themselves(frozen: str | None) -> None:
+    (form,) = fz.forms(fz.FactorizedLinear(9, 7, 2).double())
+    worker = Alike([form])
+    assert worker.is_plain_pair
+    parameters = dict(zip("UV", (factor.parameter for factor in worker.factors), strict=True))
+    targets = [None if name == frozen else torch.randn_like(p.detach()) for name, p in parameters.items()]
+    expected = [
+        None if target is None else target + number * gradient
+        for target, number, gradient in zip(targets, (0.5, 0.25), worker.gradients(), strict=True)
+    ]
+    with torch.no_grad():
+        worker.add_to(targets, [0.5, 0.25])
+    for target, wanted in zip(targets, expected, strict=True):
+        if target is not None and wanted is not None:
+            torch.testing.assert_close(target, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(fz.FactorizedLinear(8, 8, 8), id="overcomplete"),
+        pytest.param(fz.FactorizedLinear(9, 7, 2, depth=1), id="deep"),
+        pytest.param(fz.FactorizedLinear(9, 7, 2).bfloat16(), id="half"),
+        pytest.param(fz.FactorizedConv2d(8, 12, 3, 2, groups=2), id="groups"),
+    ],
+)
+def test_a_lone_product_that_is_no_plain_pair_goes_the_long_way(module: nn.Module) -> None:
+    (form,) = fz.forms(module)
+    assert not Alike([form]).is_plain_pair
+
+
+def test_no_tensor_is_added_to_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(fz.FactorizedLinear(12, 12, 3, bias=False) for _ in range(3))).double()
+    model[2].U = model[1].V = model[0].U  # on a GPU, where many tensors are added to at once, these would race
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    expected = torch.autograd.grad(by_weights(model, 0.3), list(model.parameters()))
+    add, calls = torch._foreach_add_, []
+
+    def spy(into: list[Tensor], parts: list[Tensor], alpha: float) -> None:
+        calls.append([tensor.data_ptr() for tensor in into])
+        add(into, parts, alpha=alpha)
+
+    monkeypatch.setattr(torch, "_foreach_add_", spy)
+    fz.FrobeniusDecay(model, 0.3, decoupled=True).apply_(lr=0.5)
+    assert sum(map(len, calls)) == 6
+    assert all(len(set(places)) == len(places) for places in calls)
+    for parameter, old, reference in zip(model.parameters(), before, expected, strict=True):
+        assert error(parameter.detach(), old - 0.5 * reference) < 1e-10
+
+
+def test_a_layer_that_changes_its_type_later_is_decayed_in_that_type() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(fz.FactorizedLinear(12, 12, 3) for _ in range(3)))
+    decay = fz.FrobeniusDecay(model, 0.3)
+    model[2].double()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    decay.apply_()
+    expected = torch.autograd.grad(by_weights(model[2], 0.3), [model[2].U, model[2].V])
+    for parameter, reference in zip((model[2].U, model[2].V), expected, strict=True):
+        assert error(parameter.grad, reference) < 1e-14

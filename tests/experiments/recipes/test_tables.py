@@ -1,0 +1,82 @@
+"""Reading a table's file: which cells are recipes, and what is wrong with a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from factorized.experiments.recipes.tables import read_cells
+
+TABLE = """
+table = 7
+metric = "error"
+recipe = { name = "{grid}-{row}{column}", title = "{grid}, {row}, {column}" }
+dense = { name = "{grid}", title = "{grid}, dense" }
+settings.factorize = { scheme = "low_rank", ratio = 0.1 }
+
+[columns]
+whole.dense = true
+other.quoted = "them:20"
+SI = { name = "-si", settings.factorize.init = "spectral" }
+
+[rows]
+FD = { name = "fd", settings.decay.kind = "frobenius" }
+
+[[grid]]
+name = "mine/net"
+title = "Net"
+columns = ["whole", "other", "SI"]
+settings.model.name = "resnet8"
+rows = { FD = "7.5±0.25 8 *" }
+quoted."us:19".Pruning = "- - 9.25"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "table7.toml"
+    path.write_text(text)
+    return path
+
+
+def test_cells_of_the_papers_own_are_recipes_and_quoted_ones_are_not(tmp_path: Path) -> None:
+    cells = read_cells(write(tmp_path, TABLE))
+    assert [(c.row, c.column, c.figure, c.deviation, c.source, c.recipe) for c in cells] == [
+        ("FD", "whole", 7.5, 0.25, None, "mine/net"),
+        ("FD", "other", 8, None, "them:20", None),
+        ("FD", "SI", None, None, None, "mine/net-fd-si"),
+        ("Pruning", "SI", 9.25, None, "us:19", None),
+    ]
+    dense, _, cell, _ = cells
+    assert dense.layers[0] == {"title": "Net, dense", "paper": {"table": 7, "accuracy": 92.5, "deviation": 0.25}}
+    assert not any("factorize" in layer for layer in dense.layers)
+    assert cell.layers[0] == {"title": "Net, FD, SI"}
+    assert cell.layers[1:] == (
+        {"factorize": {"scheme": "low_rank", "ratio": 0.1}},
+        {"model": {"name": "resnet8"}},
+        {"decay": {"kind": "frobenius"}},
+        {"factorize": {"init": "spectral"}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("7.5±0.25 8 *", "7.5 8", r"Net, row 'FD': expected 3 figures \(whole, other, SI\), got 2: '7.5 8'"),
+        ("7.5±0.25", "7,5", "Net, row 'FD', column 'whole': expected a figure such as 93.75±0.48, .*got '7,5'"),
+        ("9.25", "*", "row 'Pruning', column 'SI': expected a figure .*, - for nothing; got '\\*'"),
+        ("{ FD = ", "{ DF = ", r"row 'DF', column 'whole': \[rows\] does not say what 'DF' trains; it has FD"),
+        ('["whole",', '["hole",', r"\[columns\] does not say what 'hole' trains; it has whole, other, SI"),
+        ("{grid}-{row}", "{gird}-{row}", "expected a pattern with {grid}, {row} and {column} in it, got '{gird}-"),
+        ('"error"', '"time"', 'recipes aim at an "accuracy" or an "error", got metric = \'time\''),
+        ('-{row}{column}"', '"', "expected one cell for each recipe, got several for mine/net"),
+        ("table = 7", "table = 'seven'", "table: .*valid integer, got 'seven'"),
+        ('title = "Net"', 'titel = "Net"', "grid.0.title: Field required.*grid.0.titel: Extra inputs"),
+        ("table = 7", "table = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_table_says_where_and_what_is_expected(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        read_cells(write(tmp_path, TABLE.replace(old, new)))
+    assert str(caught.value).startswith("table7.toml: ")
+    assert "\n" not in str(caught.value)

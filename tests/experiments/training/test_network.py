@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from factorized.experiments.training.network import build_dense, check_network
+from factorized.experiments.training.train import train
+from tests.experiments.training.small import digits, recipe
+
+MINE = """
+import sys
+from torch import nn
+
+class Pair(nn.Linear):
+    def forward(self, x): return super().forward(x.flatten(1)), x
+
+class Leaves(nn.Linear):
+    def forward(self, x): sys.exit(0)
+
+class Detached(nn.Linear):
+    def forward(self, x): return super().forward(x.flatten(1)).detach()
+
+class Rounded(nn.Linear):
+    def forward(self, x): return super().forward(x.flatten(1)).long()
+
+def leaves(classes): return Leaves(64, classes)
+def detached(classes): return Detached(64, classes)
+def rounded(classes): return Rounded(64, classes)
+def without_memory(classes): return good(classes).to("meta")
+def fewer(classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, classes - 3))
+def pair(classes): return Pair(64, classes)
+def other_size(classes): return nn.Sequential(nn.Flatten(), nn.Linear(63, classes))
+def nothing(classes): return nn.Flatten()
+def frozen(classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, classes)).requires_grad_(False)
+def good(classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd_networks.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_networks", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("fewer", r"must return a tensor \(images, 10\), got \(2, 7\) for two images"),
+        ("pair", r"must return a tensor \(images, 10\), got tuple"),
+        ("other_size", r"cannot classify images \(1, 8, 8\): it failed outside of your code: RuntimeError: mat1"),
+        ("leaves", r"cannot classify images .*: it failed at .*odd_networks\.py:9: SystemExit: it exits with 0"),
+        (
+            "detached",
+            r"must return logits that its parameters can be trained by, got torch\.float32 without",
+        ),
+        ("rounded", r"must return logits that its parameters can be trained by, got torch\.int64 without"),
+        ("nothing", "has no parameters that can be trained"),
+        ("frozen", "has no parameters that can be trained"),
+    ],
+)
+def test_a_network_that_cannot_classify_the_images_is_refused_before_anything_is_made(
+    tmp_path: Path, function: str, message: str
+) -> None:
+    changed = recipe(f"model.name=odd_networks:{function}", name="digits/resnet8")
+    with pytest.raises(ValueError, match=f"model 'odd_networks:{function}' {message}"):
+        train(changed, digits(), tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_network_without_memory_is_refused(tmp_path: Path) -> None:
+    changed = recipe("model.name=odd_networks:without_memory", name="digits/resnet8")
+    with pytest.raises(ValueError, match=r"'odd_networks:without_memory': 1\.weight is on the meta device"):
+        train(changed, digits(), tmp_path / "out", device="cpu")
+
+
+def test_checking_a_network_leaves_it_as_it_was() -> None:
+    changed = recipe("model.name=odd_networks:good", name="digits/resnet8")
+    network = build_dense(changed, digits(), seed=0).train()
+    network[0].eval()
+    check_network(changed, network, digits())
+    assert [module.training for module in network.modules()] == [True, False, True]

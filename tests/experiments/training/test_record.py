@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import factorized as fz
+from factorized.experiments.training import record
+from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.network import build_network
+from factorized.experiments.training.record import Recorder, commit, product_row, write_json
+from factorized.experiments.training.train import train
+from factorized.experiments.training.trained import load_trained
+from factorized.files.checksum import is_sealed
+from factorized.nn.running import count_parameters
+from tests.experiments.training.small import TIMES, Signals, digits, recipe, state_of
+
+PRODUCTS = ("nuclear", "nuclear_bound", "frobenius", "effective_step")
+MEASURED = ("epoch", "lr", "loss", "accuracy", "test_loss", "test_accuracy", *TIMES)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped in its second epoch and went on."""
+    folder = tmp_path_factory.mktemp("run")
+    reporter = Signals(signal.SIGTERM, epoch=1, step=0)
+    with pytest.raises(Interrupted):
+        train(recipe(), digits(), folder, device="cpu", reporter=reporter)
+    train(recipe(), digits(), folder, device="cpu", resume=True)
+    return folder / "seed-0"
+
+
+def test_metrics_are_one_row_per_epoch_with_all_that_was_measured(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert [row["lr"] for row in rows] == pytest.approx([0.1, 0.01])
+    for row in rows:
+        assert set(row) == {*MEASURED, *PRODUCTS}
+        assert all(math.isfinite(value) for value in row.values())
+    assert rows == json.loads((run / "result.json").read_text())["history"]
+
+
+def test_the_result_says_what_was_run_on_what_and_what_came_out(run: Path) -> None:
+    result = json.loads((run / "result.json").read_text())
+    network = build_network(recipe(), digits(), seed=0)
+    assert result["recipe"] == recipe().to_dict()
+    assert result["seed"] == 0
+    assert result["parameters"] == count_parameters(network)
+    assert result["macs"] == 80512  # of one image of 8×8 pixels
+    assert result["seconds"] > 0
+    assert result["accuracy"] == result["history"][-1]["test_accuracy"]
+    assert result["best_accuracy"] == max(row["test_accuracy"] for row in result["history"])
+    machine = result["machine"]
+    assert machine["torch"] == torch.__version__
+    assert machine["python"] == sys.version.split()[0]
+    assert machine["factorized"] == fz.__version__
+    assert machine["processes"] == 1
+    assert machine["device"]
+    assert machine["commit"] == commit()
+    data = result["data"]
+    assert (data["name"], data["checksum"]) == ("digits", digits().checksum)
+    assert (len(data["classes"]), data["channels"], data["size"]) == (10, 1, [8, 8])
+
+
+@pytest.mark.parametrize("name", ["digits/resnet8", "digits/resnet8-lowrank-0.1-si-fd", "digits/resnet8-wide-fd"])
+def test_the_trained_network_can_be_read_back_from_its_folder(tmp_path: Path, name: str) -> None:
+    [result] = train(recipe(name=name), digits(), tmp_path, device="cpu")
+    loaded_recipe, loaded_result, network = load_trained(tmp_path / "seed-0")
+    assert loaded_recipe == recipe(name=name)
+    assert loaded_result == result
+    assert not network.training
+    expected = state_of(tmp_path).network
+    assert network.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in network.state_dict().items())
+
+
+def test_the_rows_hold_the_averages_of_what_diagnose_says(run: Path) -> None:
+    network = build_network(recipe(), digits(), seed=0)
+    network.load_state_dict(state_of(run.parent).network)
+    rows = fz.diagnose(network, 0.01)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in PRODUCTS:
+        assert last[name] == pytest.approx(sum(getattr(row, name) for row in rows) / len(rows), rel=1e-6)
+    assert 0 < last["frobenius"] < last["nuclear"] < last["nuclear_bound"]
+
+
+def test_a_dense_network_has_no_products_to_log_and_diagnosis_can_be_left_out(tmp_path: Path) -> None:
+    assert product_row(build_network(recipe(name="digits/resnet8"), digits(), seed=0), 0.1) == {}
+    [result] = train(recipe("run.diagnose=false", "schedule.epochs=1"), digits(), tmp_path, device="cpu")
+    assert set(result["history"][0]) == set(MEASURED)
+
+
+def test_the_test_set_is_evaluated_as_often_as_the_recipe_says_and_at_the_end(tmp_path: Path) -> None:
+    [result] = train(recipe("run.evaluate_every=2", "schedule.epochs=3"), digits(), tmp_path, device="cpu")
+    assert ["test_accuracy" in row for row in result["history"]] == [False, True, True]
+
+
+def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(run)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_every_number_of_every_epoch_once(run: Path) -> None:
+    found = curves(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert set(found) == {*MEASURED, *PRODUCTS} - {"epoch"}
+    for name, points in found.items():
+        assert [step for step, _ in points] == [1, 2]
+        assert [value for _, value in points] == pytest.approx([row[name] for row in rows], rel=1e-6)
+
+
+def test_curves_of_an_epoch_that_is_trained_again_are_replaced(tmp_path: Path) -> None:
+    def row(epoch: int, loss: float) -> dict[str, Any]:
+        return {"epoch": epoch, "loss": loss}
+
+    with Recorder(tmp_path, []) as recorder:
+        recorder.add(row(1, 3.0))
+        recorder.add(row(2, 2.0))  # and killed before its checkpoint
+    with Recorder(tmp_path, [row(1, 3.0)]) as recorder:
+        recorder.add(row(2, 1.0))
+    assert curves(tmp_path) == {"loss": [(1, 3.0), (2, 1.0)]}
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [3.0, 1.0]
+
+
+def test_a_recorder_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Recorder(None, []) as recorder:
+        recorder.add({"epoch": 0, "loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_json_has_no_number_for_is_written_as_null(tmp_path: Path) -> None:
+    row = {"epoch": 0, "effective_step": float("inf"), "test_loss": float("nan"), "loss": 1.5}
+    write_json(tmp_path / "result.json", {"history": [row]})
+    with Recorder(tmp_path, []) as recorder:
+        recorder.add(row)
+    expected = {"epoch": 0, "effective_step": None, "test_loss": None, "loss": 1.5}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == expected
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["history"] == [expected]
+    assert is_sealed(result)
+
+
+def test_the_commit_is_that_of_the_package_and_of_no_repository_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        done = subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    package = tmp_path / "factorized" / "vision"
+    package.mkdir(parents=True)
+    (package / "record.py").write_text("")
+    monkeypatch.setattr(record, "__file__", str(package / "record.py"))
+    assert commit() is None
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    assert commit() == git("rev-parse", "HEAD")
+    (package / "record.py").write_text("changed")
+    assert commit() == git("rev-parse", "HEAD") + "-dirty"
+    inner = tmp_path / "env" / "factorized" / "vision"
+    inner.mkdir(parents=True)
+    monkeypatch.setattr(record, "__file__", str(inner / "record.py"))
+    assert commit() is None
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from factorized.formats.convolution import Geometry, explicit_padding
+from factorized.formats.format import WAYS, Way
+from factorized.formats.kernel import KernelShape, to_kernel
+from factorized.formats.product import Product
+
+# The dense layers that the ways are held against warn so; the ways themselves pad beforehand.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+
+CONV: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A dense layer, the factors of its kernel and an input."""
+
+    dense: nn.Module
+    shape: KernelShape
+    geometry: Geometry
+    x: Tensor
+    U: Tensor
+    V: Tensor
+    inner: list[Tensor]
+    bias: Tensor | None
+
+    def run(self, way: Way) -> Tensor:
+        product = Product(self.shape, self.U.shape[1], len(self.inner))
+        return product.run(way, self.x, (self.U, *self.inner, self.V), self.bias, self.geometry)
+
+    def run_dense(self) -> Tensor:
+        """Run torch's own layer with the kernel that a plain chain of products per group gives."""
+        g = self.shape.groups
+        chains = []
+        for parts in zip(*(factor.chunk(g) for factor in (self.U, *self.inner, self.V)), strict=True):
+            chains.append(torch.linalg.multi_dot([*parts[:-1], parts[-1].mT]))
+        parameters = {"weight": to_kernel(torch.stack(chains), self.shape).clone(memory_format=torch.contiguous_format)}
+        if self.bias is not None:
+            parameters["bias"] = self.bias
+        return torch.func.functional_call(self.dense, parameters, (self.x,))
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.U, self.V, *self.inner, *([] if self.bias is None else [self.bias])]
+
+
+def problem(
+    channels: tuple[int, int],  # in, out
+    kernel_size: Sequence[int],
+    extents: Sequence[int],
+    *,
+    rank: int = 3,
+    depth: int = 0,
+    batch: int | None = 2,
+    kind: str = "spatial",
+    row_dims: int | None = None,
+    layout: str = "first",
+    bias: bool = True,
+    **conv: Any,
+) -> Problem:
+    dims = len(kernel_size)
+    dense = CONV[dims](*channels, tuple(kernel_size), bias=bias, device="meta", dtype=torch.float64, **conv)
+    shape = KernelShape.of(dense.weight.shape, dense.groups, kind)
+    if row_dims is not None:
+        shape = KernelShape(shape.out_channels, shape.in_channels, shape.size, shape.groups, row_dims)
+    padding = explicit_padding(dense.padding, dense.kernel_size, dense.dilation)
+    geometry = Geometry(dense.stride, padding, dense.dilation, dense.padding_mode)
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*extents: int) -> Tensor:
+        return torch.randn(extents, generator=generator, dtype=torch.float64)
+
+    x = leaf(1 if batch is None else batch, channels[0], *extents)
+    if layout == "last":
+        x = x.contiguous(memory_format=LAST[dims])
+    if batch is None:
+        x = x.squeeze(0)
+    U, V = leaf(shape.groups * shape.rows, rank), leaf(shape.groups * shape.columns, rank)
+    inner = [leaf(shape.groups * rank, rank) for _ in range(depth)]
+    made = Problem(dense, shape, geometry, x, U, V, inner, leaf(channels[1]) if bias else None)
+    for tensor in made.leaves:
+        tensor.requires_grad_()
+    return made
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    largest = expected.abs().max().clamp(min=1).item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * largest)
+
+
+def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)  # no two outputs weigh the same
+    return torch.autograd.grad((y * weights).sum(), leaves)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    dims = draw(st.integers(1, 3))
+
+    def per_dim(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(dims))
+
+    kernel_size, dilation, groups = per_dim(1, 4), per_dim(1, 2), draw(st.integers(1, 2))
+    mode = draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"]))
+    padding = draw(st.sampled_from(["same", "valid", None]))
+    batch = draw(st.sampled_from([None, 1, 2]))
+    # Extents exceed the reach of a kernel, so that all modes can pad and all kernels fit.
+    reach = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
+    return problem(
+        (groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))),
+        kernel_size,
+        tuple(r + extra for r, extra in zip(reach, per_dim(3, 4), strict=True)),
+        stride=1 if padding == "same" else per_dim(1, 3),
+        padding=padding or per_dim(0, 2),
+        dilation=dilation,
+        groups=groups,
+        padding_mode=mode,
+        rank=draw(st.integers(1, 3)),
+        depth=draw(st.integers(0, 2)),
+        batch=batch,
+        row_dims=draw(st.integers(0, dims)),
+        layout=draw(st.sampled_from(["first", "last"])) if dims > 1 and batch else "first",
+        bias=draw(st.booleans()),
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(made=problems())
+def test_every_way_equals_torchs_layer_on_drawn_geometries(made: Problem) -> None:
+    expected = made.run_dense()
+    reference = gradients(expected, made.leaves)
+    for way in WAYS:
+        y = made.run(way)
+        assert_same(y, expected)
+        for actual, wanted in zip(gradients(y, made.leaves), reference, strict=True):
+            assert_same(actual, wanted)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+@pytest.mark.parametrize(
+    ("kernel_size", "extents", "stride"),
+    [((3, 2), (6, 7), (1, 1)), ((1, 1), (6, 7), (2, 2)), ((2, 3, 2), (4, 5, 6), (1, 2, 1))],
+)
+def test_products_keep_the_layout_of_their_input(
+    kernel_size: tuple[int, ...], extents: tuple[int, ...], stride: tuple[int, ...], mode: str
+) -> None:
+    options: dict[str, Any] = {"stride": stride, "padding": [int(k > 1) for k in kernel_size], "padding_mode": mode}
+    last = LAST[len(extents)]
+    y = problem((4, 5), kernel_size, extents, layout="last", **options).run("products")
+    assert y.is_contiguous(memory_format=last)
+    assert not y.is_contiguous()
+    y = problem((4, 5), kernel_size, extents, **options).run("products")
+    assert y.is_contiguous()
+    assert not y.is_contiguous(memory_format=last)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("kernel_size", "extents"), [((4,), (2,)), ((3, 3), (2, 5)), ((3, 3), (5, 2)), ((2, 3, 2), (4, 2, 4))]
+)
+def test_a_kernel_that_does_not_fit_its_input_is_refused(
+    kernel_size: tuple[int, ...], extents: tuple[int, ...], way: Way
+) -> None:
+    made = problem((4, 5), kernel_size, extents)
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)kernel"):
+        made.run(way)
+
+
+def test_positions_that_a_strided_pointwise_kernel_never_reads_do_not_matter() -> None:
+    made = problem((4, 5), (1, 1), (5, 6), stride=2)
+    with torch.no_grad():
+        made.x[..., 1::2, :] = made.x[..., 1::2] = float("nan")
+    y = made.run("products")
+    assert all(tensor.isfinite().all() for tensor in (y, *gradients(y, made.leaves)))

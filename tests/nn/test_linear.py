@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from factorized import FactorizedLinear, LowRank, Monarch, TensorTrain, Tucker
+from factorized.formats.kernel import KernelShape
+from factorized.formats.scheme import Scheme
+from factorized.testing import error
+
+SCHEMES = [LowRank(), TensorTrain(), Tucker(), Monarch(blocks=2)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_it_takes_any_number_of_leading_dimensions(scheme: Scheme) -> None:
+    layer = FactorizedLinear(6, 8, scheme.at_rank(KernelShape(8, 6), 2), dtype=torch.float64)
+    assert set(layer.executions) == {"composed", "chain"}
+    for execution in layer.executions:
+        layer.execution = execution
+        for leading in [(), (2,), (2, 3), (2, 3, 4), (0,), (0, 3)]:
+            x = torch.randn(*leading, 6, dtype=torch.float64)
+            assert layer(x).shape == (*leading, 8)
+            assert error(layer(x), layer.to_dense()(x)) < 1e-12
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_an_input_of_another_width_is_refused(scheme: Scheme) -> None:
+    layer = FactorizedLinear(6, 8, scheme.at_rank(KernelShape(8, 6), 2))
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|unflatten|is invalid for input"):
+        layer(torch.randn(2, 7))
+
+
+def test_a_format_for_another_weight_is_refused() -> None:
+    format = LowRank().at_rank(KernelShape(6, 8), 2)
+    with pytest.raises(ValueError, match="the format is for a weight 6x8 with groups=1, and the layer's is 8x6"):
+        FactorizedLinear(6, 8, format)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from factorized import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d, FactorizedLinear
+from factorized.formats.format import WAYS
+from factorized.formats.kernel import KernelShape
+from factorized.formats.product import Product
+
+MACHINES = [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)]  # device, compiled
+SHAPES = {
+    "1d": KernelShape.of((512, 512, 9)),
+    "2d": KernelShape.of((512, 512, 3, 3)),
+    "2d-channel": KernelShape.of((512, 512, 3, 3), kind="channel"),
+    "2d-groups": KernelShape.of((1024, 512, 3, 3), groups=2),
+    "3d": KernelShape.of((256, 256, 3, 3, 3)),
+}
+
+
+def choose(
+    shape: KernelShape, rank: int, device: str = "cpu", compiled: bool = False, depth: int = 0, stride: int = 1
+) -> str:
+    costs = Product(shape, rank, depth).ways((stride,) * len(shape.size), device, compiled)
+    return min(costs, key=costs.__getitem__)
+
+
+@pytest.mark.parametrize(("device", "compiled"), MACHINES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_an_overcomplete_convolution_is_composed_first(shape: KernelShape, device: str, compiled: bool) -> None:
+    for rank in (shape.full_rank, shape.full_rank + 1, 3 * shape.full_rank):
+        assert choose(shape, rank, device, compiled) == "composed"
+
+
+@pytest.mark.parametrize(("device", "compiled"), MACHINES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_thin_convolution_is_never_composed(shape: KernelShape, device: str, compiled: bool) -> None:
+    assert choose(shape, shape.full_rank // 64, device, compiled) in ("chain", "products")
+
+
+@pytest.mark.parametrize(("device", "compiled"), MACHINES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_there_is_one_rank_from_which_on_composing_pays(shape: KernelShape, device: str, compiled: bool) -> None:
+    composed = [choose(shape, rank, device, compiled) == "composed" for rank in range(8, shape.full_rank + 1, 8)]
+    assert composed == sorted(composed)
+
+
+def test_on_a_gpu_products_are_chosen_under_a_compiler_only() -> None:
+    assert choose(SHAPES["2d"], 16, "cuda", compiled=True) == "products"
+    assert choose(SHAPES["2d"], 16, "cuda", compiled=False) == "chain"
+
+
+def test_small_kernels_are_composed_where_thin_ways_would_only_move_tensors() -> None:
+    assert choose(KernelShape.of((8, 8, 3, 3)), 2) == "composed"
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(0, "chain"), (8, "composed")])
+def test_the_inner_matrices_of_a_convolution_are_counted(depth: int, expected: str) -> None:
+    assert choose(SHAPES["2d"], 300, "cuda", depth=depth) == expected
+
+
+def test_the_positions_that_a_stride_skips_are_counted() -> None:
+    # the first of two convolutions runs before the rows are skipped: at stride 4 on four times the positions
+    assert choose(SHAPES["2d"], 300, "cuda", stride=1) == "chain"
+    assert choose(SHAPES["2d"], 300, "cuda", stride=4) == "composed"
+
+
+@pytest.mark.parametrize(
+    ("rank", "depth", "expected"),
+    [(8, 0, "chain"), (200, 0, "chain"), (200, 2, "composed"), (512, 0, "composed"), (900, 1, "composed")],
+)
+def test_a_linear_layer_counts_its_products(rank: int, depth: int, expected: str) -> None:
+    layer = FactorizedLinear(512, 512, rank, depth=depth, init="kaiming")
+    assert layer.chosen_execution() == expected
+    assert f"execution={expected}" in repr(layer)
+
+
+def test_a_convolution_chooses_for_what_it_is_and_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ways(self: Product, *question: Any) -> dict[str, float]:
+        asked.append((self, *question))
+        device, compiled = question[1:]
+        return {"composed": 1 if device == "cpu" else 3, "chain": 2, "products": 1 if compiled else 5}
+
+    monkeypatch.setattr(Product, "ways", ways)
+    layer = FactorizedConv2d(4, 6, 3, 2, stride=(2, 1), depth=1)
+    assert asked == [(Product(layer.shape, 2, 1), (2, 1), device, compiled) for device, compiled in MACHINES]
+    assert layer.chosen_execution() == "composed"
+    assert layer.to("meta").chosen_execution() == "chain"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert layer.chosen_execution() == "products"
+
+
+class Watch(TorchDispatchMode):
+    """Remembers which operations ran and the shapes they gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        self.calls.append((func, tuple(y.shape) if isinstance(y, Tensor) else ()))
+        return y
+
+
+CONVOLUTIONS = {"chain": 2, "composed": 1, "products": 0}
+
+
+def count_convolutions(layer: nn.Module, x: Tensor) -> int:
+    with Watch() as watch, torch.no_grad():
+        layer(x)
+    return sum(func is torch.ops.aten.convolution.default for func, _ in watch.calls)
+
+
+@pytest.mark.parametrize("execution", ["chain", "composed"])
+def test_a_linear_layer_forms_its_weight_only_when_told(execution: str) -> None:
+    layer = FactorizedLinear(6, 5, 3)
+    layer.execution = execution
+    with Watch() as watch, torch.no_grad():
+        layer(torch.randn(2, 6))
+    composed = any(shape[-2:] == (5, 6) for _, shape in watch.calls)
+    assert composed == (execution == "composed")
+
+
+@pytest.mark.parametrize("execution", WAYS)
+def test_the_execution_that_is_set_is_taken(execution: str) -> None:
+    layer = FactorizedConv2d(4, 6, 3, 2)
+    layer.execution = execution
+    assert count_convolutions(layer, torch.randn(2, 4, 5, 5)) == CONVOLUTIONS[execution]
+    assert f"execution={execution}" in repr(layer)
+
+
+@pytest.mark.parametrize(("channels", "rank"), [(4, 2), (256, 2)])
+def test_the_choice_does_not_depend_on_the_input(channels: int, rank: int) -> None:
+    layer = FactorizedConv2d(channels, channels, 3, rank, init="kaiming")
+    expected = CONVOLUTIONS[layer.chosen_execution()]
+    for shape in [(channels, 3, 3), (1, channels, 3, 3), (16, channels, 3, 3), (1, channels, 16, 16)]:
+        assert count_convolutions(layer, torch.randn(shape)) == expected
+    x = torch.randn(2, channels, 5, 5).contiguous(memory_format=torch.channels_last)
+    assert count_convolutions(layer, x) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "dense", "execution", "allowed"),
+    [
+        (partial(FactorizedLinear, 6, 5, 3), nn.Linear(6, 5), "products", '"auto", "chain", "composed"'),
+        (partial(FactorizedLinear, 6, 5, 3), nn.Linear(6, 5), None, '"auto", "chain", "composed"'),
+        (partial(FactorizedConv1d, 4, 6, 3, 2), nn.Conv1d(4, 6, 3), "one", '"auto", "composed", "chain", "products"'),
+        (partial(FactorizedConv2d, 4, 6, 3, 2), nn.Conv2d(4, 6, 3), "", '"auto", "composed", "chain", "products"'),
+        (partial(FactorizedConv3d, 4, 6, 3, 2), nn.Conv3d(4, 6, 3), "fast", '"auto", "composed", "chain", "products"'),
+    ],
+)
+def test_an_unknown_execution_says_which_there_are(make: Any, dense: nn.Module, execution: Any, allowed: str) -> None:
+    message = f"execution must be one of {allowed}.*, got {execution!r}"
+    with pytest.raises(ValueError, match=message):
+        make(execution=execution)
+    with pytest.raises(ValueError, match=message):
+        make.func.from_dense(dense, 2, execution=execution)
+    layer = make()
+    layer.execution = execution
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(2, 6) if isinstance(layer, FactorizedLinear) else torch.randn(2, 4, *(5,) * layer.dims))
