@@ -155,6 +155,11 @@ class ShrunkenMultiheadAttention(nn.Module):
         return f"{self.embed_dim}, heads={self.num_heads}, qk={note.qk}, ov={note.ov} of {note.head_size}"
 
 
+def is_shrunk_multihead(module: nn.Module) -> bool:
+    """Return whether a module is what ``nn.MultiheadAttention`` became."""
+    return isinstance(module, ShrunkenMultiheadAttention)
+
+
 def dense_multihead(module: nn.Module) -> nn.MultiheadAttention | None:
     """Return the ``nn.MultiheadAttention`` that a shrunk one came from, on the meta device; None for other modules."""
     if not isinstance(module, ShrunkenMultiheadAttention):

@@ -18,7 +18,7 @@ from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots
 def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
-    Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunken attention the
+    Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the
     best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
     understood; of tied weights one name is enough. Names, shapes and values are checked before anything is changed.
     """

@@ -74,7 +74,7 @@ def summed_like(
 
 
 def product_is_cheaper(m: int, n: int, rank: int, depth: int, products: int) -> bool:
-    """Say whether ``products`` multiplications with the full m×n product cost less than the way by Gram matrices."""
+    """Return whether ``products`` multiplications with the full m×n product cost less than the way by Gram matrices."""
     by_product = products * m * n * rank + depth * min(m, n) * rank * rank
     by_grams = (m + n) * rank * rank * (1 if products == 1 else 2) + 4 * depth * rank**3
     return by_product < by_grams

@@ -85,7 +85,7 @@ def _is_plain(value: object) -> bool:
 
 
 def why_not_shrunken(unit: AttentionUnit) -> str | None:
-    """Return why the heads of ``unit`` cannot be shrunken, by the module alone, or None."""
+    """Return why the heads of ``unit`` cannot be shrunk, by the module alone, or None."""
     module = unit.module
     if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention:
         return f"{type(module).__name__} is not MultiheadAttention itself, and a replacement would lose its forward"

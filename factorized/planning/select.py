@@ -13,8 +13,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
 from factorized.attention.family import is_transposed
-from factorized.attention.heads import HeadsIn, HeadsOut
-from factorized.attention.multihead import ShrunkenMultiheadAttention
+from factorized.attention.heads import is_around_heads
+from factorized.attention.multihead import is_shrunk_multihead
 from factorized.attention.register import Found, adapter_of, find_attention
 from factorized.attention.unit import AttentionUnit, FormKind
 from factorized.formats.kernel import KernelShape
@@ -114,7 +114,7 @@ def _spare_inside(candidates: list[Candidate], outer: str, attention: str, inclu
 
 
 def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequence[FormKind]) -> None:
-    """Say which forms of every attention module are shrunken, or why none is."""
+    """Note which forms of every attention module are shrunk, or why none is."""
     tied = why_tied(model, [candidate.unit for candidate in candidates if candidate.unit is not None])
     for candidate in candidates:
         unit = candidate.unit
@@ -132,7 +132,7 @@ def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequ
 
 
 def _is_factorized(module: nn.Module) -> bool:
-    return isinstance(module, (FactorizedLayer, ShrunkenMultiheadAttention, HeadsIn, HeadsOut))
+    return isinstance(module, FactorizedLayer) or is_around_heads(module) or is_shrunk_multihead(module)
 
 
 def _has_weight_matrix(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ class SharedWeights:
 
 
 def is_factorized(model: nn.Module) -> bool:
-    """Return whether ``model`` holds what ``compose`` undoes: factorized layers, or shrunken attention."""
+    """Return whether ``model`` holds what ``compose`` undoes: factorized layers, or shrunk attention."""
     return any(isinstance(module, FactorizedLayer) for module in model.modules()) or bool(shrunken_attention(model))
 
 

@@ -13,7 +13,7 @@ from factorized.surgery.state import plain_name
 
 
 def describe(model: nn.Module) -> Plan:
-    """Return a plan with one entry per factorized layer or shrunken attention of ``model``, from these themselves.
+    """Return a plan with one entry per factorized layer or shrunk attention of ``model``, from these themselves.
 
     It holds however the layers came to be: by several calls of ``fz.factorize``, or by hand.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from factorized.attention.cost import AttentionCost
 from factorized.attention.matrices import Matrices, check_finite, drawn_matrices, padded_matrices, spectral_matrices
-from factorized.attention.multihead import ShrunkenMultiheadAttention, allow_nested_tensors
+from factorized.attention.multihead import allow_nested_tensors, is_shrunk_multihead
 from factorized.attention.register import adapter_of, find_attention, read_attention
 from factorized.attention.resize import plain_module, read_unit, shrunken_module
 from factorized.attention.unit import KINDS, AttentionUnit, shrunken_note
@@ -21,19 +21,19 @@ from factorized.surgery.state import Shapes, named_slots
 
 
 def shrunken_attention(model: nn.Module) -> dict[str, AttentionUnit]:
-    """Return every shrunken attention module of ``model`` under its first name."""
+    """Return every shrunk attention module of ``model`` under its first name."""
     found = {}
     for read in find_attention(model):
         if shrunken_note(read.module) is None:
             continue
         if read.unit is None:
-            raise ValueError(f"{read.name or 'the model'}: its heads are shrunken, and cannot be read: {read.reason}")
+            raise ValueError(f"{read.name or 'the model'}: its heads are shrunk, and cannot be read: {read.reason}")
         found[read.name] = read.unit
     return found
 
 
 def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int]) -> nn.Module:
-    """Put plain modules with heads of ``size`` in the place of all shrunken ones; return the model."""
+    """Put plain modules with heads of ``size`` in the place of all shrunk ones; return the model."""
     places = module_names(model)
     for unit in shrunken_attention(model).values():
         extent = size(unit)
@@ -53,11 +53,10 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[A
         assert note is not None
         names = [name_of(name) for name in places[module]]
         cost = AttentionCost(unit, KINDS)
-        is_multihead = isinstance(module, ShrunkenMultiheadAttention)
         entries.append(
             AttentionEntry(
                 name=names[0],
-                type="MultiheadAttention" if is_multihead else type(module).__name__,
+                type="MultiheadAttention" if is_shrunk_multihead(module) else type(module).__name__,
                 shape=(unit.query.heads, note.head_size),
                 aliases=tuple(names[1:]),
                 params=cost.params_at(note.head_size, note.head_size),
@@ -70,7 +69,7 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[A
 
 
 class DenseAttention:
-    """A shrunken attention module and the dense one whose checkpoint it is to be filled from."""
+    """A shrunk attention module and the dense one whose checkpoint it is to be filled from."""
 
     def __init__(self, unit: AttentionUnit, names: Sequence[str]) -> None:
         self.unit, self.names = unit, names  # all of the places where the model holds it
@@ -93,7 +92,7 @@ class DenseAttention:
         return [_inside(name, key) for name in self.names if name != given for key in self.slots]
 
     def owns(self, tensor: Tensor) -> bool:
-        """Say whether a tensor of the shrunken module is one of its projections'."""
+        """Return whether a tensor of the shrunk module is one of its projections'."""
         return any(tensor is mine for p in self.unit.projections for mine in (p.weight, p.bias))
 
     @torch.no_grad()
@@ -119,7 +118,7 @@ def _inside(prefix: str, key: str) -> str:
 
 
 def build_attention(model: nn.Module, entry: AttentionEntry, init: Init | None) -> nn.Module:
-    """Return the shrunken module for an entry of a plan; ``init=None`` leaves it unfilled. Changes nothing."""
+    """Return the shrunk module for an entry of a plan; ``init=None`` leaves it unfilled. Changes nothing."""
     unit = read_unit(model.get_submodule(entry.name))
     qk, ov = entry.head_ranks
     kinds = tuple(kind for kind in KINDS if kind in entry.forms)
@@ -147,7 +146,7 @@ def attention_difference(entry: AttentionEntry, modules: Mapping[str, nn.Module]
     module = modules.get(entry.name)
     found = read_attention(entry.name, module) if module is not None else None
     if found is None or found.unit is None or found.unit.shrunken is not None:
-        return f"{entry.name} is no attention that can be shrunken"
+        return f"{entry.name} is not an attention module that can be shrunk"
     unit = found.unit
     has = (unit.query.heads, unit.head_size)
     return None if has == entry.shape else f"{entry.name} has {has[0]} heads of {has[1]}, not {entry.shape}"

@@ -38,7 +38,7 @@ def factorize_attention(
         model: any model with attention that ``fz.register_attention`` or the library knows.
         rank_scale: the share of a head's dimensions that stays, in (0, 1]; or one for each form.
         init: as for ``fz.factorize``.
-        forms: which forms are shrunken; under rotary embeddings only ``"ov"`` can be.
+        forms: which forms are shrunk; under rotary embeddings only ``"ov"`` can be.
     """
     check_init(init)
     kinds = _checked_forms(forms)

@@ -136,7 +136,7 @@ def test_a_plan_for_other_heads_is_refused() -> None:
     inner.config.num_attention_heads, inner.attention_head_size = 6, 4
     with pytest.raises(ValueError, match="has 6 heads of 4, not"):
         fz.factorize(other, plan)
-    with pytest.raises(ValueError, match="is no attention that can be shrunken"):
+    with pytest.raises(ValueError, match="is not an attention module that can be shrunk"):
         fz.factorize(fz.factorize(BERT.make(), plan), plan)
 
 
