@@ -52,7 +52,8 @@ class MonarchFormat(Format):
             )
         middle, ones = blocks * self.rank * blocks, (1,) * len(shape.size)
         spans = tuple(range(len(shape.size)))
-        first = Step(shape.in_channels, middle, shape.size, blocks, spans, shuffle=blocks * self.rank)
+        shuffle = blocks * self.rank if blocks > 1 else 1  # of one block there is nothing to shuffle
+        first = Step(shape.in_channels, middle, shape.size, blocks, spans, shuffle)
         chain = (first, Step(middle, shape.out_channels, ones, blocks))
         object.__setattr__(self, "chain", chain if shape.groups == 1 else None)
 

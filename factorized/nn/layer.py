@@ -63,10 +63,11 @@ class FactorizedLayer(nn.Module):
         self.decay_in_backward = 0.0  # added to the gradient of a composed weight, see fz.FrobeniusDecay
         self.execution = execution
         # Filled here, because a cached property would break a trace that reads it first.
-        self._cheapest = {
-            (device, compiled): self._cheapest_way(device, compiled)
-            for device in ("cpu", "cuda")
-            for compiled in (False, True)
+        machines = [(device, compiled) for device in ("cpu", "cuda") for compiled in (False, True)]
+        costs = {machine: format.ways(self.stride, *machine) for machine in machines}
+        self.executions: tuple[Way, ...] = tuple(costs["cpu", False])  # the ways in which this layer can run
+        self._cheapest: dict[tuple[str, bool], Way] = {
+            machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()
         }
         self.check_execution()
 
@@ -103,11 +104,6 @@ class FactorizedLayer(nn.Module):
         format, count = self.format.decayed
         return format.compose(self.factors[:count])
 
-    @property
-    def executions(self) -> tuple[Way, ...]:
-        """The ways in which this layer can run."""
-        return tuple(self.format.ways(self.stride, "cpu", compiled=False))
-
     def chosen_execution(self) -> Way:
         """Return how ``forward`` runs: the execution set, or for ``"auto"`` the cheapest by cost."""
         if self.drops or self.decay_in_backward:  # both act on the composed weight
@@ -125,10 +121,6 @@ class FactorizedLayer(nn.Module):
             reason = f"a {self.shape} weight in {self.format.describe()} cannot run so" if known else "unknown"
             choices = ", ".join(f'"{way}"' for way in ("auto", *self.executions))
             raise ValueError(f"execution must be one of {choices}, got {self.execution!r} ({reason})")
-
-    def _cheapest_way(self, device: str, compiled: bool) -> Way:
-        costs = self.format.ways(self.stride, device, compiled)
-        return min(costs, key=costs.__getitem__)
 
     @property
     def composes(self) -> bool:

@@ -67,7 +67,8 @@ PLAN_EDITS: tuple[tuple[tuple[str | int, ...], tuple[Any, ...]], ...] = (
     (("plan", "entries", 1, "name"), (REMOVED, None, 3, "", "nothing", "..")),
     (("plan", "entries", 1, "type"), (REMOVED, None, 3, "Linear", "os.system")),
     (("plan", "entries", 1, "shape"), (REMOVED, None, [], 3, ["x"], [10**15, 10**15])),
-    (("plan", "entries", 1, "rank"), (REMOVED, None, 0, -1, 2.5, "3", True, 10**15, 10**40)),
+    (("plan", "entries", 1, "format", "rank"), (REMOVED, None, 0, -1, 2.5, "3", True, 10**15, 10**40)),
+    (("plan", "entries", 1, "format", "name"), (REMOVED, None, 3, "", "sparse")),
 )
 
 

@@ -36,7 +36,7 @@ def prepare_folders(
     ``needed`` is the bytes that a run writes. Unless it is resumed, what an earlier run left is removed, once every
     folder has proved to be fit. ``resume=True`` needs a run to go on with in one of them at least.
     """
-    if resume is True and not any(_runs(folder) for folder in folders):
+    if resume is True and not any(_began(folder) for folder in folders):
         raise ValueError(_nothing_to_resume(folders))
     for folder in folders:
         _probe(folder)
@@ -63,8 +63,13 @@ def _runs(folder: Path) -> list[str]:
     return [name for name in (state.FILE, trained.RESULT) if (folder / name).exists()]
 
 
+def _began(folder: Path) -> bool:
+    """Return whether a run is there to go on with: one killed before its first checkpoint has its metrics alone."""
+    return bool(_runs(folder)) or (folder / METRICS).exists()
+
+
 def _nothing_to_resume(folders: Sequence[Path]) -> str:
-    """Say where no run was found, and which folders with one are named alike."""
+    """Return a message: where no run was found, and which folders with one are named alike."""
     wanted = folders[0]
     patterns = [(wanted.parent, "*")]  # other seeds; then another name in place of one of the folders above
     for depth in range(1, min(4, len(wanted.parts))):

@@ -70,6 +70,15 @@ def test_a_run_killed_at_a_random_moment_goes_on_to_the_same_bits(tmp_path: Path
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
+def test_a_run_killed_before_its_first_checkpoint_goes_on_from_the_start(tmp_path: Path) -> None:
+    train(recipe(*LONG), digits(), tmp_path / "whole", device="cpu")
+    folder = tmp_path / "killed" / "seed-0"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text((tmp_path / "whole/seed-0/metrics.jsonl").read_text().splitlines()[0] + "\n")
+    train(recipe(*LONG), digits(), tmp_path / "killed", device="cpu", resume=True)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("change", ["data.place=loader", "decay.record_norms=true", "optimizer.clip=0.5"])
 def test_a_run_killed_again_and_again_goes_on_to_the_same_bits(tmp_path: Path, change: str) -> None:
@@ -202,13 +211,6 @@ def test_resuming_where_there_is_nothing_is_refused_with_the_nearest_runs(whole:
         assert not (tmp_path / folder).exists()
     with pytest.raises(ValueError, match=r"small/seed-1; there are runs in .*small/seed-0\. .*--auto-resume"):
         train(recipe(), digits(), tmp_path / "out/digits/small", seeds=(1,), device="cpu", resume=True)
-
-
-def test_a_run_killed_before_its_first_checkpoint_is_nothing_to_resume(tmp_path: Path) -> None:
-    (tmp_path / "seed-0").mkdir()
-    (tmp_path / "seed-0" / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"nothing to resume in [^ ]*seed-0.*start without --resume"):
-        train(recipe(), digits(), tmp_path, device="cpu", resume=True)
 
 
 def test_resuming_automatically_starts_where_there_is_nothing_and_goes_on_where_there_is(
