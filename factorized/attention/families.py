@@ -78,7 +78,7 @@ def read_gpt2(module: nn.Module) -> AttentionUnit:
 SHRUNKEN = Family("q_proj", "k_proj", "v_proj", "out_proj", heads="num_heads", one_size=False)
 
 
-def read_shrunken(module: nn.Module) -> AttentionUnit:
+def read_shrunk(module: nn.Module) -> AttentionUnit:
     """Read what a shrunk ``nn.MultiheadAttention`` has become."""
     return replace(SHRUNKEN(module), sums_to_one=not module.add_zero_attn)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from factorized.attention.heads import is_around_heads
-from factorized.attention.unit import AttentionUnit, Projection, shrunken_note
+from factorized.attention.unit import AttentionUnit, Projection, shrunk_note
 
 
 class UnreadableAttention(ValueError):
@@ -40,7 +40,7 @@ class Family:
         """Read one module."""
         heads = _whole_number(module, self.heads)
         kv_heads = _whole_number(module, self.kv_heads) if self.kv_heads else heads
-        note = shrunken_note(module)
+        note = shrunk_note(module)
         size = note.head_size if note else self._head_size(module, heads)
         qk, ov = (note.qk, note.ov) if note else (size, size)
         queries, keys = heads * qk, kv_heads * qk

@@ -118,7 +118,7 @@ def padded_matrices(unit: AttentionUnit, size: int) -> Matrices:
 
     new = replace(old, query=pad(old.query), key=pad(old.key), value=pad(old.value), output=_pad(old.output, size))
     free = unit.value.head_size
-    if unit.shrunken is None or not unit.shrunken.added_bias or size == free:
+    if unit.shrunk is None or not unit.shrunk.added_bias or size == free:
         return new
     assert new.value[1] is not None
     assert new.output_bias is not None

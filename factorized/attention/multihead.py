@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized._checks import check_whole
-from factorized.attention.unit import Shrunken
+from factorized.attention.unit import Shrunk
 
 
-class ShrunkenMultiheadAttention(nn.Module):
+class ShrunkMultiheadAttention(nn.Module):
     """Attention with the signature of ``nn.MultiheadAttention``, whose heads have any size, and two of them.
 
     ``qk_size`` is that of queries and keys, ``ov_size`` that of values; ``scale`` multiplies the scores. Its state dict
@@ -51,14 +51,14 @@ class ShrunkenMultiheadAttention(nn.Module):
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.scale = head_size**-0.5 if scale is None else scale
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
-        self.shrunken = Shrunken(head_size, qk_size, ov_size)
+        self.shrunk = Shrunk(head_size, qk_size, ov_size)
         self.q_proj = nn.Linear(embed_dim, num_heads * qk_size, bias, device=device, dtype=dtype)
         self.k_proj = nn.Linear(self.kdim, num_heads * qk_size, bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(self.vdim, num_heads * ov_size, bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(num_heads * ov_size, embed_dim, bias, device=device, dtype=dtype)
 
     @classmethod
-    def like(cls, dense: nn.MultiheadAttention, qk_size: int, ov_size: int) -> ShrunkenMultiheadAttention:
+    def like(cls, dense: nn.MultiheadAttention, qk_size: int, ov_size: int) -> ShrunkMultiheadAttention:
         """Return a module with the settings of ``dense`` and heads of these sizes, on the meta device."""
         return cls(
             dense.embed_dim,
@@ -151,18 +151,18 @@ class ShrunkenMultiheadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the sizes."""
-        note = self.shrunken
+        note = self.shrunk
         return f"{self.embed_dim}, heads={self.num_heads}, qk={note.qk}, ov={note.ov} of {note.head_size}"
 
 
 def is_shrunk_multihead(module: nn.Module) -> bool:
     """Return whether a module is what ``nn.MultiheadAttention`` became."""
-    return isinstance(module, ShrunkenMultiheadAttention)
+    return isinstance(module, ShrunkMultiheadAttention)
 
 
 def dense_multihead(module: nn.Module) -> nn.MultiheadAttention | None:
     """Return the ``nn.MultiheadAttention`` that a shrunk one came from, on the meta device; None for other modules."""
-    if not isinstance(module, ShrunkenMultiheadAttention):
+    if not isinstance(module, ShrunkMultiheadAttention):
         return None
     return nn.MultiheadAttention(
         module.embed_dim,
@@ -210,7 +210,7 @@ _KEPT_OFF = "nested_before_shrinking"  # the mark of an encoder that took nested
 def keep_off_nested_tensors(model: nn.Module) -> None:
     """Keep torch's encoders that hold shrunk attention off the path for nested tensors, which it cannot take."""
     for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and _holds_shrunken(encoder):
+        if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and _holds_shrunk(encoder):
             encoder.use_nested_tensor = False
             encoder.__dict__[_KEPT_OFF] = True
 
@@ -218,11 +218,11 @@ def keep_off_nested_tensors(model: nn.Module) -> None:
 def allow_nested_tensors(model: nn.Module) -> None:
     """Give that path back to encoders that were kept off it and hold no shrunk attention any more."""
     for encoder in model.modules():
-        if not isinstance(encoder, nn.TransformerEncoder) or _holds_shrunken(encoder):
+        if not isinstance(encoder, nn.TransformerEncoder) or _holds_shrunk(encoder):
             continue
         if encoder.__dict__.pop(_KEPT_OFF, False):
             encoder.use_nested_tensor = True
 
 
-def _holds_shrunken(encoder: nn.Module) -> bool:
-    return any(isinstance(module, ShrunkenMultiheadAttention) for module in encoder.modules())
+def _holds_shrunk(encoder: nn.Module) -> bool:
+    return any(isinstance(module, ShrunkMultiheadAttention) for module in encoder.modules())

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from factorized.attention.families import BERT, LLAMA, MARIAN, VIT, read_gpt2, read_multihead, read_shrunken
+from factorized.attention.families import BERT, LLAMA, MARIAN, VIT, read_gpt2, read_multihead, read_shrunk
 from factorized.attention.family import Family, UnreadableAttention, is_transposed
-from factorized.attention.multihead import ShrunkenMultiheadAttention
+from factorized.attention.multihead import ShrunkMultiheadAttention
 from factorized.attention.unit import AttentionUnit
 
 Adapter = Callable[[nn.Module], AttentionUnit]
@@ -28,7 +28,7 @@ KNOWN: dict[str, Adapter] = {
 # Those of torch and our own; the others are put there by calls of ``register_attention`` alone.
 _registered: dict[type[nn.Module], Adapter] = {
     nn.MultiheadAttention: read_multihead,
-    ShrunkenMultiheadAttention: read_shrunken,
+    ShrunkMultiheadAttention: read_shrunk,
 }
 
 CALLED = ("attention", "attn", "mha")  # words in the names of classes that are attention

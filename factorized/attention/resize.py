@@ -10,31 +10,31 @@ from torch import nn
 from factorized.attention.family import is_transposed
 from factorized.attention.heads import HeadsIn, HeadsOut, plain_type_of
 from factorized.attention.matrices import Matrices, write_matrices
-from factorized.attention.multihead import ShrunkenMultiheadAttention, dense_multihead
+from factorized.attention.multihead import ShrunkMultiheadAttention, dense_multihead
 from factorized.attention.register import read_attention
-from factorized.attention.unit import AttentionUnit, Projection, Shrunken
+from factorized.attention.unit import AttentionUnit, Projection, Shrunk
 from factorized.nn.dense import added_attributes
 
 # Arguments for the smallest module of each class that takes more than two sizes.
 SMALLEST: dict[type[nn.Module], tuple[object, ...]] = {
     HeadsIn: (1, ((1, 1),), 1),
     HeadsOut: (1, 1, 1, 1),
-    ShrunkenMultiheadAttention: (1, 1, 1, 1),
+    ShrunkMultiheadAttention: (1, 1, 1, 1),
 }
 
 
-def shrunken_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
+def shrunk_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
     """Return a module like the unit's with heads of these sizes, holding ``matrices``; None leaves them unfilled.
 
-    ``nn.MultiheadAttention`` becomes a ``ShrunkenMultiheadAttention``. Every other class stays what it is: where its
+    ``nn.MultiheadAttention`` becomes a ``ShrunkMultiheadAttention``. Every other class stays what it is: where its
     ``forward`` has one head size for all, the smaller of the two ranks is padded between the projections.
     """
     if isinstance(unit.module, nn.MultiheadAttention):
-        new = materialized(ShrunkenMultiheadAttention.like(unit.module, qk, ov), unit.output.weight)
+        new = materialized(ShrunkMultiheadAttention.like(unit.module, qk, ov), unit.output.weight)
     else:
         size = max(qk, ov) if unit.resizable else unit.head_size
         added_bias = ov < unit.head_size and unit.value.bias is not None and not unit.has_output_bias
-        new = _resized(unit, qk, ov, size, Shrunken(unit.head_size, qk, ov, added_bias))
+        new = _resized(unit, qk, ov, size, Shrunk(unit.head_size, qk, ov, added_bias))
     return _filled(new, unit, matrices)
 
 
@@ -43,10 +43,10 @@ def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> n
     dense = dense_multihead(unit.module)
     if dense is not None:
         return _filled(materialized(dense, unit.output.weight), unit, matrices)
-    keeps_added_bias = unit.shrunken is not None and unit.shrunken.added_bias and size == unit.value.head_size
-    note = Shrunken(unit.head_size, size, size, keeps_added_bias)
+    keeps_added_bias = unit.shrunk is not None and unit.shrunk.added_bias and size == unit.value.head_size
+    note = Shrunk(unit.head_size, size, size, keeps_added_bias)
     new = _filled(_resized(unit, size, size, size, note), unit, matrices)
-    del new.shrunken
+    del new.shrunk
     return new
 
 
@@ -93,7 +93,7 @@ def read_unit(module: nn.Module) -> AttentionUnit:
     return found.unit
 
 
-def _resized(unit: AttentionUnit, qk: int, ov: int, size: int, note: Shrunken) -> nn.Module:
+def _resized(unit: AttentionUnit, qk: int, ov: int, size: int, note: Shrunk) -> nn.Module:
     """Return a copy of the unit's module with new projections; all else in it is shared, not copied."""
     layers: dict[str, nn.Module] = {}
     for path in dict.fromkeys(projection.path for projection in (unit.query, unit.key, unit.value)):
@@ -102,7 +102,7 @@ def _resized(unit: AttentionUnit, qk: int, ov: int, size: int, note: Shrunken) -
         layers[path] = _input_layer(unit.module.get_submodule(path), held[0], tuple(ranks), size)
     layers[unit.output.path] = _output_layer(unit, ov, size, unit.has_output_bias or note.added_bias)
     values: dict[str, object] = dict(zip(unit.resizable, (size, unit.query.heads * size), strict=False))
-    return grafted(unit.module, {**layers, **values, "shrunken": note})
+    return grafted(unit.module, {**layers, **values, "shrunk": note})
 
 
 def _input_layer(old: nn.Module, projection: Projection, parts: tuple[tuple[int, int], ...], size: int) -> nn.Module:

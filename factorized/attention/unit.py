@@ -13,10 +13,10 @@ KINDS: tuple[FormKind, ...] = ("qk", "ov")
 
 
 @dataclass(frozen=True)
-class Shrunken:
+class Shrunk:
     """The note that ``fz.factorize_attention`` leaves on a module: its head size before, and what its heads have now.
 
-    The module holds it as its attribute ``shrunken``.
+    The module holds it as its attribute ``shrunk``.
     """
 
     head_size: int
@@ -83,14 +83,14 @@ class AttentionUnit:
         return self.query.heads // self.key.heads
 
     @property
-    def shrunken(self) -> Shrunken | None:
+    def shrunk(self) -> Shrunk | None:
         """What was done to the module, if anything."""
-        return shrunken_note(self.module)
+        return shrunk_note(self.module)
 
     @property
     def has_output_bias(self) -> bool:
         """Whether the dense module has an output bias; shrinking may have added one."""
-        return self.output.bias is not None and not (self.shrunken is not None and self.shrunken.added_bias)
+        return self.output.bias is not None and not (self.shrunk is not None and self.shrunk.added_bias)
 
     @property
     def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
@@ -115,7 +115,7 @@ def are_kinds(given: object) -> bool:
     return isinstance(given, Collection) and not isinstance(given, str) and all(kind in KINDS for kind in given)
 
 
-def shrunken_note(module: nn.Module) -> Shrunken | None:
+def shrunk_note(module: nn.Module) -> Shrunk | None:
     """Return the note that shrinking left on ``module``, or None."""
-    note = module.__dict__.get("shrunken")
-    return note if isinstance(note, Shrunken) else None
+    note = module.__dict__.get("shrunk")
+    return note if isinstance(note, Shrunk) else None

@@ -11,7 +11,7 @@ from factorized.attention.matrices import write_matrices
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model, module_names
 from factorized.surgery.decompose import decompose_all
-from factorized.surgery.heads import DenseAttention, shrunken_attention
+from factorized.surgery.heads import DenseAttention, shrunk_attention
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
 
@@ -33,7 +33,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     places = module_names(inside)
     attention = [
         DenseAttention(unit, [plain_name(name) for name in places[unit.module]])
-        for unit in shrunken_attention(inside).values()
+        for unit in shrunk_attention(inside).values()
     ]
     if not (layers or attention):
         raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")

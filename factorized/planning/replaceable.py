@@ -84,7 +84,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def why_not_shrunken(unit: AttentionUnit) -> str | None:
+def why_not_shrunk(unit: AttentionUnit) -> str | None:
     """Return why the heads of ``unit`` cannot be shrunk, by the module alone, or None."""
     module = unit.module
     if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention:

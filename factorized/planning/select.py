@@ -19,7 +19,7 @@ from factorized.attention.register import Found, adapter_of, find_attention
 from factorized.attention.unit import AttentionUnit, FormKind
 from factorized.formats.kernel import KernelShape
 from factorized.nn.layer import FactorizedLayer
-from factorized.planning.replaceable import why_not_replaced, why_not_shrunken, why_tied
+from factorized.planning.replaceable import why_not_replaced, why_not_shrunk, why_tied
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 Pattern = str | type[nn.Module]
@@ -121,14 +121,14 @@ def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequ
         if unit is None or candidate.reason is not None:
             continue
         candidate.kinds = tuple(kind for kind in attention if not (kind == "qk" and unit.rotary))
-        if unit.shrunken is not None:
+        if unit.shrunk is not None:
             candidate.reason = ALREADY
         elif not attention:
             candidate.reason = "attention is one unit; fz.LowRank() with attention=True shrinks its heads"
         elif not candidate.kinds:
             candidate.reason = "rotary embeddings turn its queries and keys, so that QK is no single form"
         else:
-            candidate.reason = why_not_shrunken(unit) or tied.get(unit.module)
+            candidate.reason = why_not_shrunk(unit) or tied.get(unit.module)
 
 
 def _is_factorized(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from factorized.attention.unit import AttentionUnit
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_copyable, check_model
-from factorized.surgery.heads import shrunken_attention, with_plain_attention
+from factorized.surgery.heads import shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 from factorized.surgery.state import check_finite, is_sharded
 
@@ -31,13 +31,13 @@ class SharedWeights:
 
 def is_factorized(model: nn.Module) -> bool:
     """Return whether ``model`` holds what ``compose`` undoes: factorized layers, or shrunk attention."""
-    return any(isinstance(module, FactorizedLayer) for module in model.modules()) or bool(shrunken_attention(model))
+    return any(isinstance(module, FactorizedLayer) for module in model.modules()) or bool(shrunk_attention(model))
 
 
 def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
     """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
 
-    The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunken attention gets its dense head size
+    The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunk attention gets its dense head size
     back, filled up with zeros, in the class it came from. The given model is not touched, and nothing of this package
     is left in the copy. Weights that are not finite are refused unless ``allow_nonfinite``.
     """
@@ -62,7 +62,7 @@ def convert(
 ) -> nn.Module:
     """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names.
 
-    Shrunken attention is replaced by its own class with heads of ``head_size``. Weights must be finite, before and
+    Shrunk attention is replaced by its own class with heads of ``head_size``. Weights must be finite, before and
     after, unless ``allow_nonfinite``.
     """
     check_model(model)
@@ -79,7 +79,7 @@ def convert(
     for name, module in copy.named_modules(remove_duplicate=False):
         if isinstance(module, FactorizedLayer):
             places.setdefault(module, []).append(name)
-    if not (places or shrunken_attention(copy)):
+    if not (places or shrunk_attention(copy)):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
     for layer, names in places.items():

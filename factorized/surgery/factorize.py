@@ -24,7 +24,7 @@ from factorized.nn.running import ExampleInput
 from factorized.planning.plan import Entry, Plan
 from factorized.planning.planner import Allocate
 from factorized.planning.planner import plan as make_plan
-from factorized.planning.replaceable import why_not_replaced, why_not_shrunken
+from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
 from factorized.planning.select import Pattern
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
@@ -191,7 +191,7 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
 def _refuse_loss(module: nn.Module) -> None:
     """Raise if a replacement would lose something that was put on ``module`` after the plan was made."""
     found = read_attention("", module)
-    lost = why_not_replaced(module) if found is None or found.unit is None else why_not_shrunken(found.unit)
+    lost = why_not_replaced(module) if found is None or found.unit is None else why_not_shrunk(found.unit)
     if lost is not None:
         raise ValueError(f"{lost}. Nothing was changed")
 

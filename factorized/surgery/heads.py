@@ -1,4 +1,4 @@
-"""Shrunken attention on its way out: as plain modules, as entries of a plan, and from dense checkpoints."""
+"""Shrunk attention on its way out: as plain modules, as entries of a plan, and from dense checkpoints."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from factorized.attention.cost import AttentionCost
 from factorized.attention.matrices import Matrices, check_finite, drawn_matrices, padded_matrices, spectral_matrices
 from factorized.attention.multihead import allow_nested_tensors, is_shrunk_multihead
 from factorized.attention.register import adapter_of, find_attention, read_attention
-from factorized.attention.resize import plain_module, read_unit, shrunken_module
-from factorized.attention.unit import KINDS, AttentionUnit, shrunken_note
+from factorized.attention.resize import plain_module, read_unit, shrunk_module
+from factorized.attention.unit import KINDS, AttentionUnit, shrunk_note
 from factorized.nn.init import Init
 from factorized.nn.model import module_names
 from factorized.planning.plan import AttentionEntry
@@ -20,11 +20,11 @@ from factorized.surgery.replace import replace_module
 from factorized.surgery.state import Shapes, named_slots
 
 
-def shrunken_attention(model: nn.Module) -> dict[str, AttentionUnit]:
+def shrunk_attention(model: nn.Module) -> dict[str, AttentionUnit]:
     """Return every shrunk attention module of ``model`` under its first name."""
     found = {}
     for read in find_attention(model):
-        if shrunken_note(read.module) is None:
+        if shrunk_note(read.module) is None:
             continue
         if read.unit is None:
             raise ValueError(f"{read.name or 'the model'}: its heads are shrunk, and cannot be read: {read.reason}")
@@ -35,7 +35,7 @@ def shrunken_attention(model: nn.Module) -> dict[str, AttentionUnit]:
 def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int]) -> nn.Module:
     """Put plain modules with heads of ``size`` in the place of all shrunk ones; return the model."""
     places = module_names(model)
-    for unit in shrunken_attention(model).values():
+    for unit in shrunk_attention(model).values():
         extent = size(unit)
         plain = plain_module(unit, extent, padded_matrices(unit, extent))
         for name in places[unit.module]:
@@ -48,8 +48,8 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[A
     """Return the plan entries that would shrink a dense model's attention as this model's is."""
     places = module_names(model)
     entries = []
-    for unit in shrunken_attention(model).values():
-        note, module = unit.shrunken, unit.module
+    for unit in shrunk_attention(model).values():
+        note, module = unit.shrunk, unit.module
         assert note is not None
         names = [name_of(name) for name in places[module]]
         cost = AttentionCost(unit, KINDS)
@@ -98,7 +98,7 @@ class DenseAttention:
     @torch.no_grad()
     def best(self, state: Mapping[str, Tensor]) -> Matrices:
         """Return the best heads of this size for the matrices in ``state`` (section 3.1)."""
-        note = self.unit.shrunken
+        note = self.unit.shrunk
         assert note is not None
         name = self._given(state)
         for key, slot in self.slots.items():
@@ -123,11 +123,11 @@ def build_attention(model: nn.Module, entry: AttentionEntry, init: Init | None) 
     qk, ov = entry.head_ranks
     kinds = tuple(kind for kind in KINDS if kind in entry.forms)
     if init is None or unit.query.weight.is_meta:
-        return shrunken_module(unit, qk, ov, None)
+        return shrunk_module(unit, qk, ov, None)
     check_finite(unit, entry.name)
     if init == "spectral":
-        return shrunken_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=ov < unit.head_size))
-    return shrunken_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
+        return shrunk_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=ov < unit.head_size))
+    return shrunk_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
 
 
 def refuse_unregistered(entries: Iterable[AttentionEntry], modules: Mapping[str, nn.Module]) -> None:
@@ -145,7 +145,7 @@ def attention_difference(entry: AttentionEntry, modules: Mapping[str, nn.Module]
     """Return how the attention module that an entry names differs from the one it was made for."""
     module = modules.get(entry.name)
     found = read_attention(entry.name, module) if module is not None else None
-    if found is None or found.unit is None or found.unit.shrunken is not None:
+    if found is None or found.unit is None or found.unit.shrunk is not None:
         return f"{entry.name} is not an attention module that can be shrunk"
     unit = found.unit
     has = (unit.query.heads, unit.head_size)

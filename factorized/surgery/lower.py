@@ -15,7 +15,7 @@ def lower(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
     Two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a factor. A
     layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tensor train gives
     two plain layers, a Tucker tensor three (1×1, k×k, 1×1) and a separable convolution its depthwise one before them;
-    where its dimensions mix outputs and inputs, the tensor is composed. Shrunken attention keeps the smallest head size
+    where its dimensions mix outputs and inputs, the tensor is composed. Shrunk attention keeps the smallest head size
     that its own class can hold: one for all forms, the dense one for ``nn.MultiheadAttention``, which has no other, and
     where rotary embeddings need it. A tied embedding and output layer go on sharing ``U``; ``V`` stands transposed in
     one of them and is copied. The given model is not touched. Code that reads ``layer.weight`` of a lowered layer finds

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.attention.multihead import ShrunkenMultiheadAttention
+from factorized.attention.multihead import ShrunkMultiheadAttention
 from factorized.testing import error
 
 N, L, S, E, HEADS = 2, 5, 4, 12, 3
@@ -23,7 +23,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def pair(**settings: Any) -> tuple[nn.MultiheadAttention, ShrunkenMultiheadAttention]:
+def pair(**settings: Any) -> tuple[nn.MultiheadAttention, ShrunkMultiheadAttention]:
     """Return a dense module with biases, and what it becomes when nothing is cut off."""
     torch.manual_seed(0)
     dense = nn.MultiheadAttention(E, HEADS, **settings).double().eval()
@@ -32,7 +32,7 @@ def pair(**settings: Any) -> tuple[nn.MultiheadAttention, ShrunkenMultiheadAtten
             if parameter.dim() == 1:
                 parameter += torch.randn_like(parameter)
     small = fz.factorize_attention(deepcopy(dense), rank_scale=1)
-    assert isinstance(small, ShrunkenMultiheadAttention)
+    assert isinstance(small, ShrunkMultiheadAttention)
     return dense, small
 
 
@@ -146,7 +146,7 @@ def test_what_torch_refuses_is_not_broadcast(arguments: dict[str, Any], message:
 
 
 def test_dropout_falls_on_the_attention_weights_in_training_only() -> None:
-    module = ShrunkenMultiheadAttention(E, HEADS, 2, 2, dropout=0.5, batch_first=True)
+    module = ShrunkMultiheadAttention(E, HEADS, 2, 2, dropout=0.5, batch_first=True)
     x = torch.randn(N, L, E)
     for need_weights in (True, False):
         module.train()
@@ -168,7 +168,7 @@ def test_its_gradients_are_those_of_torchs_module() -> None:
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_it_compiles_whole_and_exports(need_weights: bool) -> None:
     torch._dynamo.reset()
-    module = ShrunkenMultiheadAttention(E, HEADS, 2, 3, batch_first=True, dtype=torch.float64).eval()
+    module = ShrunkMultiheadAttention(E, HEADS, 2, 3, batch_first=True, dtype=torch.float64).eval()
     x = torch.randn(N, L, E, dtype=torch.float64)
     padding = torch.zeros(N, L, dtype=torch.bool)
     padding[0, 4] = True
@@ -180,12 +180,12 @@ def test_it_compiles_whole_and_exports(need_weights: bool) -> None:
 
 
 def test_copies_pickles_and_states_keep_it_as_it_is() -> None:
-    module = ShrunkenMultiheadAttention(E, HEADS, 2, 3, kdim=7, batch_first=True)
+    module = ShrunkMultiheadAttention(E, HEADS, 2, 3, kdim=7, batch_first=True)
     inputs = (torch.randn(N, L, E), torch.randn(N, S, 7), torch.randn(N, S, E))
     for copy in (deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert repr(copy) == repr(module)
         assert error(copy(*inputs)[0], module(*inputs)[0]) == 0
-    fresh = ShrunkenMultiheadAttention(E, HEADS, 2, 3, kdim=7, batch_first=True)
+    fresh = ShrunkMultiheadAttention(E, HEADS, 2, 3, kdim=7, batch_first=True)
     assert sorted(fresh.state_dict()) == sorted(
         f"{name}.{part}" for name in ("q_proj", "k_proj", "v_proj", "out_proj") for part in ("weight", "bias")
     )
@@ -205,7 +205,7 @@ def test_copies_pickles_and_states_keep_it_as_it_is() -> None:
 )
 def test_wrong_sizes_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ShrunkenMultiheadAttention(*arguments)
+        ShrunkMultiheadAttention(*arguments)
 
 
 def padded_encoder() -> tuple[nn.TransformerEncoder, Tensor, Tensor]:

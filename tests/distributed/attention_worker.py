@@ -29,18 +29,18 @@ class Reader(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 24)
         self.packed = nn.MultiheadAttention(24, 3, batch_first=True)
-        self.shrunken = nn.MultiheadAttention(24, 3, batch_first=True)
+        self.shrunk = nn.MultiheadAttention(24, 3, batch_first=True)
         self.head = nn.Linear(24, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         x = x + self.packed(x, x, x, need_weights=False)[0]
-        return self.head(x + self.shrunken(x, x, x, need_weights=False)[0])
+        return self.head(x + self.shrunk(x, x, x, need_weights=False)[0])
 
 
 def reader() -> nn.Module:
     model = Reader().double()
-    model.shrunken = fz.factorize_attention(model.shrunken, {"qk": 0.5, "ov": 0.375})
+    model.shrunk = fz.factorize_attention(model.shrunk, {"qk": 0.5, "ov": 0.375})
     return model
 
 
@@ -82,7 +82,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: 
 
 
 def shard(model: nn.Module) -> nn.Module:
-    blocks = {"Reader": ["packed", "shrunken"], "GPT2LMHeadModel": ["transformer.h.0"]}
+    blocks = {"Reader": ["packed", "shrunk"], "GPT2LMHeadModel": ["transformer.h.0"]}
     for name in blocks.get(type(model).__name__, ["model.layers.0"]):
         fully_shard(model.get_submodule(name))
     fully_shard(model)

@@ -179,7 +179,7 @@ class Logits(nn.Module):
         pytest.param(LLAMA, True, id="llama, padded", marks=pytest.mark.nightly),
     ],
 )
-def test_shrunken_models_compile_whole_and_export(kind: Kind, unequal: bool) -> None:
+def test_shrunk_models_compile_whole_and_export(kind: Kind, unequal: bool) -> None:
     torch._dynamo.reset()
     model = small(kind, unequal, torch.float32)
     wrapped = Logits(model).eval()

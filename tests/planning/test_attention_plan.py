@@ -65,7 +65,7 @@ def test_attention_is_one_entry_with_its_heads_and_its_share(kind: Kind) -> None
 
 
 @every_kind
-def test_the_planned_parameters_and_macs_are_those_of_the_shrunken_model(kind: Kind) -> None:
+def test_the_planned_parameters_and_macs_are_those_of_the_shrunk_model(kind: Kind) -> None:
     model = kind.make()
     example = inputs(kind)
     plan = fz.plan(model, rank_scale=0.5, attention=True, example_input=example, include=list(kind.attention))
@@ -114,7 +114,7 @@ def test_macs_are_a_budget_for_attention_too() -> None:
     assert plan.macs_after <= 0.5 * plan.macs
 
 
-def test_one_form_alone_can_be_shrunken() -> None:
+def test_one_form_alone_can_be_shrunk() -> None:
     plan = fz.plan(BERT.make(), rank_scale=0.25, attention=("ov",), include=["*attention"])
     assert plan.selected[0].head_ranks == (8, 2)
     assert "qk 8, ov 2" in str(plan)

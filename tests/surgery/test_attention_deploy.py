@@ -33,7 +33,7 @@ def _own_class() -> None:
     register_own()
 
 
-def shrunken(kind: Kind, unequal: bool = False) -> nn.Module:
+def shrunk(kind: Kind, unequal: bool = False) -> nn.Module:
     scales = {"qk": 0.75, "ov": 0.5} if unequal else {"qk": 0.5, "ov": 0.5}
     return fz.factorize_attention(kind.make(), {k: scales[k] for k in kind.forms}, forms=kind.forms)
 
@@ -46,13 +46,13 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("unequal", [False, True])
 @torch.no_grad()
 def test_composed_attention_has_its_dense_size_and_computes_the_same(kind: Kind, unequal: bool) -> None:
-    model = shrunken(kind, unequal)
+    model = shrunk(kind, unequal)
     before = deepcopy(model.state_dict())
     composed = fz.compose(model)
     assert error(kind.run(composed), kind.run(model)) < 1e-12
     assert shapes(composed) == shapes(kind.make())
     assert not any(type(module).__module__.startswith("factorized") for module in composed.modules())
-    assert all(read.unit is not None and read.unit.shrunken is None for read in find_attention(composed))
+    assert all(read.unit is not None and read.unit.shrunk is None for read in find_attention(composed))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -60,7 +60,7 @@ def test_composed_attention_has_its_dense_size_and_computes_the_same(kind: Kind,
 @pytest.mark.parametrize("unequal", [False, True])
 @torch.no_grad()
 def test_lowered_attention_is_plain_with_the_smallest_heads_its_class_can_hold(kind: Kind, unequal: bool) -> None:
-    model = shrunken(kind, unequal)
+    model = shrunk(kind, unequal)
     lowered = fz.lower(model)
     assert error(kind.run(lowered), kind.run(model)) < 1e-12
     assert not any(type(module).__module__.startswith("factorized") for module in lowered.modules())
@@ -78,7 +78,7 @@ def test_lowered_attention_is_plain_with_the_smallest_heads_its_class_can_hold(k
 @pytest.mark.parametrize("unequal", [False, True])
 @torch.no_grad()
 def test_what_is_saved_loads_into_a_fresh_dense_model(kind: Kind, unequal: bool, tmp_path: Path) -> None:
-    model = shrunken(kind, unequal)
+    model = shrunk(kind, unequal)
     fz.save(model, tmp_path)
     torch.manual_seed(9)
     loaded = fz.load(tmp_path, kind.build().double().eval())
@@ -90,8 +90,8 @@ def test_what_is_saved_loads_into_a_fresh_dense_model(kind: Kind, unequal: bool,
 
 @every_kind
 @torch.no_grad()
-def test_a_state_dict_goes_from_one_shrunken_model_to_another(kind: Kind) -> None:
-    model, other = shrunken(kind), shrunken(kind)
+def test_a_state_dict_goes_from_one_shrunk_model_to_another(kind: Kind) -> None:
+    model, other = shrunk(kind), shrunk(kind)
     for parameter in other.parameters():
         parameter.zero_()
     other.load_state_dict(model.state_dict())
@@ -100,19 +100,19 @@ def test_a_state_dict_goes_from_one_shrunken_model_to_another(kind: Kind) -> Non
 
 @every_kind
 @torch.no_grad()
-def test_a_dense_checkpoint_fills_shrunken_heads_with_the_best_approximation(kind: Kind) -> None:
+def test_a_dense_checkpoint_fills_shrunk_heads_with_the_best_approximation(kind: Kind) -> None:
     dense = kind.make()
     state = deepcopy(dense.state_dict())
-    model = shrunken(kind)
+    model = shrunk(kind)
     for parameter in model.parameters():
         parameter.normal_()
     assert fz.load_dense(model, state) is model
-    assert error(kind.run(model), kind.run(shrunken(kind))) < 1e-10
+    assert error(kind.run(model), kind.run(shrunk(kind))) < 1e-10
 
 
 @pytest.mark.parametrize("kind", [BERT, TORCH[0]], ids=lambda kind: kind.name)
 def test_a_dense_checkpoint_of_other_heads_is_refused(kind: Kind) -> None:
-    model, state = shrunken(kind), kind.make().state_dict()
+    model, state = shrunk(kind), kind.make().state_dict()
     before = deepcopy(model.state_dict())
     key = next(name for name in state if name.endswith(("value.weight", "in_proj_weight")))
     bias = next(name for name in state if name.endswith(("output.dense.bias", "out_proj.bias")))
@@ -124,7 +124,7 @@ def test_a_dense_checkpoint_of_other_heads_is_refused(kind: Kind) -> None:
 
 
 def test_a_checkpoint_does_not_load_into_a_model_of_other_heads(tmp_path: Path) -> None:
-    fz.save(shrunken(BERT), tmp_path)
+    fz.save(shrunk(BERT), tmp_path)
     other = BERT.make()
     inner = other.encoder.layer[0].attention.self
     inner.config.num_attention_heads, inner.attention_head_size = 6, 4
@@ -136,14 +136,14 @@ def test_a_checkpoint_does_not_load_into_a_model_of_other_heads(tmp_path: Path) 
 
 def test_a_model_on_the_meta_device_is_filled_too(tmp_path: Path) -> None:
     kind = TORCH[3]
-    model = shrunken(kind, unequal=True)
+    model = shrunk(kind, unequal=True)
     fz.save(model, tmp_path)
     loaded = fz.load(tmp_path, kind.build().double().eval().to("meta"))
     assert torch.equal(kind.run(loaded), kind.run(model))
 
 
 def test_a_checkpoint_of_attention_alone_holds_a_plan_of_low_rank(tmp_path: Path) -> None:
-    fz.save(shrunken(BERT), tmp_path)
+    fz.save(shrunk(BERT), tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["plan"]["scheme"]["name"] == "low_rank"
 
 
@@ -207,7 +207,7 @@ def test_a_packed_weight_stays_frozen_only_if_all_that_goes_into_it_is(frozen: t
 def test_a_checkpoint_of_a_class_that_is_not_registered_says_to_register_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fz.save(shrunken(OWN), tmp_path)
+    fz.save(shrunk(OWN), tmp_path)
     plan = fz.plan(OWN.make(), rank_scale=0.5, attention=True)
     monkeypatch.delitem(_registered, OwnAttention)
     message = r"attention of class OwnAttention, .*; call fz\.register_attention\(OwnAttention, \.\.\.\) first"

@@ -9,7 +9,7 @@ from torch import nn
 
 import factorized as fz
 from factorized.attention.heads import HeadsIn, HeadsOut
-from factorized.attention.multihead import ShrunkenMultiheadAttention
+from factorized.attention.multihead import ShrunkMultiheadAttention
 from factorized.attention.register import find_attention
 from factorized.formats.frobenius import compose
 from factorized.testing import error
@@ -64,7 +64,7 @@ def test_at_scale_one_the_output_is_unchanged(kind: Kind) -> None:
     expected = kind.run(model)
     assert fz.factorize_attention(model, rank_scale=1, forms=kind.forms) is model
     assert (kind.run(model) - expected).abs().max() < 1e-10
-    assert all(read.unit is not None and read.unit.shrunken is not None for read in find_attention(model))
+    assert all(read.unit is not None and read.unit.shrunk is not None for read in find_attention(model))
 
 
 @every_kind
@@ -129,7 +129,7 @@ def test_the_two_forms_may_get_different_ranks(kind: Kind, scales: dict[str, flo
         expected = fz.compose(fz.factorize_attention(expected, scale, forms=[form]))
     assert (kind.run(both) - kind.run(expected)).abs().max() < 1e-10
     for read in find_attention(both):
-        note = read.unit.shrunken if read.unit is not None else None
+        note = read.unit.shrunk if read.unit is not None else None
         assert note is not None
         assert (note.qk, note.ov) == tuple(round(scales.get(form, 1) * 8) for form in ("qk", "ov"))
 
@@ -175,7 +175,7 @@ def test_half_the_scale_is_half_the_parameters_of_the_projections() -> None:
 
 def test_a_model_that_is_itself_attention_is_returned() -> None:
     dense = nn.MultiheadAttention(24, 3)
-    assert isinstance(fz.factorize_attention(dense), ShrunkenMultiheadAttention)
+    assert isinstance(fz.factorize_attention(dense), ShrunkMultiheadAttention)
 
 
 @pytest.mark.parametrize("init", ["default", "kaiming", "normal", nn.init.ones_])
@@ -225,7 +225,7 @@ def test_the_same_module_at_two_places_stays_one_module() -> None:
     module = nn.MultiheadAttention(8, 2)
     model = fz.factorize_attention(nn.ModuleList([module, nn.Linear(4, 4), module]))
     assert model[0] is model[2]
-    assert isinstance(model[0], ShrunkenMultiheadAttention)
+    assert isinstance(model[0], ShrunkMultiheadAttention)
 
 
 def test_shrinking_advances_no_random_state() -> None:

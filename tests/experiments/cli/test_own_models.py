@@ -94,7 +94,7 @@ def test_a_module_that_a_result_names_is_not_imported_unless_trusted(cli: Cli, v
     del sys.modules["somebody_s"]
 
 
-def test_composing_gives_shrunken_attention_its_head_size_back(cli: Cli) -> None:
+def test_composing_gives_shrunk_attention_its_head_size_back(cli: Cli) -> None:
     assert cli("train", write_recipe("attentive", SHRUNKEN), "--quiet").code == 0
     whole = 4 * 16 * 16 + 4 * 16 + 16 * 10 + 10
     assert f" {whole:,} now" in cli("compose", "out/attentive/seed-0", "--trust-model").out

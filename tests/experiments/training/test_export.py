@@ -43,7 +43,7 @@ def test_attention_without_factors_is_plain_already() -> None:
     assert plain_network(network, low_rank=False) is network
 
 
-def test_shrunken_attention_alone_is_not_plain() -> None:
+def test_shrunk_attention_alone_is_not_plain() -> None:
     torch.manual_seed(0)
     dense = Attentive()
     network = fz.factorize_attention(deepcopy(dense), rank_scale=0.5)
