@@ -123,6 +123,17 @@ class Format(ABC):
         """Return the singular values of the weight, read as the matrices of its shape."""
         return torch.linalg.svdvals(to_matrix(self.compose(cores), self.shape))
 
+    def plus(
+        self,
+        cores: Sequence[Tensor],
+        U: Tensor,  # (rows, r)
+        V: Tensor,  # (columns, r)
+    ) -> tuple[Format, Cores]:
+        """Return the format and cores of the weight plus ``U Vᵀ``, exactly."""
+        raise ValueError(
+            f"a weight in {self.describe()} cannot take up a product exactly; make it dense first, by fz.compose(model)"
+        )
+
     @property
     def matrix_rank(self) -> int:
         """The most that the rank of the weight's matrix can be, in every group."""

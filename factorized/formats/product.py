@@ -120,6 +120,21 @@ class Product(Format):
         U, *inner, V = self.products(cores)
         return factor_spectrum(U, V, inner)
 
+    def plus(
+        self,
+        cores: Sequence[Tensor],
+        U: Tensor,  # (rows, r)
+        V: Tensor,  # (columns, r)
+    ) -> tuple[Format, Cores]:
+        """Return the factors side by side, at the sum of both ranks, with identities for the new ones in between."""
+        if self.shape.groups > 1:
+            return super().plus(cores, U, V)
+        own_U, *inner, own_V = cores
+        eye = torch.eye(U.shape[-1], dtype=U.dtype, device=U.device)
+        between = [torch.block_diag(M, eye) for M in inner]
+        wider = replace(self, rank=self.rank + U.shape[-1])
+        return wider, (torch.cat([own_U, U], dim=-1), *between, torch.cat([own_V, V], dim=-1))
+
     @property
     def matrix_rank(self) -> int:
         """The rank, or full rank where that is smaller."""
