@@ -20,10 +20,12 @@ from factorized.experiments.training.folder import prepare_folders, writing
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.network import (
     boundless_buffers,
-    build_network,
+    build_dense,
     build_optimizer,
     check_network,
     count_macs,
+    factorize_network,
+    plan_network,
     set_learning_rate,
 )
 from factorized.experiments.training.norms import norms_table, write_norms
@@ -100,9 +102,13 @@ class Trainer:
     ) -> None:
         self.allow_other_devices = allow_other_devices
         self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
-        self.network = build_network(recipe, images, seed)
+        dense = build_dense(recipe, images, seed)
+        self.plan = plan_network(recipe, dense, images)
+        self.network = factorize_network(recipe, dense, self.plan)
         check_network(recipe, self.network, images)
-        self.macs = count_macs(recipe, images, seed)
+        self.macs = count_macs(self.network, self.plan, images)
+        # of the first seed; others are drawn when their turn comes
+        self.fresh = {seed: {name: tensor.clone() for name, tensor in self.network.state_dict().items()}}
         self.network.to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self.optimizer = build_optimizer(recipe, self.network)
         self.source = self._build_source()
@@ -178,8 +184,14 @@ class Trainer:
             state = RunState(**parts, epoch=self.recipe.schedule.epochs)
             check_same_run(state, recipe, seed, data, folder)
             return state
-        fresh = build_network(self.recipe, self.images, seed).state_dict()
-        return RunState(recipe=recipe, seed=seed, data=data, network=fresh)
+        return RunState(recipe=recipe, seed=seed, data=data, network=self._draw(seed))
+
+    def _draw(self, seed: int) -> dict[str, Tensor]:
+        """Return the weights that a run with ``seed`` begins with."""
+        if seed in self.fresh:
+            return self.fresh.pop(seed)
+        dense = build_dense(self.recipe, self.images, seed)
+        return factorize_network(self.recipe, dense, self.plan).state_dict()
 
     def _check_devices(self, state: RunState, folder: Path) -> None:
         """Refuse to go on where the result would be another one, unless that is allowed."""
