@@ -81,7 +81,7 @@ def factorize_network(recipe: Recipe, dense: nn.Module, plan: Plan | None) -> nn
         raise ValueError(f"model {recipe.model.name!r}: {empty[0]} is on the meta device; build it with memory")
     if (bad := not_finite(dict(dense.named_parameters()))) is not None:
         raise ValueError(
-            f"model {recipe.model.name!r}: {bad} holds NaN or infinity before training; mend the function or the "
+            f"model {recipe.model.name!r}: {bad} holds NaN or infinity before training; fix the function or the "
             "weights that it is built from"
         )
     if plan is None:
@@ -105,7 +105,7 @@ def boundless_buffers(network: nn.Module) -> set[str]:
 
 
 def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
-    """Refuse a network that cannot be trained to classify the images: somebody else's function may return anything."""
+    """Raise if the network cannot be trained to classify the images: a user's function may return anything."""
     name, classes = recipe.model.name, len(images.classes)
     if recipe.data.crop_padding >= min(images.size):
         raise ValueError(

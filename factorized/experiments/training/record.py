@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``metrics.jsonl``, TensorBoard curves and ``result.json``."""
+"""The files of a run: ``metrics.jsonl``, TensorBoard curves and ``result.json``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def describe_machine(device: torch.device) -> Row:
 
 
 def _processor() -> str:
-    path = Path("/proc/cpuinfo")  # Linux says more there than to Python
+    path = Path("/proc/cpuinfo")  # more detailed than what Python reports
     lines = path.read_text().splitlines() if path.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
@@ -131,7 +131,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def write_json(path: Path, data: Row) -> None:
-    """Write ``data`` with its checksum, whole or not at all."""
+    """Write ``data`` with its checksum, atomically."""
     text = json.dumps(sealed(_plain(data)), indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda temporary: temporary.write_text(text))
 
@@ -141,7 +141,7 @@ def _line(row: Row) -> str:
 
 
 def _plain(data: Any) -> Any:
-    """Return ``data`` with null for what JSON has no number for, such as the step size of a product that is zero."""
+    """Return ``data`` with null for NaN and infinity, such as the step size of a product that is zero."""
     if isinstance(data, dict):
         return {key: _plain(value) for key, value in data.items()}
     if isinstance(data, list):
