@@ -7,10 +7,12 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from factorized import version
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(version.__file__).parent)
 
 
 def in_words(error: BaseException, *, named: bool = True) -> str:
