@@ -14,6 +14,7 @@ from factorized.files.pretrained import from_pretrained, save_pretrained
 from factorized.formats.kronecker import Kronecker
 from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank, Overcomplete
+from factorized.formats.residual import Residual
 from factorized.formats.tensor_train import TensorTrain
 from factorized.formats.tucker import Tucker
 from factorized.nn.autotune import autotune
@@ -42,6 +43,7 @@ __all__ = [  # noqa: RUF022, in path order
     "Tucker",
     "Monarch",
     "Kronecker",
+    "Residual",
     "factorize",
     "FactorizedLinear",
     "FactorizedConv1d",

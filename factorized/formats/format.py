@@ -23,6 +23,7 @@ Way = Literal["composed", "chain", "products"]
 Rank = int | tuple[int, ...]
 Cores = tuple[Tensor, ...]  # each (..., *one of the core shapes), in the order of ``Format.cores``
 Fill = Callable[[Tensor], object]  # fills a tensor in place, like those of torch.nn.init
+Adjust = Callable[[Tensor], Tensor]  # of a composed weight: drops entries, or decays it
 WAYS = ("composed", "chain", "products")
 
 
@@ -73,6 +74,7 @@ class Format(ABC):
     shape: KernelShape  # of the weight
     rank: Rank  # one rank, or several
     is_product: ClassVar[bool] = False  # the cores are ``U``, inner matrices and ``V``, stacked by groups
+    frozen: ClassVar[tuple[str, ...]] = ()  # cores that are never trained
     row_core: ClassVar[str | None] = None  # the core whose rows are those of the weight, if one is so
     # The plain layers that, one after the other, are the weight; None where it has to be composed.
     chain: tuple[Step, ...] | None = None
@@ -100,6 +102,15 @@ class Format(ABC):
     @abstractmethod
     def lowered(self) -> Sequence[Self]:
         """Return the formats of the next lower ranks; none at the end."""
+
+    def adjusted(self, cores: Sequence[Tensor], adjust: Adjust | None) -> Tensor:  # (..., out, in/groups, *size)
+        """Return the weight with what is decayed of it adjusted. Differentiable."""
+        weight = self.compose(cores)
+        return weight if adjust is None else adjust(weight)
+
+    def core_dtype(self, name: str) -> torch.dtype | None:
+        """Return the type that a core is kept in; None for that of the layer."""
+        return None
 
     @property
     def numel(self) -> int:
@@ -193,17 +204,26 @@ class Format(ABC):
         cores: Sequence[Tensor],
         bias: Tensor | None,  # (out,)
         geometry: Geometry | None,  # None for a linear
-        adjust: Callable[[Tensor], Tensor] | None = None,  # of the composed weight: drops entries, or decays it
+        adjust: Adjust | None = None,
     ) -> Tensor:  # (..., out), or (batch, out, *spatial)
         """Apply the weight to an input."""
         if way == "composed":
-            weight = self.compose(cores)
-            weight = weight if adjust is None else adjust(weight)
+            weight = self.adjusted(cores, adjust)
             if geometry is None:
                 return F.linear(x, weight, bias)
             return convolve(x, weight, bias, geometry, self.shape.groups)
         assert self.chain is not None
         return run_chain(self.chain, self.chain_weights(cores), x, bias, geometry)
+
+    def run_transposed(
+        self,
+        x: Tensor,  # (..., out)
+        cores: Sequence[Tensor],
+        bias: Tensor | None,  # (in,)
+    ) -> Tensor:  # (..., in)
+        """Apply the transposed weight of a linear layer as a chain."""
+        assert self.chain is not None
+        return run_transposed(self.chain, self.chain_weights(cores), x, bias)
 
     def plain(self, cores: Sequence[Tensor]) -> list[tuple[Step, Tensor]]:
         """Return the chain and its weights as they are deployed; empty where it has none."""

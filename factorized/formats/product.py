@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from factorized._checks import check_choice, check_whole
 from factorized.formats.convolution import Geometry
 from factorized.formats.cost import POSITIONS, dense_cost, two_convolutions_cost, two_products_cost
-from factorized.formats.format import Call, Cores, Fill, Format, Rank, Step, Way
+from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import (
     KernelShape,
@@ -200,7 +200,7 @@ class Product(Format):
         cores: Sequence[Tensor],
         bias: Tensor | None,
         geometry: Geometry | None,
-        adjust: Callable[[Tensor], Tensor] | None = None,
+        adjust: Adjust | None = None,
     ) -> Tensor:
         """Apply the weight to an input."""
         if way == "products":
@@ -285,6 +285,7 @@ class Overcomplete(_Products):
     name: ClassVar[str] = "overcomplete"
     init: ClassVar[Start] = "default"
     compresses: ClassVar[bool] = False
+    least_scale: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         check_choice("variant", self.variant, ("full", "deep", "wide"))

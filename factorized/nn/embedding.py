@@ -98,8 +98,7 @@ class FactorizedEmbedding(FactorizedLayer):
         """Look up rows of the table."""
         factors = self.factors
         if self.chosen_execution() == "composed":
-            table, adjust = self.format.compose(factors), self.adjust
-            table = (table if adjust is None else adjust(table)).to(factors[0].dtype)  # also under autocast
+            table = self.format.adjusted(factors, self.adjust).to(factors[0].dtype)  # also under autocast
             return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         *rest, thin = self.format.chain_weights(factors)
         x = F.embedding(input, thin, self.padding_idx, sparse=self.sparse)

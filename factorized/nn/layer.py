@@ -48,7 +48,8 @@ class FactorizedLayer(nn.Module):
         super().__init__()
         self.format = format
         for name, extents in format.cores.items():
-            core = nn.Parameter(torch.empty(extents, device=device, dtype=dtype))
+            empty = torch.empty(extents, device=device, dtype=format.core_dtype(name) or dtype)
+            core = nn.Parameter(empty, requires_grad=name not in format.frozen)
             holder, _, _ = name.partition(".")
             if holder == name:
                 self.register_parameter(name, core)
@@ -225,8 +226,8 @@ class FactorizedLayer(nn.Module):
             self.set_weight(weight)
         elif init is not None and not weight.is_meta:
             self.draw_factors(init)
-        for factor in self.factors:
-            factor.requires_grad_(weight.requires_grad)
+        for name, factor in zip(self.format.cores, self.factors, strict=True):
+            factor.requires_grad_(weight.requires_grad and name not in self.format.frozen)
         bias = getattr(dense, "bias", None)
         if bias is not None and self.bias is not None:
             self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.formats.format import Format, run_transposed
+from factorized.formats.format import Format
 from factorized.nn.dense import check_dense, dense_weight, format_of
 from factorized.nn.init import Init
 from factorized.nn.layer import Execution, FactorizedLayer, Lowered
@@ -93,10 +93,8 @@ class FactorizedLinear(FactorizedLayer):
         if not self.transposed:
             return self.format.run(way, input, factors, self.bias, None, self.adjust)
         if way == "composed":
-            weight, adjust = self.format.compose(factors), self.adjust
-            return F.linear(input, (weight if adjust is None else adjust(weight)).mT, self.bias)
-        assert self.format.chain is not None
-        return run_transposed(self.format.chain, self.format.chain_weights(factors), input, self.bias)
+            return F.linear(input, self.format.adjusted(factors, self.adjust).mT, self.bias)
+        return self.format.run_transposed(input, factors, self.bias)
 
     def lowered(self) -> list[Lowered]:
         """Return one plain linear for each step of the chain."""

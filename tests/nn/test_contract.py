@@ -88,6 +88,10 @@ LINEARS = (
     linear("monarch-composed", 6, 9, fz.Monarch(blocks=3), 1, options={"execution": "composed"}),
     linear("kronecker", 12, 8, fz.Kronecker(), 3, thorough=True),
     linear("kronecker-given-no-bias", 12, 8, fz.Kronecker((4, 2)), 2, bias=False),
+    linear("residual", 12, 7, fz.Residual(), 3, thorough=True),
+    linear("residual-composed", 12, 7, fz.Residual(), 3, options={"execution": "composed"}, thorough=True),
+    linear("residual-monarch-no-bias", 12, 8, fz.Residual(fz.Monarch(blocks=4)), 2, bias=False),
+    transposed("transposed-residual", 12, 7, fz.Residual(), 3, thorough=True),
     transposed("transposed", 12, 7, LOW, 3, thorough=True),
     transposed("transposed-kronecker", 12, 8, fz.Kronecker(), 2),
     transposed("transposed-two-inner", 6, 8, 2, 4),
@@ -134,6 +138,7 @@ EMBEDDINGS = (
     embedding("table-tucker-padding", fz.Tucker(core="train"), 2, padding_idx=2),
     embedding("table-kronecker", fz.Kronecker(), 2, thorough=True),
     embedding("table-monarch", fz.Monarch(blocks=3), 1, thorough=True),
+    embedding("table-residual", fz.Residual(), 3, thorough=True, padding_idx=2),
     embedding("table-monarch-all", fz.Monarch(blocks=3), 1, padding_idx=7, scale_grad_by_freq=True),
 )
 
@@ -176,6 +181,7 @@ KINDS: dict[str, How] = {
     "separable-tucker": fz.Tucker(separable=True),
     "monarch": fz.Monarch(blocks=2),
     "kronecker": fz.Kronecker(),
+    "residual": fz.Residual(),
 }
 # Put through everything: a few of every kind, in one, two and three dimensions.
 THOROUGH = {
@@ -193,6 +199,8 @@ THOROUGH = {
     "2d-monarch",
     "2d-groups-monarch",
     "2d-kronecker",
+    "2d-residual",
+    "2d-groups-residual",
     "3d-spatial",
     "3d-train",
     "3d-monarch",
