@@ -8,6 +8,7 @@ from factorized.decay.penalty import NuclearDecay, ProductPenalty
 from factorized.diagnostics.bounds import MarginBounds, margin_bounds
 from factorized.diagnostics.diagnose import Diagnosis, diagnose
 from factorized.diagnostics.match import NormMatcher
+from factorized.diagnostics.summary import Summary, summary
 from factorized.files.checkpoint import load, save
 from factorized.files.dense import load_dense
 from factorized.files.pretrained import from_pretrained, save_pretrained
@@ -71,6 +72,8 @@ __all__ = [  # noqa: RUF022, in path order
     "load_dense",
     "save_pretrained",
     "from_pretrained",
+    "summary",
+    "Summary",
     "diagnose",
     "Diagnosis",
     "margin_bounds",
