@@ -12,6 +12,7 @@ from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model, module_names
 from factorized.surgery.decompose import decompose_all
 from factorized.surgery.heads import DenseAttention, shrunk_attention
+from factorized.surgery.progress import Count
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
 
@@ -60,7 +61,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
             leaders.setdefault(layer.factors[0], key)
     dense = {key: state[key].to(weights[key].factors[0].device) for key in leaders.values()}
     heads = [unit.best(state) for unit in attention]
-    for key, values in decompose_all(dense, {key: weights[key] for key in dense}).items():
+    for key, values in decompose_all(dense, {key: weights[key] for key in dense}, Count(None, len(dense))).items():
         weights[key].set_factors(*values)
     for unit, matrices in zip(attention, heads, strict=True):
         write_matrices(unit.unit, matrices)
