@@ -177,3 +177,22 @@ def test_initializations_that_write_to_the_weight_are_refused(options: dict[str,
 def test_variants_of_lora_are_refused() -> None:
     with pytest.raises(ValueError, match="use_dora"):
         adapted(use_dora=True)
+
+
+def test_a_transformers_model_with_factorized_layers_is_adapted_trained_and_merged() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, **sizes))
+    fz.factorize(llama, rank=6, include=["*.mlp.*"])
+    model = adapted(llama.double(), target_modules=["q_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
+    tokens = torch.arange(12).view(2, 6)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = model.eval()(input_ids=tokens).logits
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=tokens).logits, expected)
+    assert merged.model.layers[0].mlp.up_proj.rank == 8
