@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,8 @@ class ParallelLayer(FactorizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to an input in the style's ``input_layouts``."""
-        _check_runs_as_chain(self)
+        if self.drops:
+            _refuse_drops(self)
         if not isinstance(input, DTensor):
             mesh = self.way[0].device_mesh
             input = DTensor.from_local(input, mesh, self.style.input_layouts, run_check=False)
@@ -232,22 +233,28 @@ def _parallel_class(layer: FactorizedLayer, mesh: DeviceMesh, style: str) -> typ
         raise ValueError(f"{style} splits linears and embeddings, got {layer}; {whole}")
     if not layer.format.is_product:
         raise ValueError(f"{style} splits products U Vᵀ, got {layer}; factorize it with fz.LowRank(), or {whole}")
+    computed = [name for name in layer.format.cores if name not in dict(layer.named_parameters())]
+    if computed:
+        raise ValueError(
+            f"{computed[0]} of {layer} is not a parameter: a parametrization or pruning computes it. Make it one again "
+            f"(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or {whole}"
+        )
     if layer.execution not in ("auto", "chain"):
         raise ValueError(f'{style} runs a layer as a chain, got {layer}; set its execution to "auto", or {whole}')
     if isinstance(layer, FactorizedEmbedding) and layer.sparse:
         raise ValueError(f"{style} gives dense gradients, got sparse=True of {layer}; use sparse=False, or {whole}")
     if mesh.ndim != 1:
         raise ValueError(f'device_mesh must have one dimension, got {mesh}; pass one of them, such as mesh["tp"]')
-    _check_runs_as_chain(layer)
+    if layer.drop_connect:
+        _refuse_drops(layer)
     return parallel
 
 
-def _check_runs_as_chain(layer: FactorizedLayer) -> None:
-    if layer.drop_connect:
-        raise ValueError(
-            f"drop_connect={layer.drop_connect} of {layer} acts on the composed weight, which tensor parallelism does "
-            "not form; call fz.drop_connect(model, 0), or leave the layer out of the parallelize plan"
-        )
+def _refuse_drops(layer: FactorizedLayer) -> NoReturn:
+    raise ValueError(
+        f"drop_connect={layer.drop_connect} of {layer} acts on the composed weight, which tensor parallelism does not "
+        "form; call fz.drop_connect(model, 0), or leave the layer out of the parallelize plan"
+    )
 
 
 def _distribute(layer: ParallelLayer, name: str, placement: Placement, mesh: DeviceMesh) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel import style as torch_style
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -174,6 +174,17 @@ def sequence(folder: Path) -> dict[str, float]:
         for mine, all_tokens in ((found, wanted), (own.grad, x.grad)):
             errors.append((mine - all_tokens.chunk(mesh.size(), 1)[mesh.get_local_rank()]).abs().max().item())
         result[dense_type.__name__] = max(errors)
+    part = parallelize_module(
+        deepcopy(up), mesh, fz.ColwiseParallel(input_layouts=Partial(), output_layouts=Replicate())
+    )
+    found = part(x.detach() / mesh.size())
+    found.square().sum().backward()
+    up.zero_grad()
+    up(x).square().sum().backward()
+    errors = [
+        (whole(a.grad) - b.grad).abs().max().item() for a, b in zip(part.parameters(), up.parameters(), strict=True)
+    ]
+    result["partial sums"] = max(errors)
     return result
 
 

@@ -63,8 +63,8 @@ def test_every_mesh_trains_as_one_process_does(scenario: str, every: dict[str, A
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
-def test_tokens_may_be_split_outside_of_a_parallel_layer(kind: str, every: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D", "partial sums"])
+def test_tokens_may_be_split_or_summed_up_outside_of_a_parallel_layer(kind: str, every: dict[str, Any]) -> None:
     assert every["sequence"][kind] < 1e-12
 
 
