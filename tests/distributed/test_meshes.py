@@ -79,6 +79,7 @@ def test_every_mix_of_placements_on_two_dimensions_gives_the_result_of_one_proce
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which no_dist=True says already
 def test_a_distributed_checkpoint_is_read_by_every_mesh_and_by_one_process(every: dict[str, Any], folder: Path) -> None:
     loaded = every["save"]["loaded"]
     two = run("load", folder, WORKER)["load"]
