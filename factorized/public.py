@@ -23,6 +23,7 @@ from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedCon
 from factorized.nn.drop_connect import drop_connect
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.linear import FactorizedLinear
+from factorized.nn.parallel import ColwiseParallel, RowwiseParallel
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
 from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
@@ -56,6 +57,8 @@ __all__ = [  # noqa: RUF022, in path order
     "spectral_init_attention",
     "autotune",
     "drop_connect",
+    "ColwiseParallel",
+    "RowwiseParallel",
     "forms",
     "Form",
     "parameter_groups",
