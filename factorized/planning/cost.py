@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -100,7 +101,12 @@ def _record(
     if isinstance(module, nn.Embedding):
         calls.append(Call(x.numel(), looked_up=True))
         return
-    positions = x.numel() // shape.out_channels if is_transposed(module) else y.numel() // shape.out_channels
+    if isinstance(module, nn.EmbeddingBag):  # sums and means are widened once a bag
+        by_bag = module.mode != "max" and not module.scale_grad_by_freq
+        calls.append(Call(len(y) if by_bag else x.numel(), looked_up=True))
+        return
+    if is_transposed(module) or isinstance(module, _ConvTransposeNd):
+        x, y = y, x  # it costs what the layer that it transposes costs on its output
     dims = len(shape.size)
     before, after = (tuple(t.shape[t.dim() - dims :]) for t in (x, y))
-    calls.append(Call(positions // prod(after), before, after))
+    calls.append(Call(y.numel() // shape.out_channels // prod(after), before, after))

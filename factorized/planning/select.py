@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from factorized.attention.family import is_transposed
@@ -21,7 +21,10 @@ from factorized.formats.kernel import KernelShape
 from factorized.nn.layer import FactorizedLayer
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunk, why_tied
 
-DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+DENSE_TYPES: tuple[type[nn.Module], ...] = (
+    *(nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 Pattern = str | type[nn.Module]
 ALREADY = "already factorized; to choose its rank anew, fz.compose the model first"
 
@@ -164,8 +167,6 @@ def _why_never(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if _is_factorized(module):
         return ALREADY
-    if isinstance(module, _ConvTransposeNd):
-        return "transposed convolution"
     weight = module._parameters.get("weight")
     if weight is not None and is_lazy(weight):
         return "not initialized yet; run the model once"
@@ -177,7 +178,7 @@ def _why_never(module: nn.Module) -> str | None:
         return "its weight has no entries"
     if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution"
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         return "max_norm renormalizes rows of the table, which a product has not"
     return why_not_replaced(module)
 

@@ -15,7 +15,13 @@ from factorized.attention.unit import FormKind
 from factorized.formats.format import Format
 from factorized.formats.scheme import Scheme
 from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.nn.conv_transpose import (
+    FactorizedConvTranspose1d,
+    FactorizedConvTranspose2d,
+    FactorizedConvTranspose3d,
+)
 from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.embedding_bag import FactorizedEmbeddingBag
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
@@ -33,9 +39,13 @@ from factorized.surgery.replace import refuse_wrapped, replace_module
 LAYERS: dict[type[nn.Module], Any] = {
     nn.Linear: FactorizedLinear,
     nn.Embedding: FactorizedEmbedding,
+    nn.EmbeddingBag: FactorizedEmbeddingBag,
     nn.Conv1d: FactorizedConv1d,
     nn.Conv2d: FactorizedConv2d,
     nn.Conv3d: FactorizedConv3d,
+    nn.ConvTranspose1d: FactorizedConvTranspose1d,
+    nn.ConvTranspose2d: FactorizedConvTranspose2d,
+    nn.ConvTranspose3d: FactorizedConvTranspose3d,
 }
 
 

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
-from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.linear import FactorizedLinear
 from factorized.planning.cost import LayerCost, measure
 from factorized.planning.planner import plan
+from factorized.surgery.factorize import LAYERS
 from tests.planning.models_for_planning import EXAMPLES, Attends, ConvNet, Mlp, Reader, TiedReader
 
 WHOLE = {"keep_first_and_last": False}
@@ -39,18 +39,21 @@ def counted(module: nn.Module, x: Tensor) -> int:
         (nn.Conv2d(8, 12, 3), (8, 7, 7)),
         (nn.Conv1d(6, 10, 3, stride=2), (2, 6, 11)),
         (nn.Conv3d(4, 6, 3, stride=(2, 1, 2), padding=1), (1, 4, 6, 5, 6)),
+        (nn.ConvTranspose2d(8, 12, (4, 3), stride=(2, 3), padding=1, output_padding=1), (2, 8, 5, 6)),
+        (nn.ConvTranspose2d(8, 12, 3, groups=2, dilation=2), (2, 8, 5, 6)),
+        (nn.ConvTranspose1d(6, 10, 3, stride=2), (6, 11)),
+        (nn.ConvTranspose3d(4, 6, 3, stride=(2, 1, 2), padding=1), (1, 4, 3, 5, 4)),
     ],
 )
 def test_planned_macs_are_those_the_factorized_convolution_spends(
     dense: nn.Conv2d, extent: tuple[int, ...], kind: str, depth: int
 ) -> None:
-    factorized_type = {nn.Conv1d: FactorizedConv1d, nn.Conv2d: FactorizedConv2d, nn.Conv3d: FactorizedConv3d}
     x = torch.zeros(extent)
     shape = KernelShape.of(dense.weight.shape, dense.groups, kind)
     cost = LayerCost(shape, tuple(measure(dense, x, {dense: shape}).calls[dense]))
     assert cost.macs(None) == counted(dense, x)
     assert cost.params(None) == dense.weight.numel()
-    layer = factorized_type[type(dense)].from_dense(dense, 3, kind=kind, depth=depth)
+    layer = LAYERS[type(dense)].from_dense(dense, 3, kind=kind, depth=depth)
     layer.execution = "chain"
     assert cost.macs(layer.format) == counted(layer, x)
     assert cost.params(layer.format) == sum(factor.numel() for factor in layer.factors)
