@@ -18,7 +18,7 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
 
     Of a product, sums and means of the thin rows of ``U`` are widened by ``V``, once a bag. A maximum needs every row
     widened first, and so does ``scale_grad_by_freq``, whose counts are right here: torch 2.13 takes those of other
-    entries on the CPU.
+    entries on the CPU. A maximum with padding is exported for one batch size only.
     """
 
     def __init__(

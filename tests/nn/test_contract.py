@@ -151,8 +151,8 @@ def bag(name: str, how: How, rank: Rank, thorough: bool = False, **settings: Any
 BAGS = (
     bag("mean", LOW, 3, thorough=True),
     bag("sum", 1, 3, thorough=True, mode="sum", padding_idx=2),
-    bag("max", LOW, 3, thorough=True, mode="max", padding_idx=-2),
-    bag("max-no-padding", 2, 3, mode="max"),
+    bag("max", LOW, 3, thorough=True, mode="max"),
+    bag("max-padding", 2, 3, mode="max", padding_idx=-2),
     bag("mean-padding", LOW, 3, padding_idx=7),
     bag("sparse", LOW, 3, mode="sum", sparse=True),
     bag("sparse-padding", 1, 3, mode="sum", sparse=True, padding_idx=2),
