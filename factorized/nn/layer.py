@@ -81,6 +81,23 @@ class FactorizedLayer(nn.Module):
         return self.format.shape
 
     @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape in which the dense module holds the weight."""
+        return self.shape.weight_shape
+
+    def dense_name(self, name: str) -> str:
+        """Return what a plan calls the layer, for the ``name`` of this module."""
+        return name
+
+    def factor_name(self, name: str) -> str:
+        """Return the name of this module, for the ``name`` that a plan has for the layer."""
+        return name
+
+    def weight_key(self, name: str) -> str:
+        """Return the name of the weight in a dense state dict, for the ``name`` of this module."""
+        return f"{name}.weight".removeprefix(".")
+
+    @property
     def rank(self) -> Rank:
         """The format's rank, or ranks."""
         return self.format.rank

@@ -22,6 +22,7 @@ from factorized.nn.conv_transpose import (
 )
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.embedding_bag import FactorizedEmbeddingBag
+from factorized.nn.held_weight import ExpertWeights, FactorizedWeight, RecurrentWeight, hold, named_layers
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
@@ -46,6 +47,8 @@ LAYERS: dict[type[nn.Module], Any] = {
     nn.ConvTranspose1d: FactorizedConvTranspose1d,
     nn.ConvTranspose2d: FactorizedConvTranspose2d,
     nn.ConvTranspose3d: FactorizedConvTranspose3d,
+    RecurrentWeight: FactorizedWeight,
+    ExpertWeights: FactorizedWeight,
 }
 
 
@@ -138,13 +141,20 @@ def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, n
 
 def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Put built modules into ``model`` under all of their names, layers with the very bias of those they replace."""
+    held: dict[nn.Module, dict[str, FactorizedWeight]] = {}
     for entry in plan.selected:
         layer = layers[entry.name]
+        if isinstance(layer, FactorizedWeight):
+            host, _, key = entry.name.rpartition(".")
+            held.setdefault(model.get_submodule(host), {})[key] = layer
+            continue
         replaced = model.get_submodule(entry.name)
         if isinstance(layer, FactorizedLayer) and layer.bias is not None:
             layer.bias = replaced.bias  # type: ignore[assignment]
         for name in (entry.name, *entry.aliases):
             model = replace_module(model, name, layer)
+    for module, weights in held.items():
+        hold(module, weights)
     keep_off_nested_tensors(model)
     return model
 
@@ -168,7 +178,7 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     With ``same_ties`` they must share weights as the plan says: else a weight would be dropped, or untied, in silence.
     """
     refuse_wrapped(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = named_layers(model)
     refuse_unregistered(plan.attention, modules)
     places: dict[nn.Module, set[str]] = {}
     for name, module in modules.items():
@@ -230,7 +240,8 @@ def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module],
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                holders.setdefault(parameter, set()).add(name if key == "weight" else f"{name}.{key}")
+                full = f"{name}.{key}".removeprefix(".")
+                holders.setdefault(parameter, set()).add(name if key == "weight" else full)
     wrong = []
     for entry in plan.layers:
         has, wants = holders[_weight(modules[entry.name])], planned[entry.tied_to or entry.name]

@@ -62,8 +62,6 @@ def ignore(*arguments: object) -> None:
         (nn.ConvTranspose2d(16, 32, 3, groups=16), "depthwise convolution"),
         (nn.EmbeddingBag(50, 16, max_norm=1.0), "max_norm renormalizes rows"),
         (nn.Bilinear(8, 8, 8), "Bilinear is not a plain"),
-        (nn.LSTM(16, 16), "LSTM is not a plain"),
-        (nn.GRUCell(16, 16), "GRUCell is not a plain"),
         (Special(64, 64), "Special is not a plain"),
         (nn.Embedding(50, 16, max_norm=1.0), "max_norm renormalizes rows"),
         (nn.LazyLinear(16), "not initialized yet; run the model once"),
