@@ -51,6 +51,7 @@ class Call:
     before: tuple[int, ...] = ()  # spatial extents of the input
     after: tuple[int, ...] = ()  # of the output
     looked_up: bool = False  # by an embedding, which multiplies nothing when dense
+    whole: bool = False  # by a module that takes the composed weight
 
     def positions(self, spanned: Collection[int]) -> int:
         """Return the positions that are left once the strides of the ``spanned`` dimensions have acted."""
@@ -159,7 +160,9 @@ class Format(ABC):
         if call.looked_up:
             return 0 if self.chain is None else call.batch * sum([step.macs for step in self.chain[:-1]])
         composed = call.outputs * self.shape.numel + self.compose_macs
-        return composed if self.chain is None else min(composed, self.chain_macs(call) + self.prepare_macs)
+        return (
+            composed if self.chain is None or call.whole else min(composed, self.chain_macs(call) + self.prepare_macs)
+        )
 
     def chain_macs(self, call: Call) -> int:
         """Return the multiply-accumulates of one call as a chain."""

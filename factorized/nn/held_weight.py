@@ -6,7 +6,8 @@ stand for; these are composed once per call, and whenever they are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Self, cast
 
@@ -39,17 +40,32 @@ class HeldWeight(nn.Module):
         """The blocks one below the other: (all rows, columns)."""
         return self.weight.shape[:-1].numel(), self.weight.shape[-1]
 
+    @abstractmethod
+    def positions(self, arguments: Sequence[Any]) -> int:
+        """Return how often all of the weight is applied when the module is called with these arguments."""
+
 
 class RecurrentWeight(HeldWeight):
     """The gates of a recurrent layer on its input or on its state, one block each."""
 
     form_kind = "recurrent"
 
+    def positions(self, arguments: Sequence[Any]) -> int:
+        """Return the steps of all sequences."""
+        x = arguments[0].data  # of a packed sequence, those that are not padding
+        return int(x.shape[:-1].numel())
+
 
 class ExpertWeights(HeldWeight):
     """The matrices of all experts, one block each."""
 
     form_kind = "experts"
+
+    def positions(self, arguments: Sequence[Any]) -> int:
+        """Return the pairs of tokens and their experts, over the experts; each pair takes one block."""
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        chosen = [value.numel() for value in tensors if not value.is_floating_point()]
+        return -(-chosen[0] // self.groups) if chosen else tensors[0].shape[:-1].numel()
 
 
 def held_weights(module: nn.Module) -> dict[str, HeldWeight]:
@@ -178,11 +194,13 @@ class HoldsFactors(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compose the weights once, and call the dense module's forward with them in place."""
+        if torch.compiler.is_compiling():  # which cannot take an attribute away, and composes each weight once anyway
+            return super().forward(*arguments, **keywords)
         composed = {key: layer() for key, layer in self.held.items()}
         for key, weight in composed.items():
             object.__setattr__(self, key, weight)
         try:
-            return super().forward(*arguments, **keywords)  # type: ignore[misc]
+            return super().forward(*arguments, **keywords)
         finally:
             for key in composed:
                 object.__delattr__(self, key)

@@ -210,3 +210,31 @@ def test_channel_convolutions_multiply_at_their_strided_positions_only() -> None
     assert (spatial.format.shape.row_dims, channel.format.shape.row_dims) == (1, 0)
     assert spatial.macs_after == 8 * 4 * (4 * 48) + 4 * 4 * (4 * 48)
     assert channel.macs_after == 4 * 4 * (4 * 16 * 9) + 4 * 4 * (4 * 16)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # torch's counter misses the first of an LSTM
+def test_recurrent_networks_are_counted_and_composing_their_gates_costs(kind: Any, dtype: torch.dtype) -> None:
+    net = kind(6, 8, num_layers=2, bidirectional=True).to(dtype)
+    model, x = nn.ModuleDict({"net": net}), torch.zeros(5, 4, 6, dtype=dtype)
+    model.forward = lambda x: model["net"](x)  # type: ignore[method-assign]
+    made = plan(model, rank=2, example_input=x)
+    weights = sum(p.numel() for name, p in net.named_parameters() if "weight" in name)
+    assert made.macs == 20 * weights
+    composing = sum(entry.format.compose_macs for entry in made.entries if entry.format is not None)  # type: ignore[union-attr]
+    assert made.macs_after == made.macs + composing
+    assert sum(entry.macs or 0 for entry in made.entries) == made.macs
+
+
+def test_experts_are_counted_by_the_tokens_that_are_sent_to_them() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.randn(4, 8, 16))
+
+        def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+            return torch.stack([self.down_proj[k] @ row for row, ks in zip(x, chosen, strict=True) for k in ks])
+
+    chosen = torch.tensor([[0, 1], [2, 3], [1, 1], [0, 3]])
+    made = plan(nn.Sequential(Experts())[0], rank=2, example_input=(torch.randn(4, 16), chosen))
+    assert made.macs == 8 * 8 * 16

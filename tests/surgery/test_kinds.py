@@ -116,6 +116,7 @@ def test_a_plan_counts_the_parameters_that_the_factorized_model_has(kind: str) -
     assert fz.Plan.from_dict(plan.to_dict()) == plan
     fz.factorize(model, plan)
     assert sum(parameter.numel() for parameter in model.parameters()) == plan.params_after
+    assert all(entry.macs_after for entry in plan.selected)
     assert plan.params * 0.77 < plan.params_after <= plan.params * 0.8
 
 
