@@ -20,8 +20,14 @@ from factorized.formats.tensor_train import TensorTrain
 from factorized.formats.tucker import Tucker
 from factorized.nn.autotune import autotune
 from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.nn.conv_transpose import (
+    FactorizedConvTranspose1d,
+    FactorizedConvTranspose2d,
+    FactorizedConvTranspose3d,
+)
 from factorized.nn.drop_connect import drop_connect
 from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.embedding_bag import FactorizedEmbeddingBag
 from factorized.nn.linear import FactorizedLinear
 from factorized.nn.parallel import ColwiseParallel, RowwiseParallel
 from factorized.optim.flambe import Flambe
@@ -51,7 +57,11 @@ __all__ = [  # noqa: RUF022, in path order
     "FactorizedConv1d",
     "FactorizedConv2d",
     "FactorizedConv3d",
+    "FactorizedConvTranspose1d",
+    "FactorizedConvTranspose2d",
+    "FactorizedConvTranspose3d",
     "FactorizedEmbedding",
+    "FactorizedEmbeddingBag",
     "register_attention",
     "factorize_attention",
     "spectral_init_attention",

@@ -45,9 +45,9 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
         for name, _, _, tensor in named_slots(inside)
         if not (tensor in factors or any(unit.owns(tensor) for unit in attention))
     }
-    weights = {_weight_key(name): layer for name, layer in layers.items()}
+    weights = {layer.weight_key(name): layer for name, layer in layers.items()}
     expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
-    expected |= {key: layer.shape.weight_shape for key, layer in weights.items()}
+    expected |= {key: layer.dense_shape for key, layer in weights.items()}
     optional = _given_elsewhere(plain, weights, state)
     for unit in attention:
         expected |= unit.shapes
@@ -84,10 +84,6 @@ def _check_real(model: nn.Module) -> None:
             f"{type(model).__name__} is sharded over processes and its factors are needed whole; load before "
             "fully_shard. Nothing was changed"
         )
-
-
-def _weight_key(layer_name: str) -> str:
-    return f"{layer_name}.weight" if layer_name else "weight"
 
 
 def _given_elsewhere(

@@ -177,7 +177,7 @@ class Product(Format):
 
     def macs(self, call: Call) -> int:
         """Return the multiply-accumulates of one call as a chain, as budgets count them."""
-        return super().macs(call) if call.looked_up else self.chain_macs(call)
+        return super().macs(call) if call.looked_up or call.whole else self.chain_macs(call)
 
     def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
         """Return the costs: the composed weight, two thin layers, or two matrix products with shifts between them.

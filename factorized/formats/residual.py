@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized._checks import check_choice
-from factorized.formats.convolution import Geometry, convolve
+from factorized.formats.convolution import Geometry, convolve, convolve_transposed
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Way
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
@@ -141,9 +141,21 @@ class ResidualFormat(Format):
         y = F.linear(x, rest) if geometry is None else convolve(x, rest, None, geometry, self.shape.groups)
         return y + self.part.run(way, x, self._trained(cores), bias, geometry)
 
-    def run_transposed(self, x: Tensor, cores: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """Apply part and rest, one after the other."""
-        return self.part.run_transposed(x, self._trained(cores), bias) + F.linear(x, self.rest(cores).mT)
+    def run_transposed(
+        self,
+        way: Way,
+        x: Tensor,
+        cores: Sequence[Tensor],
+        bias: Tensor | None,
+        geometry: Geometry | None,
+        adjust: Adjust | None = None,
+    ) -> Tensor:
+        """Apply the transposes of part and rest: as one weight where the part is composed, else side by side."""
+        if way == "composed":
+            return super().run_transposed(way, x, cores, bias, geometry, adjust)
+        rest, groups = self.rest(cores), self.shape.groups
+        y = F.linear(x, rest.mT) if geometry is None else convolve_transposed(x, rest, None, geometry, groups)
+        return y + self.part.run_transposed(way, x, self._trained(cores), bias, geometry)
 
     def raised(self) -> list[Self]:
         """Return the formats whose part has the next higher ranks."""

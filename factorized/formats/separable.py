@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from factorized.formats.convolution import Geometry, convolve
+from factorized.formats.convolution import Geometry, convolve, convolve_transposed
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way, draw_to_scale
 from factorized.formats.kernel import KernelShape
 from factorized.formats.svd import truncated_svd
@@ -125,6 +125,20 @@ class Separable(Format):
         assert geometry is not None
         x = convolve(x, cores[-1], None, geometry, self.shape.in_channels)
         return self.pointwise.run(way, x, cores[:-1], bias, geometry.only(()), adjust)
+
+    def run_transposed(
+        self,
+        way: Way,
+        x: Tensor,
+        cores: Sequence[Tensor],
+        bias: Tensor | None,
+        geometry: Geometry | None,
+        adjust: Adjust | None = None,
+    ) -> Tensor:
+        """Apply the transposed pointwise part, then spread every channel by itself."""
+        assert geometry is not None
+        x = self.pointwise.run_transposed(way, x, cores[:-1], None, geometry.only(()), adjust)
+        return convolve_transposed(x, cores[-1], bias, geometry, self.shape.in_channels)
 
     def raised(self) -> list[Self]:
         """Return the formats whose pointwise part has the next higher ranks."""

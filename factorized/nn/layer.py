@@ -37,6 +37,7 @@ class FactorizedLayer(nn.Module):
     geometry: Geometry | None = None  # of convolutions
     form_kind: ClassVar[str]  # what a decay calls its weight
     tunable = True  # whether there is a choice of ways to run
+    known_ways: ClassVar[tuple[Way, ...]] = WAYS  # those of a format's that this kind of layer has
 
     def __init__(
         self,
@@ -65,7 +66,10 @@ class FactorizedLayer(nn.Module):
         self.execution = execution
         # Filled here, because a cached property would break a trace that reads it first.
         machines = [(device, compiled) for device in ("cpu", "cuda") for compiled in (False, True)]
-        costs = {machine: format.ways(self.stride, *machine) for machine in machines}
+        costs = {
+            machine: {w: cost for w, cost in format.ways(self.stride, *machine).items() if w in self.known_ways}
+            for machine in machines
+        }
         self.executions: tuple[Way, ...] = tuple(costs["cpu", False])  # the ways in which this layer can run
         self._cheapest: dict[tuple[str, bool], Way] = {
             machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()
@@ -76,6 +80,23 @@ class FactorizedLayer(nn.Module):
     def shape(self) -> KernelShape:
         """The shape of the weight."""
         return self.format.shape
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape in which the dense module holds the weight."""
+        return self.shape.weight_shape
+
+    def dense_name(self, name: str) -> str:
+        """Return what a plan calls the layer, for the ``name`` of this module."""
+        return name
+
+    def factor_name(self, name: str) -> str:
+        """Return the name of this module, for the ``name`` that a plan has for the layer."""
+        return name
+
+    def weight_key(self, name: str) -> str:
+        """Return the name of the weight in a dense state dict, for the ``name`` of this module."""
+        return f"{name}.weight".removeprefix(".")
 
     @property
     def rank(self) -> Rank:

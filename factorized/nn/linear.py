@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.formats.format import Format
@@ -89,12 +88,8 @@ class FactorizedLinear(FactorizedLayer):
         input: Tensor,  # (..., in)
     ) -> Tensor:  # (..., out)
         """Apply the layer."""
-        way, factors = self.chosen_execution(), self.factors
-        if not self.transposed:
-            return self.format.run(way, input, factors, self.bias, None, self.adjust)
-        if way == "composed":
-            return F.linear(input, self.format.adjusted(factors, self.adjust).mT, self.bias)
-        return self.format.run_transposed(input, factors, self.bias)
+        run = self.format.run_transposed if self.transposed else self.format.run
+        return run(self.chosen_execution(), input, self.factors, self.bias, None, self.adjust)
 
     def lowered(self) -> list[Lowered]:
         """Return one plain linear for each step of the chain."""

@@ -35,7 +35,8 @@ def decompose_all(
         layer = layers[names[0]]
         size = max(1, STACKED_ENTRIES // layer.shape.numel)
         for batch in (names[start : start + size] for start in range(0, len(names), size)):
-            stacks = layer.format.decompose(torch.stack([weights[name] for name in batch]))
+            stacked = torch.stack([weights[name].reshape(layer.shape.weight_shape) for name in batch])
+            stacks = layer.format.decompose(stacked)
             factors.update(zip(batch, zip(*stacks, strict=True), strict=True))
             count.add(len(batch))
     return factors

@@ -15,7 +15,14 @@ from factorized.attention.unit import FormKind
 from factorized.formats.format import Format
 from factorized.formats.scheme import Scheme
 from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.nn.conv_transpose import (
+    FactorizedConvTranspose1d,
+    FactorizedConvTranspose2d,
+    FactorizedConvTranspose3d,
+)
 from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.embedding_bag import FactorizedEmbeddingBag
+from factorized.nn.held_weight import ExpertWeights, FactorizedWeight, RecurrentWeight, hold, named_layers
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
@@ -34,9 +41,15 @@ from factorized.surgery.replace import refuse_wrapped, replace_module
 LAYERS: dict[type[nn.Module], Any] = {
     nn.Linear: FactorizedLinear,
     nn.Embedding: FactorizedEmbedding,
+    nn.EmbeddingBag: FactorizedEmbeddingBag,
     nn.Conv1d: FactorizedConv1d,
     nn.Conv2d: FactorizedConv2d,
     nn.Conv3d: FactorizedConv3d,
+    nn.ConvTranspose1d: FactorizedConvTranspose1d,
+    nn.ConvTranspose2d: FactorizedConvTranspose2d,
+    nn.ConvTranspose3d: FactorizedConvTranspose3d,
+    RecurrentWeight: FactorizedWeight,
+    ExpertWeights: FactorizedWeight,
 }
 
 
@@ -141,13 +154,20 @@ def build_layers(
 
 def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Put built modules into ``model`` under all of their names, layers with the very bias of those they replace."""
+    held: dict[nn.Module, dict[str, FactorizedWeight]] = {}
     for entry in plan.selected:
         layer = layers[entry.name]
+        if isinstance(layer, FactorizedWeight):
+            host, _, key = entry.name.rpartition(".")
+            held.setdefault(model.get_submodule(host), {})[key] = layer
+            continue
         replaced = model.get_submodule(entry.name)
         if isinstance(layer, FactorizedLayer) and layer.bias is not None:
             layer.bias = replaced.bias  # type: ignore[assignment]
         for name in (entry.name, *entry.aliases):
             model = replace_module(model, name, layer)
+    for module, weights in held.items():
+        hold(module, weights)
     keep_off_nested_tensors(model)
     return model
 
@@ -171,7 +191,7 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     With ``same_ties`` they must share weights as the plan says: else a weight would be dropped, or untied, in silence.
     """
     refuse_wrapped(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = named_layers(model)
     refuse_unregistered(plan.attention, modules)
     places: dict[nn.Module, set[str]] = {}
     for name, module in modules.items():
@@ -233,7 +253,8 @@ def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module],
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                holders.setdefault(parameter, set()).add(name if key == "weight" else f"{name}.{key}")
+                full = f"{name}.{key}".removeprefix(".")
+                holders.setdefault(parameter, set()).add(name if key == "weight" else full)
     wrong = []
     for entry in plan.layers:
         has, wants = holders[_weight(modules[entry.name])], planned[entry.tied_to or entry.name]
