@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +133,27 @@ class LayerContract:
             for gradient, expected in zip(actual, [*rest, *through_weight], strict=True):
                 assert error(gradient, expected) < 1e-11
 
+    def test_in_every_execution_its_output_can_be_changed_in_place(self, case: Case) -> None:
+        layer, x = case.make_layer(), case.make_input(3)
+        dense = layer.to_dense()
+
+        def changed(module: nn.Module) -> Callable[[Tensor], Tensor]:
+            def run(x: Tensor) -> Tensor:
+                y: Tensor = module(x)
+                y += 0.1
+                y[0] = 0.5
+                return y.relu_()
+
+            return run
+
+        (weight_gradient,) = gradients(changed(dense), x, [dense.weight])
+        expected = torch.autograd.grad(layer.weight, layer.factors, weight_gradient)
+        for execution in layer.executions:
+            layer.execution = execution
+            assert error(changed(layer)(x), changed(dense)(x)) < 1e-12
+            for gradient, reference in zip(gradients(changed(layer), x, layer.factors), expected, strict=True):
+                assert error(gradient, reference) < 1e-11
+
     @_only(lambda case: case.thorough and case.full is not None)
     @pytest.mark.parametrize(("dtype", "tolerance"), EXACT)
     def test_at_full_rank_it_starts_as_the_dense_layer(self, case: Case, dtype: torch.dtype, tolerance: float) -> None:
@@ -188,6 +210,38 @@ class LayerContract:
         singular, found = torch.linalg.svdvals(to_matrix(layer.product, format.shape)), format.spectrum(cores)
         assert error(found, singular[..., : found.shape[-1]]) < 1e-10
         assert singular[..., format.matrix_rank :].sum() < 1e-9
+
+    def test_its_weight_is_formed_at_its_first_use_and_read_only(self, case: Case) -> None:
+        layer, dense = case.make_layer(), case.make_dense()
+        before = layer.weight.clone()
+        with patch.object(type(layer.format), "compose", side_effect=AssertionError("composed")):
+            weight = layer.weight
+            told = (weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.numel(), weight.grad)
+            assert told == (dense.weight.shape, torch.float64, dense.weight.device, True, dense.weight.numel(), None)
+        writes: list[Callable[[], object]] = [
+            lambda: nn.init.normal_(layer.weight),
+            lambda: layer.weight.data.zero_(),
+            lambda: layer.weight[0].fill_(1),
+            lambda: layer.weight.view(-1).mul_(2),
+        ]
+        for write in writes:
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"Set layer\.weight = W"):
+                write()
+            assert torch.equal(layer.weight, before)
+
+    def test_setting_its_weight_decomposes_it_into_the_factors(self, case: Case) -> None:
+        dense = case.make_dense()
+        weight = trained_like(dense.weight.detach())
+        for value in (weight, nn.Parameter(2 * weight)):
+            layer = case.factorize(case.make_dense())
+            factors = layer.factors
+            layer.weight = value
+            dense.weight = nn.Parameter(value.detach())
+            assert error(layer.weight, case.factorize(dense).weight) < 1e-10
+            assert all(own is factor for own, factor in zip(layer.factors, factors, strict=True))
+            assert "weight" not in layer.state_dict()
+        with pytest.raises(ValueError, match=f"weight must be {layer.shape} for this layer, got 3x1"):
+            layer.weight = torch.ones(3, 1)
 
     def test_its_repr_says_what_it_saves(self, case: Case) -> None:
         shown, used = repr(case.make_layer()), case.format.numel

@@ -193,7 +193,7 @@ class _ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.detach()  # unlike the output that a view would be, this one can be changed in place
 
     @staticmethod
     def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -126,7 +126,7 @@ def embedding(name: str, how: How, rank: Rank, thorough: bool = False, **setting
 EMBEDDINGS = (
     embedding("table", LOW, 3, thorough=True),
     embedding("table-overcomplete", fz.Overcomplete("wide"), 11),
-    embedding("table-padding", LOW, 3, padding_idx=2),
+    embedding("table-padding", LOW, 3, thorough=True, padding_idx=2),
     embedding("table-negative-padding", 1, 3, padding_idx=-2),
     embedding("table-by-frequency", LOW, 3, scale_grad_by_freq=True),
     embedding("table-all", 2, 3, thorough=True, padding_idx=7, scale_grad_by_freq=True),
