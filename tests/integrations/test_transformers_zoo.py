@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.nn.layer import FactorizedLayer
 from tests.integrations.zoo import MODELS, Tiny
 
 SAMPLE = ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
@@ -73,6 +74,18 @@ def test_a_step_with_frobenius_decay_is_finite_and_differs_from_one_without(tiny
 def test_composed_it_computes_the_same(tiny: Tiny) -> None:
     model = small(tiny)
     assert difference(fz.compose(model), model, tiny) < tiny.tolerance
+
+
+@every_model
+def test_lowered_it_is_plain_and_computes_the_same(tiny: Tiny, recwarn: pytest.WarningsRecorder) -> None:
+    model = small(tiny)
+    lowered = fz.lower(model)
+    assert difference(lowered, model, tiny) < tiny.tolerance
+    assert not any(type(module).__module__.startswith("factorized") for module in lowered.modules())
+    dense = {name for name, module in model.named_modules() if isinstance(module, FactorizedLayer)} - {
+        name for name, module in lowered.named_modules() if isinstance(module, nn.Sequential)
+    }
+    assert bool(dense) == any("the model's code reads its weight" in str(warning.message) for warning in recwarn)
 
 
 @every_model
