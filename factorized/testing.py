@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +188,36 @@ class LayerContract:
         singular, found = torch.linalg.svdvals(to_matrix(layer.product, format.shape)), format.spectrum(cores)
         assert error(found, singular[..., : found.shape[-1]]) < 1e-10
         assert singular[..., format.matrix_rank :].sum() < 1e-9
+
+    def test_its_weight_is_formed_at_its_first_use_and_read_only(self, case: Case) -> None:
+        layer, dense = case.make_layer(), case.make_dense()
+        before = layer.weight.clone()
+        with patch.object(type(layer.format), "compose", side_effect=AssertionError("composed")):
+            weight = layer.weight
+            told = (weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.numel(), weight.grad)
+            assert told == (dense.weight.shape, torch.float64, dense.weight.device, True, dense.weight.numel(), None)
+        writes: list[Callable[[], object]] = [
+            lambda: nn.init.normal_(layer.weight),
+            lambda: layer.weight.data.zero_(),
+            lambda: layer.weight[0].fill_(1),
+            lambda: layer.weight.view(-1).mul_(2),
+        ]
+        for write in writes:
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"Set layer\.weight = W"):
+                write()
+            assert torch.equal(layer.weight, before)
+
+    def test_setting_its_weight_decomposes_it_into_the_factors(self, case: Case) -> None:
+        weight = case.make_layer().weight.detach().clone()
+        for value in (weight, nn.Parameter(2 * weight)):
+            layer = case.factorize(case.make_dense())
+            factors = layer.factors
+            layer.weight = value
+            assert error(layer.weight, value) < 1e-9
+            assert all(own is factor for own, factor in zip(layer.factors, factors, strict=True))
+            assert "weight" not in layer.state_dict()
+        with pytest.raises(ValueError, match=f"weight must be {layer.shape} for this layer, got 3x1"):
+            layer.weight = torch.ones(3, 1)
 
     def test_its_repr_says_what_it_saves(self, case: Case) -> None:
         shown, used = repr(case.make_layer()), case.format.numel
