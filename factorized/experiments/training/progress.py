@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar with figures in a terminal, one line an epoch elsewhere."""
+"""A run's progress: a bar with figures in a terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 

@@ -20,10 +20,12 @@ from factorized.experiments.training.folder import prepare_folders, writing
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.network import (
     boundless_buffers,
-    build_network,
+    build_dense,
     build_optimizer,
     check_network,
     count_macs,
+    factorize_network,
+    plan_network,
     set_learning_rate,
 )
 from factorized.experiments.training.norms import norms_table, write_norms
@@ -47,9 +49,9 @@ from factorized.experiments.training.streamed import Streamed
 from factorized.experiments.training.trained import RESULT, read_result, save_trained
 from factorized.nn.running import count_parameters
 
-ASK = 20  # steps between two questions of several processes whether one was asked to stop
-HIGHEST = 0.1  # learning rate to advise, that of the paper
-PATIENCE = 2.0  # seconds after which a second signal to one of several processes is meant as such
+ASK = 20  # steps between two checks, across processes, for a stop request
+HIGHEST = 0.1  # the highest learning rate to suggest: the paper's
+PATIENCE = 2.0  # seconds within which several processes ignore a repeated signal
 
 
 def train(
@@ -100,9 +102,13 @@ class Trainer:
     ) -> None:
         self.allow_other_devices = allow_other_devices
         self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
-        self.network = build_network(recipe, images, seed)
+        dense = build_dense(recipe, images, seed)
+        self.plan = plan_network(recipe, dense, images)
+        self.network = factorize_network(recipe, dense, self.plan)
         check_network(recipe, self.network, images)
-        self.macs = count_macs(recipe, images, seed)
+        self.macs = count_macs(self.network, self.plan, images)
+        # of the first seed; others are drawn when their turn comes
+        self.fresh = {seed: {name: tensor.clone() for name, tensor in self.network.state_dict().items()}}
         self.network.to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self.optimizer = build_optimizer(recipe, self.network)
         self.source = self._build_source()
@@ -172,14 +178,20 @@ class Trainer:
             check_fits(state, folder, self.network, self.optimizer, self.step, self.boundless)
             self._check_devices(state, folder)
             return state
-        if resume and (folder / RESULT).is_file():  # it has ended, and somebody needed the checkpoint's room
+        if resume and (folder / RESULT).is_file():  # a finished run whose checkpoint was deleted
             ended = read_result(folder)
             parts = {"recipe": ended["recipe"], "seed": ended["seed"], "data": ended["data"]["checksum"]}
             state = RunState(**parts, epoch=self.recipe.schedule.epochs)
             check_same_run(state, recipe, seed, data, folder)
             return state
-        fresh = build_network(self.recipe, self.images, seed).state_dict()
-        return RunState(recipe=recipe, seed=seed, data=data, network=fresh)
+        return RunState(recipe=recipe, seed=seed, data=data, network=self._draw(seed))
+
+    def _draw(self, seed: int) -> dict[str, Tensor]:
+        """Return the weights that a run with ``seed`` begins with."""
+        if seed in self.fresh:
+            return self.fresh.pop(seed)
+        dense = build_dense(self.recipe, self.images, seed)
+        return factorize_network(self.recipe, dense, self.plan).state_dict()
 
     def _check_devices(self, state: RunState, folder: Path) -> None:
         """Refuse to go on where the result would be another one, unless that is allowed."""
@@ -194,7 +206,7 @@ class Trainer:
 
     def _begin(self, state: RunState) -> None:
         restore(state, self.network, self.optimizer, self.step)
-        if not self.processes.is_first:  # what was counted in an epoch under way is the first's to add
+        if not self.processes.is_first:  # the first process holds the counts of the epoch under way
             self.step.loss_sum.zero_()
             self.step.correct.zero_()
         if self.recipe.decay.kind == "normalized" and self.step.norms is not None:
@@ -247,7 +259,7 @@ class Trainer:
                 result["files"] = save_trained(self.network, folder)
                 if self.recipe.decay.record_norms and self.step.norms is not None:
                     write_norms(self.step.norms, folder)
-                write_json(folder / RESULT, result)  # last: where it is, all is
+                write_json(folder / RESULT, result)  # written last: if it exists, everything else does
         return result
 
     def _save(self, state: RunState, folder: Path, epoch: int, step: int, began: float) -> None:
@@ -261,7 +273,7 @@ class Trainer:
                 save_state(state, folder)
 
     def _asked_to_stop(self, stop: StopRequest, steps: int) -> bool:
-        """Say whether to stop now; several processes can only stop together, and ask each other now and then."""
+        """Return whether to stop now; several processes stop together, and ask each other every ``ASK`` steps."""
         asked = stop.number is not None
         if self.processes.count == 1:
             return asked
@@ -283,7 +295,7 @@ class Trainer:
         )
 
     def _advice(self) -> str:
-        """Return what may keep the weights finite, but for what the recipe does already."""
+        """Return settings that may keep the weights finite, without those that the recipe already has."""
         optimizer, schedule = self.recipe.optimizer, self.recipe.schedule
         ways = [f"optimizer.lr={min(optimizer.lr / 3, HIGHEST):.2g}"]
         if not schedule.warmup_epochs:
