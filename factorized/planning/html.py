@@ -31,7 +31,7 @@ STYLE = """
   & dd.big { font-size: 22px; font-weight: 600; letter-spacing: -0.01em; white-space: nowrap; }
   & .parts dd { font-size: 16px; }
   & .arrow { font-weight: 400; padding: 0 0.3em; }
-  & table { width: 100%; margin: 0; border: 0; border-collapse: collapse; font-size: inherit; }
+  & table { width: 100%; margin: 0; border: 0; border-collapse: collapse; font-size: inherit; color: inherit; }
   & tr { background: none; }
   & th { font-weight: 400; font-size: 12px; text-align: left; white-space: nowrap; }
   & th, & td { padding: 5px 0 5px 24px; border: 0; border-bottom: 1px solid var(--line); vertical-align: top;
