@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from factorized.attention.family import Family, UnreadableAttention, is_transpos
 from factorized.attention.multihead import ShrunkMultiheadAttention
 from factorized.attention.unit import AttentionUnit
 
-Adapter = Callable[[nn.Module], AttentionUnit]
+Adapter = Callable[[Any], AttentionUnit]  # of a module of its class
 
 # Of transformers, by name, so that it is not imported.
 KNOWN: dict[str, Adapter] = {

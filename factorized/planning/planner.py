@@ -11,15 +11,17 @@ from typing import Literal
 from torch import nn
 
 from factorized.attention.cost import AttentionCost
-from factorized.attention.unit import KINDS, FormKind, are_kinds
 from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
 from factorized.nn.model import check_model, named
 from factorized.nn.running import ExampleInput, count_parameters
 from factorized.planning.assemble import Cost, Tied, assemble, cost_of
 from factorized.planning.budget import Budget, read_budget
+from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate, Selected
 from factorized.planning.cost import LayerCost, Measured, measure
+from factorized.planning.pattern import Pattern
 from factorized.planning.plan import Plan
+from factorized.planning.projections import AttentionOption, read_option
 from factorized.planning.ranks import (
     Choice,
     Choices,
@@ -30,7 +32,7 @@ from factorized.planning.ranks import (
     spend_uniformly,
     total_cost,
 )
-from factorized.planning.select import Candidate, Pattern, find_candidates
+from factorized.planning.select import find_candidates
 from factorized.planning.spectrum import rank_for_energy, squared_spectrum
 
 Allocate = Literal["uniform", "spectrum"]
@@ -50,7 +52,7 @@ def plan(
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] = (),
     keep_first_and_last: bool = True,
-    attention: bool | Sequence[FormKind] = False,
+    attention: AttentionOption | None = None,
 ) -> Plan:
     """Choose which layers of ``model`` to factorize, and their ranks; the model is not changed.
 
@@ -68,23 +70,25 @@ def plan(
         example_input: what the model's forward takes (a tensor, a tuple, a dict); fills the plan's MACs.
         allocate: ``"uniform"`` spends a budget at one rank scale (the paper), ``"spectrum"`` where the singular values
             of the weights at hand earn most.
-        include: only these layers: names, globs, names of containers, or module types.
+        include: only these layers: names, globs or types, of the layers or of containers around them.
         exclude: not these.
         keep_first_and_last: leave the first and last layer dense, as the paper does, unless ``include`` names them.
-        attention: spend the budget on attention modules too, each one unit whose heads get fewer dimensions: True for
-            both of its forms (OV alone under rotary embeddings), or the forms, ``("qk", "ov")`` or one of them.
+        attention: ``"layers"``, which is the default, takes every projection for a layer like any other; ``"heads"``
+            gives the heads of every attention module fewer dimensions (the paper), by both of its forms (OV alone under
+            rotary embeddings) or by those given, ``("qk", "ov")`` or one of them; ``False`` leaves attention as it is,
+            but for projections that ``include`` names.
     """
     check_model(model)
     scheme = LowRank() if scheme is None else scheme
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given)
-    kinds = _read_attention(scheme, attention)
-    candidates = find_candidates(model, scheme.kernel, include, exclude, keep_first_and_last, scheme.refuse, kinds)
+    meant = read_option(attention, scheme)
+    candidates = find_candidates(model, scheme.kernel, include, exclude, keep_first_and_last, scheme.refuse, meant)
     weights = _tied_groups(candidates)
     if not weights:
         raise ValueError(_nothing_selected(model, candidates))
-    shapes = {c.module: c.shape for c in candidates if c.shape is not None}
-    units = {c.module: c.unit for c in candidates if c.unit is not None}
+    shapes = {c.module: c.shape for c in candidates if isinstance(c, LayerCandidate)}
+    units = {c.module: c.unit for c in candidates if isinstance(c, AttentionCandidate)}
     measured = measure(model, example_input, shapes, units) if example_input is not None else None
     costs = [cost_of(tied, measured) for tied in weights]
     ranks = _solve(model, scheme, budget, allocate, weights, costs, measured)
@@ -97,22 +101,10 @@ def plan(
     return assemble(model, scheme, budget, candidates, solved, measured)
 
 
-def _read_attention(scheme: Scheme, attention: bool | Sequence[FormKind]) -> tuple[FormKind, ...]:
-    if isinstance(attention, bool):
-        kinds = KINDS if attention else ()
-    elif not are_kinds(attention):
-        raise ValueError(f'attention must be True, False or a list of "qk" and "ov", got {attention!r}')
-    else:
-        kinds = tuple(kind for kind in KINDS if kind in attention)
-    if kinds and not scheme.by_spectrum:
-        raise ValueError(f"attention={attention!r} gives heads fewer dimensions, which is for LowRank, got {scheme}")
-    return kinds
-
-
 def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
     groups: dict[str, Tied] = {}
     for candidate in candidates:
-        if candidate.reason is None:
+        if isinstance(candidate, Selected) and candidate.reason is None:
             groups.setdefault(candidate.tied_to or candidate.name, []).append(candidate)
     return list(groups.values())
 
@@ -209,8 +201,8 @@ def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
     )
 
 
-def _at_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Choice:
-    if candidate.unit is not None:
+def _at_rank(candidate: Selected, scheme: Scheme, rank: int) -> Choice:
+    if isinstance(candidate, AttentionCandidate):
         full = candidate.unit.head_size
         if rank > full:
             raise ValueError(
@@ -218,17 +210,15 @@ def _at_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Choice:
                 "attention by a call of its own: fz.factorize_attention(model, rank_scale=...)"
             )
         return rank
-    shape = candidate.shape
-    assert shape is not None
     with named(candidate.name):
-        return scheme.at_rank(shape, rank)
+        return scheme.at_rank(candidate.shape, rank)
 
 
 def _warn_if_clipped(scheme: Scheme, budget: Budget, weights: list[Tied]) -> None:
     """Warn, once for all layers, where a rank or a rank scale asks for more than some allow."""
     scale = budget.value if budget.name == "rank_scale" else None
     rank = int(budget.value) if budget.name == "rank" else None
-    shapes = {tied[0].name: tied[0].shape for tied in weights if tied[0].shape is not None}
+    shapes = {first.name: first.shape for first, *_ in weights if isinstance(first, LayerCandidate)}
     found = {name: text for name, shape in shapes.items() if (text := scheme.clipped(shape, scale, rank))}
     if found:
         name, text = next(iter(found.items()))

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from factorized.attention.family import is_transposed
 from factorized.attention.multihead import keep_off_nested_tensors
 from factorized.attention.register import read_attention
-from factorized.attention.unit import FormKind
 from factorized.formats.format import Format
 from factorized.formats.scheme import Scheme
 from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
@@ -21,11 +20,12 @@ from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
 from factorized.nn.model import check_model, named
 from factorized.nn.running import ExampleInput
+from factorized.planning.pattern import Pattern
 from factorized.planning.plan import Entry, Plan
 from factorized.planning.planner import Allocate
 from factorized.planning.planner import plan as make_plan
+from factorized.planning.projections import AttentionOption
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
-from factorized.planning.select import Pattern
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.replace import refuse_wrapped, replace_module
@@ -54,7 +54,7 @@ def factorize(
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] = (),
     keep_first_and_last: bool = True,
-    attention: bool | Sequence[FormKind] = False,
+    attention: AttentionOption | None = None,
 ) -> nn.Module:
     """Replace layers of ``model`` by factorized ones, in place, and return it.
 
@@ -92,7 +92,7 @@ def factorize(
             example_input is not None,
             allocate != "uniform",
             not keep_first_and_last,
-            attention,
+            attention is not None,
         )
     ):
         raise ValueError("the plan already says which layers: give include=, exclude= and the like to fz.plan instead")

@@ -142,7 +142,6 @@ VALUES = {
     "energy": 0.5,
     "macs": 0.5,
     "allocate": "spectrum",
-    "attention": True,
     "execution": "composed",
 }
 
