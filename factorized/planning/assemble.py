@@ -138,6 +138,7 @@ def attention_entry(candidate: AttentionCandidate, cost: AttentionCost, head_ran
         params_after=cost.params_at(*head_ranks),
         head_ranks=head_ranks,
         forms=candidate.forms,
+        note=candidate.note,
     )
 
 

@@ -40,6 +40,7 @@ class AttentionCandidate(Candidate):
 
     unit: AttentionUnit
     forms: tuple[FormName, ...] = ()  # those to shrink
+    note: str | None = None  # what is not certain about it
 
     tied_to: ClassVar[None] = None  # attention with tied weights stays dense
 

@@ -83,7 +83,9 @@ def plan(
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given)
     meant = read_option(attention, scheme)
-    candidates = find_candidates(model, scheme.kernel, include, exclude, keep_first_and_last, scheme.refuse, meant)
+    candidates = find_candidates(
+        model, scheme.kernel, include, exclude, keep_first_and_last, scheme.refuse, meant, example_input
+    )
     weights = _tied_groups(candidates)
     if not weights:
         raise ValueError(_nothing_selected(model, candidates))

@@ -9,8 +9,10 @@ from torch import nn
 
 from factorized.attention.register import Found, adapter_of
 from factorized.attention.unit import FORMS, AttentionUnit, FormName, are_forms, shrunk_note
+from factorized.attention.verify import UNCHECKED, check_registrations
 from factorized.formats.scheme import Scheme
 from factorized.nn.model import module_names
+from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate
 from factorized.planning.pattern import Modules, Pattern, matches, names_part
 from factorized.planning.replaceable import why_not_shrunk, why_tied
@@ -70,8 +72,13 @@ def attention_candidate(read: Found, names: Sequence[str], attention: Attention)
     return AttentionCandidate(name=name, module=read.module, aliases=aliases, reason=reason, unit=read.unit)
 
 
-def choose_forms(model: nn.Module, candidates: Sequence[AttentionCandidate], forms: tuple[FormName, ...]) -> None:
-    """Note which forms of every attention module are shrunk, or why none is."""
+def choose_forms(
+    model: nn.Module,
+    candidates: Sequence[AttentionCandidate],
+    forms: tuple[FormName, ...],
+    example_input: ExampleInput | None = None,
+) -> None:
+    """Note which forms of every attention module are shrunk, or why none is; refuse a wrong registration."""
     tied = why_tied(model, [candidate.unit for candidate in candidates])
     for candidate in candidates:
         unit = candidate.unit
@@ -82,10 +89,17 @@ def choose_forms(model: nn.Module, candidates: Sequence[AttentionCandidate], for
             candidate.reason = "rotary embeddings turn its queries and keys, so that QK is no single form"
         else:
             candidate.reason = why_not_shrunk(unit) or tied.get(unit.module)
+    chosen = [candidate for candidate in candidates if candidate.reason is None]
+    unchecked = check_registrations({c.name: c.unit for c in chosen}, model, example_input)
+    for candidate in chosen:
+        candidate.note = UNCHECKED if type(candidate.module) in unchecked else None
 
 
 def attention_candidates(
-    model: nn.Module, units: Iterable[AttentionUnit], forms: tuple[FormName, ...]
+    model: nn.Module,
+    units: Iterable[AttentionUnit],
+    forms: tuple[FormName, ...],
+    example_input: ExampleInput | None = None,
 ) -> list[AttentionCandidate]:
     """Return attention modules of ``model``, each with the forms to shrink or the reason why none is."""
     places = module_names(model)
@@ -99,5 +113,5 @@ def attention_candidates(
         )
         for unit in units
     ]
-    choose_forms(model, candidates, forms)
+    choose_forms(model, candidates, forms, example_input)
     return candidates

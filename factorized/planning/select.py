@@ -14,6 +14,7 @@ from factorized.attention.multihead import is_shrunk_multihead
 from factorized.attention.register import Found, find_attention
 from factorized.formats.kernel import KernelShape
 from factorized.nn.layer import FactorizedLayer
+from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
 from factorized.planning.pattern import Modules, Pattern, check_patterns, matches, names_part
 from factorized.planning.projections import ALREADY, Attention, attention_candidate, choose_forms, opens
@@ -31,12 +32,13 @@ def find_candidates(
     keep_first_and_last: bool,
     refuse: Callable[[nn.Module, KernelShape], str | None] = lambda module, shape: None,
     attention: Attention = (),
+    example_input: ExampleInput | None = None,
 ) -> list[Candidate]:
     """Return every module of ``model`` with a weight matrix, in order; those to factorize have no ``reason``.
 
     With ``attention="layers"`` the projections of attention are layers like any other; else each attention module is
     one candidate, and ``attention`` names the forms of it to shrink. ``refuse`` says why a scheme leaves a layer alone
-    that others would not.
+    that others would not. ``example_input`` is for checking how attention was registered.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     whole = {read.module: read for read in find_attention(model) if not opens(read, attention, include, modules)}
@@ -57,7 +59,8 @@ def find_candidates(
             candidate.reason = refuse(candidate.module, candidate.shape)
     _join_tied(model, candidates)
     if attention != "layers":
-        choose_forms(model, [c for c in candidates if isinstance(c, AttentionCandidate)], attention)
+        whole_modules = [candidate for candidate in candidates if isinstance(candidate, AttentionCandidate)]
+        choose_forms(model, whole_modules, attention, example_input)
     return candidates
 
 

@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 from factorized.attention.matrices import check_finite, spectral_matrices, write_matrices
 from factorized.attention.register import Found, find_attention
 from factorized.attention.unit import FORMS, AttentionUnit, FormName, are_forms
+from factorized.attention.verify import check_registrations
 from factorized.nn.init import Init, check_init
 from factorized.nn.model import check_model, module_names
+from factorized.nn.running import ExampleInput
 from factorized.planning.assemble import attention_plan
 from factorized.planning.projections import attention_candidates
 from factorized.planning.replaceable import why_not_decomposed, why_tied
@@ -25,6 +27,7 @@ def factorize_attention(
     rank_scale: float | Mapping[FormName, float] = 0.5,
     init: Init = "spectral",
     forms: Sequence[FormName] = FORMS,
+    example_input: ExampleInput | None = None,
 ) -> nn.Module:
     """Give every head of every attention module of ``model`` fewer dimensions, in place, and return the model.
 
@@ -37,11 +40,12 @@ def factorize_attention(
         rank_scale: the share of a head's dimensions that stays, in (0, 1]; or one for each form.
         init: as for ``fz.factorize``.
         forms: which forms are shrunk; under rotary embeddings only ``"ov"`` can be.
+        example_input: what the model's forward takes, to check how classes were registered.
     """
     check_init(init)
     chosen = _checked_forms(forms)
     scales = _checked_scales(rank_scale, chosen)
-    candidates = attention_candidates(model, _units(model, chosen), chosen)
+    candidates = attention_candidates(model, _units(model, chosen), chosen, example_input)
     ranks: dict[str, tuple[int, int]] = {}
     for candidate in candidates:
         size, name = candidate.unit.head_size, candidate.name
@@ -68,6 +72,7 @@ def spectral_init_attention(model: nn.Module, forms: Sequence[FormName] = FORMS)
     units = _units(model, chosen)
     for module, reason in why_tied(model, units).items():
         raise ValueError(f"{module_names(model)[module][0] or 'the model'}: {reason}. Nothing was changed")
+    check_registrations({module_names(model)[unit.module][0]: unit for unit in units}, model)
     new = [
         spectral_matrices(unit, unit.query.head_size, unit.value.head_size, chosen, may_add_bias=False)
         for unit in units
