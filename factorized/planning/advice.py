@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from factorized.attention.register import adapter_of, find_attention
+from factorized.attention.register import adapter_of, looks_like_attention
 from factorized.planning.plan import Plan
 from factorized.planning.ranks import Choices, total_cost
 from factorized.planning.solve import Problem
@@ -35,7 +35,7 @@ def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose
     return (
         f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} of its "
         f"{problem.whole:,} {budget.counted}. Ask for {allowed}, or factorize more layers: {told}"
-        f"{_unregistered(model)}"
+        f"{_unregistered(problem)}"
     )
 
 
@@ -76,7 +76,7 @@ def starved(
     return (
         f"{problem.budget} leaves {len(tiny)} layers of {type(model).__name__} below {STARVED:.0%} of full rank, such "
         f"as {tied[0].name!r} at rank {rank} of {item.reference}, because {dense / plan.params:.0%} of the model stays "
-        f'dense. {spread}of="selected" counts it over the factorized layers alone{_unregistered(model)}'
+        f'dense. {spread}of="selected" counts it over the factorized layers alone{_unregistered(problem)}'
     )
 
 
@@ -84,11 +84,19 @@ def _reached(problem: Problem, changes: list[Change], pose: Pose) -> Iterator[tu
     """Yield the changes that lower the floor, with the floor they reach; several together where none is enough."""
     if not problem.scheme.compresses:
         return
-    alone = [(change, low) for change in changes if (low := pose(change).lowest) < problem.lowest]
+    alone = [(change, low) for change in changes if (low := _floor(pose, change)) < problem.lowest]
     yield from alone
     if len(alone) > 1 and min(low for _, low in alone) > problem.budget.value:
         together = {key: value for change, _ in alone for key, value in change.items()}
-        yield together, pose(together).lowest
+        yield together, _floor(pose, together)
+
+
+def _floor(pose: Pose, change: Change) -> float:
+    """Return the floor with some arguments changed; 1 where they are refused."""
+    try:
+        return pose(change).lowest
+    except ValueError:  # heads whose registration does not fit, say
+        return 1.0
 
 
 def _written(change: Change) -> str:
@@ -97,9 +105,8 @@ def _written(change: Change) -> str:
     )
 
 
-def _unregistered(model: nn.Module) -> str:
-    """Return a sentence on attention classes that nobody registered, or nothing."""
-    names = sorted({type(found.module).__name__ for found in find_attention(model) if adapter_of(found.module) is None})
-    if not names:
-        return ""
-    return f". Nobody registered {' and '.join(names)}, attention whose layers stay dense: see fz.register_attention"
+def _unregistered(problem: Problem) -> str:
+    """Return a sentence on attention modules that stay dense because nobody registered their classes, or nothing."""
+    modules = [c.module for c in problem.candidates if c.reason is not None and looks_like_attention(c.module)]
+    names = sorted({type(module).__name__ for module in modules if adapter_of(module) is None})
+    return f". Nobody registered {' and '.join(names)}: see fz.register_attention" if names else ""

@@ -189,7 +189,7 @@ def _number(label: str, value: str) -> str:
 def _note(entry: Entry) -> str:
     tied = f"shares the factors of {entry.tied_to}" if entry.tied_to else ""
     also = f"also {', '.join(entry.aliases)}" if entry.aliases else ""
-    note = "; ".join(filter(None, (entry.reason, tied, also)))
+    note = "; ".join(filter(None, (entry.reason, entry.note, tied, also)))
     return f"<small>{escape(note)}</small>" if note else ""
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from factorized.planning.candidate import Candidate
 from factorized.planning.plan import PlanEntry
-from factorized.planning.select import Candidate
 
 
 def loose_entries(model: nn.Module, candidates: Sequence[Candidate]) -> list[PlanEntry]:

@@ -22,8 +22,8 @@ _LEAST = {"shape": 1, "groups": 1, "row_dims": 0, "head_ranks": 1} | dict.fromke
     ("params", "params_after", "macs", "macs_after"), 0
 )
 _LISTS = ("shape", "aliases", "head_ranks", "forms")
-_TEXTS = ("name", "type", "reason", "aliases", "tied_to", "forms", "model", "budget")
-_OPTIONAL = ("reason", "tied_to", "macs", "macs_after")
+_TEXTS = ("name", "type", "reason", "note", "aliases", "tied_to", "forms", "model", "budget")
+_OPTIONAL = ("reason", "note", "tied_to", "macs", "macs_after")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class PlanEntry:
     macs_after: int | None = None
 
     is_attention: ClassVar[bool] = False
+    note: ClassVar[None] = None
 
     @property
     def rank(self) -> Rank | None:
@@ -70,6 +71,7 @@ class AttentionEntry:
     params_after: int = 0
     macs: int | None = None  # None without an example input
     macs_after: int | None = None
+    note: str | None = None  # what is not certain about it
 
     is_attention: ClassVar[bool] = True
     tied_to: ClassVar[None] = None  # attention with tied weights stays dense

@@ -11,7 +11,6 @@ from torch import nn
 
 from factorized._checks import check_whole
 from factorized.attention.register import find_attention
-from factorized.attention.unit import KINDS, FormKind, are_kinds
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
@@ -20,16 +19,18 @@ from factorized.nn.running import ExampleInput, count_parameters
 from factorized.planning.advice import Change, above_reach, out_of_reach, starved
 from factorized.planning.assemble import assemble
 from factorized.planning.budget import Of, read_budget
+from factorized.planning.candidate import Candidate
 from factorized.planning.loose import loose_entries
 from factorized.planning.parts import parts_of
+from factorized.planning.pattern import Pattern
 from factorized.planning.plan import Plan
+from factorized.planning.projections import AttentionOption, read_option
 from factorized.planning.ranks import Choices, lowest_cost
-from factorized.planning.select import Candidate, Pattern, find_candidates
+from factorized.planning.select import find_candidates
 from factorized.planning.solve import Problem, pose, solve
 
 TINY = 50_000  # a layer with less than the model's parameters over this is not worth factorizing
 Allocate = Literal["uniform", "spectrum"]
-Attention = bool | Sequence[FormKind]
 
 
 class PlanOptions(TypedDict, total=False):
@@ -51,7 +52,7 @@ class PlanOptions(TypedDict, total=False):
     exclude: Sequence[Pattern]
     min_size: int | None
     keep_first_and_last: bool
-    attention: Attention
+    attention: AttentionOption | None
 
 
 def plan(
@@ -71,7 +72,7 @@ def plan(
     exclude: Sequence[Pattern] = (),
     min_size: int | None = None,
     keep_first_and_last: bool = True,
-    attention: Attention = False,
+    attention: AttentionOption | None = None,
 ) -> Plan:
     """Choose which layers of ``model`` to factorize, and their ranks; the model is not changed.
 
@@ -93,12 +94,14 @@ def plan(
         multiple_of: round ranks to multiples of this number, within the budget (``energy`` rounds up). Unless given,
             a ``ratio`` or ``macs`` rounds the ranks of matrices from 512 wide to a power of two up to 64, as far as
             that leaves less than 0.5 % of the budget unspent: GPUs multiply such matrices faster. 1 rounds nothing.
-        include: only these layers: names, globs, names of containers, or module types.
+        include: only these layers: names, globs or types, of the layers or of containers around them.
         exclude: not these.
         min_size: leave layers with fewer parameters dense; unless given, those with less than 1/50,000 of the model's.
         keep_first_and_last: leave the first and last layer dense, as the paper does, unless ``include`` names them.
-        attention: spend the budget on attention modules too, each one unit whose heads get fewer dimensions: True for
-            both of its forms (OV alone under rotary embeddings), or the forms, ``("qk", "ov")`` or one of them.
+        attention: ``"layers"``, which is the default, takes every projection for a layer like any other; ``"heads"``
+            gives the heads of every attention module fewer dimensions (the paper), by both of its forms (OV alone under
+            rotary embeddings) or by those given, ``("qk", "ov")`` or one of them; ``False`` leaves attention as it is,
+            but for projections that ``include`` names.
     """
     check_model(model)
     scheme = LowRank() if scheme is None else scheme
@@ -118,7 +121,7 @@ def plan(
     def posed(change: Change) -> Problem:
         changed: PlanOptions = {**options, **change}  # type: ignore[typeddict-item]
         own = replace(budget, multiple_of=changed["multiple_of"])
-        return pose(model, scheme, own, _candidates(model, scheme, changed), example_input)
+        return pose(model, scheme, own, _candidates(model, scheme, changed, example_input), example_input)
 
     problem = posed({})
     if not problem.weights:
@@ -140,7 +143,9 @@ def plan(
     return made
 
 
-def _candidates(model: nn.Module, scheme: Scheme, options: PlanOptions) -> list[Candidate]:
+def _candidates(
+    model: nn.Module, scheme: Scheme, options: PlanOptions, example_input: ExampleInput | None
+) -> list[Candidate]:
     given = options["min_size"]
     least = count_parameters(model) // TINY if given is None else given
 
@@ -148,7 +153,6 @@ def _candidates(model: nn.Module, scheme: Scheme, options: PlanOptions) -> list[
         small = f"has {shape.numel:,} parameters, fewer than min_size={least:,}" if shape.numel < least else None
         return scheme.refuse(module, shape) or small
 
-    kinds = _read_attention(scheme, options["attention"])
     return find_candidates(
         model,
         scheme.kernel,
@@ -156,7 +160,8 @@ def _candidates(model: nn.Module, scheme: Scheme, options: PlanOptions) -> list[
         options["exclude"],
         options["keep_first_and_last"],
         refuse,
-        kinds,
+        read_option(options["attention"], scheme),
+        example_input,
     )
 
 
@@ -172,8 +177,10 @@ def _made(model: nn.Module, problem: Problem, choices: Choices) -> Plan:
 def _changes(scheme: Scheme, options: PlanOptions) -> list[Change]:
     """Return the changes of arguments that can let a budget reach further, one at a time."""
     changes: list[Change] = []
-    if scheme.by_spectrum and not options["attention"]:
-        changes.append({"attention": True})
+    if options["attention"] not in (None, "layers"):
+        changes.append({"attention": "layers"})
+    elif scheme.by_spectrum:
+        changes.append({"attention": "heads"})
     if options["keep_first_and_last"]:
         changes.append({"keep_first_and_last": False})
     if options["min_size"]:
@@ -181,18 +188,6 @@ def _changes(scheme: Scheme, options: PlanOptions) -> list[Change]:
     if options["multiple_of"] not in (None, 1):
         changes.append({"multiple_of": 1})
     return changes
-
-
-def _read_attention(scheme: Scheme, attention: bool | Sequence[FormKind]) -> tuple[FormKind, ...]:
-    if isinstance(attention, bool):
-        kinds = KINDS if attention else ()
-    elif not are_kinds(attention):
-        raise ValueError(f'attention must be True, False or a list of "qk" and "ov", got {attention!r}')
-    else:
-        kinds = tuple(kind for kind in KINDS if kind in attention)
-    if kinds and not scheme.by_spectrum:
-        raise ValueError(f"attention={attention!r} gives heads fewer dimensions, which is for LowRank, got {scheme}")
-    return kinds
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:

@@ -16,6 +16,7 @@ from factorized.nn.model import named
 from factorized.nn.running import ExampleInput, count_parameters
 from factorized.planning.assemble import Cost, Tied, cost_of
 from factorized.planning.budget import Budget
+from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate, Selected
 from factorized.planning.cost import LayerCost, Measured, measure
 from factorized.planning.multiples import WIDE, chosen_multiples, in_multiples, to_multiple
 from factorized.planning.ranks import (
@@ -26,7 +27,6 @@ from factorized.planning.ranks import (
     spend_by_spectrum,
     spend_uniformly,
 )
-from factorized.planning.select import Candidate
 from factorized.planning.spectrum import rank_for_energy, squared_spectrum
 
 
@@ -66,8 +66,8 @@ def pose(
     weights = _tied_groups(candidates)
     measured = None
     if example_input is not None:
-        shapes = {c.module: c.shape for c in candidates if c.shape is not None}
-        units = {c.module: c.unit for c in candidates if c.unit is not None}
+        shapes = {c.module: c.shape for c in candidates if isinstance(c, LayerCandidate)}
+        units = {c.module: c.unit for c in candidates if isinstance(c, AttentionCandidate)}
         measured = measure(model, example_input, shapes, units)
     costs = [cost_of(tied, measured) for tied in weights]
     items = _items(scheme, budget, weights, costs)
@@ -127,7 +127,7 @@ def _spend(problem: Problem, allocate: str) -> Choices:
 def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
     groups: dict[str, Tied] = {}
     for candidate in candidates:
-        if candidate.reason is None:
+        if isinstance(candidate, Selected) and candidate.reason is None:
             groups.setdefault(candidate.tied_to or candidate.name, []).append(candidate)
     return list(groups.values())
 
@@ -202,8 +202,8 @@ def _at_one_rank(scheme: Scheme, weights: list[Tied], rank: int) -> Choices:
     return found
 
 
-def _at_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Choice:
-    if candidate.unit is not None:
+def _at_rank(candidate: Selected, scheme: Scheme, rank: int) -> Choice:
+    if isinstance(candidate, AttentionCandidate):
         full = candidate.unit.head_size
         if rank > full:
             raise ValueError(
@@ -211,17 +211,15 @@ def _at_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Choice:
                 "attention by a call of its own: fz.factorize_attention(model, rank_scale=...)"
             )
         return rank
-    shape = candidate.shape
-    assert shape is not None
     with named(candidate.name):
-        return scheme.at_rank(shape, rank)
+        return scheme.at_rank(candidate.shape, rank)
 
 
 def _warn_if_clipped(scheme: Scheme, budget: Budget, weights: list[Tied]) -> None:
     """Warn, once for all layers, where a rank or a rank scale asks for more than some allow."""
     scale = budget.value if budget.name == "rank_scale" else None
     rank = int(budget.value) if budget.name == "rank" else None
-    shapes = {tied[0].name: tied[0].shape for tied in weights if tied[0].shape is not None}
+    shapes = {first.name: first.shape for first, *_ in weights if isinstance(first, LayerCandidate)}
     found = {name: text for name, shape in shapes.items() if (text := scheme.clipped(shape, scale, rank))}
     if found:
         name, text = next(iter(found.items()))

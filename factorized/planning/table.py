@@ -60,7 +60,7 @@ def _row(entry: Entry) -> Row:
 
 
 def _note(entry: Entry) -> str:
-    return entry.reason or (f"tied to {entry.tied_to}" if entry.tied_to else "")
+    return entry.reason or entry.note or (f"tied to {entry.tied_to}" if entry.tied_to else "")
 
 
 def _change(before: int | None, after: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from typing import Any
 
 import pytest
 from torch import nn
@@ -21,15 +22,26 @@ def floors(message: str) -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore:.*below 5% of full rank")
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "vit", "qwen2"])
-def test_a_refusal_names_the_arguments_that_reach_further_and_how_far(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "helps"),
+    [
+        ("llama", {}, {"keep_first_and_last=False"}),
+        ("gpt2", {}, {"keep_first_and_last=False"}),
+        ("llama", {"attention": False}, {'attention="layers"', "keep_first_and_last=False"}),
+        ("bert", {"attention": False}, {'attention="layers"', "keep_first_and_last=False"}),
+        ("qwen2", {"attention": "heads"}, {'attention="layers"', "keep_first_and_last=False"}),
+    ],
+)
+def test_a_refusal_names_the_arguments_that_reach_further_and_how_far(
+    name: str, arguments: dict[str, Any], helps: set[str]
+) -> None:
     model = real_size(name)
     with pytest.raises(ValueError, match=r"ratio=0\.3 is out of reach") as caught:
-        fz.plan(model, ratio=0.3)
+        fz.plan(model, ratio=0.3, **arguments)
     reached = floors(str(caught.value))
-    assert reached
+    assert reached.keys() == helps
     for argument, ratio in reached.items():
-        given = eval(f"dict({argument.replace(' with ', ', ')})")
+        given = arguments | eval(f"dict({argument})")
         assert fz.plan(model, ratio=ratio, **given).ratio <= ratio
         with pytest.raises(ValueError, match="is out of reach"):
             fz.plan(model, ratio=ratio - 2e-4, **given)
@@ -37,15 +49,15 @@ def test_a_refusal_names_the_arguments_that_reach_further_and_how_far(name: str)
 
 def test_arguments_that_are_not_enough_alone_are_named_together() -> None:
     with pytest.raises(ValueError, match="is out of reach") as caught:
-        fz.plan(real_size("gpt2"), ratio=0.1)
+        fz.plan(real_size("gpt2"), ratio=0.1, attention=False)
     reached = floors(str(caught.value))
     assert min(reached, key=lambda name: reached[name]).count("=") == 2
     assert min(reached.values()) < 0.1
 
 
 def test_a_refusal_names_attention_that_nobody_registered() -> None:
-    with pytest.raises(ValueError, match=r"Nobody registered T5Attention, .* see fz\.register_attention"):
-        fz.plan(real_size("t5"), ratio=0.1)
+    with pytest.raises(ValueError, match=r'attention="layers" .* Nobody registered T5Attention: see fz\.reg'):
+        fz.plan(real_size("t5"), ratio=0.1, attention="heads")
 
 
 def test_a_refusal_names_a_multiple_or_a_least_size_that_is_in_the_way() -> None:
@@ -56,13 +68,21 @@ def test_a_refusal_names_a_multiple_or_a_least_size_that_is_in_the_way() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "ratio", "rank"), [("gpt2", 0.55, "16 of 768"), ("t5", 0.5, "10 of 768"), ("mistral", 0.3, "10 of 4096")]
+    ("name", "ratio", "arguments", "rank"),
+    [
+        ("qwen2", 0.3, {}, "24 of 896"),
+        ("gpt2", 0.55, {"attention": False}, "16 of 768"),
+        ("mistral", 0.3, {"attention": False}, "10 of 4096"),
+    ],
 )
-def test_ranks_that_starve_because_much_stays_dense_are_warned_about(name: str, ratio: float, rank: str) -> None:
+def test_ranks_that_starve_because_much_stays_dense_are_warned_about(
+    name: str, ratio: float, arguments: dict[str, Any], rank: str
+) -> None:
     with pytest.warns(UserWarning, match=rf"at rank {rank}, because \d\d% of the model stays dense") as caught:
-        fz.plan(real_size(name), ratio=ratio)
+        fz.plan(real_size(name), ratio=ratio, **arguments)
     message = str(caught[0].message)
     assert "keep_first_and_last=False spends it on more layers" in message
+    assert ('attention="layers" or ' in message) == ("attention" in arguments)
     assert 'of="selected"' in message
 
 

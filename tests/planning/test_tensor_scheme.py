@@ -158,7 +158,7 @@ def test_every_kind_of_layer_is_decomposed_but_what_separable_cannot_split_stays
 def test_attention_under_a_tensor_scheme_does_not_send_to_what_that_scheme_refuses() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), nn.Linear(32, 32))
     (reason,) = [e.reason for e in plan(model, TensorTrain(), rank=2).skipped if e.type == "MultiheadAttention"]
-    assert reason == "attention is one unit; fz.LowRank() with attention=True shrinks its heads"
+    assert reason == 'its projections are parameters, not layers; fz.LowRank() with attention="heads" shrinks its heads'
 
 
 def test_a_weight_tied_to_an_embedding_is_decomposed_once() -> None:

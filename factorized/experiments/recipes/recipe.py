@@ -26,7 +26,6 @@ USED_BY = {
     "energy": ("low_rank",),
     "macs": ("low_rank",),
     "allocate": ("low_rank",),
-    "attention": ("low_rank",),
     "multiple_of": ("low_rank", "overcomplete"),
 }
 MOST_EPOCHS = 100_000
@@ -140,8 +139,8 @@ class Factorize(Section):
     exclude: list[Word] = []
     min_size: int | None = Field(default=None, ge=0)  # layers with fewer parameters stay dense
     keep_first_and_last: bool = True
-    # of low_rank: shrink the heads too, or these forms of them
-    attention: bool | Annotated[list[Literal["qk", "ov"]], Field(min_length=1)] = False
+    # projections as layers, heads cut (of low_rank), all forms of them or these, or neither
+    attention: Literal["layers", "heads", False] | Annotated[list[Literal["qk", "ov"]], Field(min_length=1)] = "layers"
     init: Literal["spectral", "default", "kaiming", "normal"] | None = None
     execution: Literal["auto", "composed", "chain", "products"] = "auto"
 

@@ -157,7 +157,6 @@ VALUES = {
     "energy": 0.5,
     "macs": 0.5,
     "allocate": "spectrum",
-    "attention": True,
     "execution": "composed",
     "blocks": 4,
     "outer": [2, 4],
