@@ -10,6 +10,7 @@ from torch import nn
 
 from factorized.attention.heads import is_around_heads
 from factorized.attention.unit import AttentionUnit, Projection, shrunk_note
+from factorized.nn.layer import FactorizedLayer
 
 
 class UnreadableAttention(ValueError):
@@ -69,8 +70,8 @@ class Family:
         return _weight(module, self.output).shape[_dim(module, self.output, 1)] // heads
 
     def _check_whole(self, module: nn.Module, heads: int, size: int) -> None:
-        if getattr(module, "pruned_heads", None):
-            raise UnreadableAttention(f"heads {sorted(module.pruned_heads)} were pruned")  # type: ignore[arg-type]
+        if pruned := getattr(module, "pruned_heads", None):
+            raise UnreadableAttention(f"heads {sorted(pruned)} were pruned")
         if self.width is not None and heads * size != attribute(module, self.width):
             raise UnreadableAttention(
                 f"{heads} heads of {size} are not its {self.width}, {attribute(module, self.width)}: heads were pruned "
@@ -95,6 +96,8 @@ def is_transposed(layer: nn.Module) -> bool:
 
 def plain_weight(layer: nn.Module, path: str) -> nn.Parameter:
     """Return the weight parameter of a projection; say why where there is none of its own."""
+    if isinstance(layer, FactorizedLayer):
+        raise UnreadableAttention(f"{path} is factorized as a layer of its own")
     weight = layer._parameters.get("weight")
     known = isinstance(layer, nn.Linear) or is_transposed(layer) or is_around_heads(layer)
     if weight is None or not known:
