@@ -79,7 +79,8 @@ def convert(
     for name, module in copy.named_modules(remove_duplicate=False):
         if isinstance(module, FactorizedLayer):
             places.setdefault(module, []).append(name)
-    if not (places or shrunk_attention(copy)):
+    attention = shrunk_attention(copy)
+    if not (places or attention):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
     for layer, names in places.items():
@@ -87,7 +88,7 @@ def convert(
         layer.hand_back(plain)
         for name in names:
             copy = replace_module(copy, name, plain)
-    copy = with_plain_attention(copy, head_size)
+    copy = with_plain_attention(copy, attention, head_size)
     if not allow_nonfinite:
         check_finite(
             copy,
