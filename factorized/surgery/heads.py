@@ -32,14 +32,18 @@ def shrunk_attention(model: nn.Module) -> list[AttentionUnit]:
     return found
 
 
+def plain_attention(unit: AttentionUnit, size: int) -> nn.Module:
+    """Return the plain module that computes what a shrunk one does, with heads of ``size``."""
+    return plain_module(unit, size, padded_matrices(unit, size))
+
+
 def with_plain_attention(
-    model: nn.Module, shrunk: Iterable[AttentionUnit], size: Callable[[AttentionUnit], int]
+    model: nn.Module, shrunk: Iterable[AttentionUnit], to_plain: Callable[[list[str], AttentionUnit], nn.Module]
 ) -> nn.Module:
-    """Put plain modules with heads of ``size`` in the place of shrunk ones; return the model."""
+    """Put what ``to_plain`` gives in the place of shrunk attention; return the model."""
     places = module_names(model)
     for unit in shrunk:
-        extent = size(unit)
-        plain = plain_module(unit, extent, padded_matrices(unit, extent))
+        plain = to_plain(places[unit.module], unit)
         for name in places[unit.module]:
             model = replace_module(model, name, plain)
     allow_nested_tensors(model)
