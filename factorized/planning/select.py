@@ -17,7 +17,7 @@ from factorized.nn.held_weight import HeldWeight, HoldsFactors, named_layers
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
-from factorized.planning.pattern import Modules, Pattern, check_patterns, matches, names_part
+from factorized.planning.pattern import Modules, Pattern, check_matches, check_patterns, matches, names_part
 from factorized.planning.projections import ALREADY, Attention, attention_candidate, choose_forms, opens
 from factorized.planning.replaceable import why_not_replaced
 
@@ -44,12 +44,15 @@ def find_candidates(
     one candidate, and ``attention`` names the forms of it to shrink. ``refuse`` says why a scheme leaves a layer alone
     that others would not. ``example_input`` is for checking how attention was registered.
     """
+    given = {"include": include or (), "exclude": exclude}
+    for argument, patterns in given.items():
+        check_patterns(argument, patterns)
     modules = named_layers(model)
     whole = {read.module: read for read in find_attention(model) if not opens(read, attention, include, modules)}
     candidates, parts = _walk(modules, kernel, whole, attention)
     names = [name for candidate in candidates for name in candidate.names]
-    for argument, patterns in (("include", include or ()), ("exclude", exclude)):
-        check_patterns(argument, patterns, model, modules, names, parts)
+    for argument, patterns in given.items():
+        check_matches(argument, patterns, model, modules, names, parts)
     if keep_first_and_last:
         _keep_ends(candidates, include)
     for candidate in candidates:
@@ -117,8 +120,8 @@ def _layer(module: nn.Module, names: Sequence[str], kernel: KernelOf) -> Candida
     weight = module._parameters.get("weight")
     if reason is not None or weight is None:
         return Candidate(name=name, module=module, aliases=aliases, reason=reason)
-    extents = module.matrix_shape if isinstance(module, HeldWeight) else tuple(weight.shape)
-    shape = kernel(extents, module.groups if isinstance(module, (_ConvNd, HeldWeight)) else 1)
+    groups = module.groups if isinstance(module, (_ConvNd, HeldWeight)) else 1
+    shape = kernel(module.matrix_shape if isinstance(module, HeldWeight) else tuple(weight.shape), groups)
     return LayerCandidate(name=name, module=module, aliases=aliases, shape=shape)
 
 

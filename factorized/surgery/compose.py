@@ -86,7 +86,8 @@ def convert(
         if isinstance(module, FactorizedLayer) and not isinstance(module, FactorizedWeight):
             places.setdefault(module, []).append(name)
     holders = [module for module in copy.modules() if isinstance(module, HoldsFactors)]
-    if not (places or holders or shrunk_attention(copy)):
+    attention = shrunk_attention(copy)
+    if not (places or holders or attention):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
     for layer, names in places.items():
@@ -96,7 +97,7 @@ def convert(
             copy = replace_module(copy, name, plain)
     for module in holders:
         release(module, lambda layer, weight: shared.parameter(layer, "weight", weight))
-    copy = with_plain_attention(copy, to_plain_attention)
+    copy = with_plain_attention(copy, attention, to_plain_attention)
     if not allow_nonfinite:
         check_finite(
             copy,
