@@ -243,6 +243,17 @@ class LayerContract:
         with pytest.raises(ValueError, match=f"weight must be {layer.shape} for this layer, got 3x1"):
             layer.weight = torch.ones(3, 1)
 
+    def test_truncated_it_is_what_a_decomposition_of_its_weight_is(self, case: Case) -> None:
+        format, factors = case.format, [factor.detach() for factor in case.make_layer().factors]
+        for target in format.lowered():
+            cores = format.truncate(factors, target)
+            assert [tuple(core.shape) for core in cores] == list(target.cores.values())
+            expected = target.decompose(format.compose(factors))
+            assert error(target.compose(cores), target.compose(expected)) < 1e-10
+            assert all(error(core.norm(), other.norm()) < 1e-10 for core, other in zip(cores, expected, strict=True))
+            half = format.truncate([factor.half() for factor in factors], target)
+            assert {core.dtype for core in half} == {torch.float16}
+
     def test_its_repr_says_what_it_saves(self, case: Case) -> None:
         shown, used = repr(case.make_layer()), case.format.numel
         assert shown.startswith(f"{case.layer.__name__}(")

@@ -196,7 +196,7 @@ class HoldsFactors(nn.Module):
         """Compose the weights once, and call the dense module's forward with them in place."""
         if torch.compiler.is_compiling():  # which cannot take an attribute away, and composes each weight once anyway
             return super().forward(*arguments, **keywords)
-        composed = {key: layer() for key, layer in self.held.items()}
+        composed = self.composed_weights()
         for key, weight in composed.items():
             object.__setattr__(self, key, weight)
         try:
@@ -204,6 +204,10 @@ class HoldsFactors(nn.Module):
         finally:
             for key in composed:
                 object.__delattr__(self, key)
+
+    def composed_weights(self) -> dict[str, Tensor]:
+        """Return what takes the place of parameters in a call, by name."""
+        return {key: layer() for key, layer in self.held.items()}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Let copies and pickles find the class, which is made for the dense one."""
@@ -214,6 +218,22 @@ class HoldsGates(HoldsFactors):
     """A recurrent network some of whose gates are products. Abstract."""
 
     _flat_weights_names: list[str]
+
+    def composed_weights(self) -> dict[str, Tensor]:
+        """Return the weights; on a GPU with the biases in one piece of memory, as cuDNN wants them, or it warns."""
+        composed = super().composed_weights()
+        if not next(iter(composed.values())).is_cuda:
+            return composed
+        weights = {
+            name: composed[name] if name in composed else getattr(self, name) for name in self._flat_weights_names
+        }
+        ordered = sorted(weights, key=lambda name: name.startswith("bias"))
+        parts = [weights[name].reshape(-1) for name in ordered]
+        if not self.bias:  # cuDNN has them, as zeros
+            rows = sum(weight.shape[0] for name, weight in weights.items() if not name.startswith("weight_hr"))
+            parts.append(parts[0].new_zeros(rows))
+        pieces = torch.cat(parts).split([part.numel() for part in parts])
+        return {name: piece.view_as(weights[name]) for name, piece in zip(ordered, pieces, strict=False)}
 
     @property
     def _flat_weights(self) -> list[Tensor]:
@@ -228,6 +248,7 @@ class HoldsGates(HoldsFactors):
         """Do nothing: there is no list to be out of date."""
 
     def _init_flat_weights(self) -> None:
+        """Keep no references either."""
         self._flat_weight_refs: list[None] = []
 
     def flatten_parameters(self) -> None:
