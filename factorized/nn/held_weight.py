@@ -7,7 +7,7 @@ stand for; these are composed once per call, and whenever they are read.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Self, cast
 
@@ -147,14 +147,11 @@ class FactorizedWeight(FactorizedLayer):
         """Make the product the best approximation of ``weight`` at this rank (section 3.1)."""
         super().set_weight(weight.reshape(self.shape.weight_shape))
 
-    def composed(self) -> Tensor:
-        """Return the weight in the dense shape."""
-        return self.format.compose(self.factors).reshape(self.dense_shape)
-
     def forward(self) -> Tensor:
         """Return the weight in the dense shape, with what training does to it."""
         weight, adjust = self.format.compose(self.factors), self.adjust
-        return (weight if adjust is None else adjust(weight)).reshape(self.dense_shape)
+        weight = weight if adjust is None else adjust(weight)
+        return weight.reshape(self.dense_shape).to(self.factors[0].dtype)  # also under autocast
 
     def dense_skeleton(self) -> HeldWeight:
         """Return the weight on the meta device."""
@@ -270,9 +267,9 @@ def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
     host.add_module(FACTORS, children.train(host.training))
 
 
-def release(host: HoldsFactors, parameter_of: Callable[[FactorizedWeight, Tensor], nn.Parameter]) -> None:
-    """Make ``host`` the plain module again, in place, with parameters made of its composed weights."""
-    made = {key: parameter_of(layer, layer.composed()) for key, layer in host.held.items()}
+def release(host: HoldsFactors, parameters: Mapping[FactorizedLayer, nn.Parameter]) -> None:
+    """Make ``host`` the plain module again, in place, with a parameter for each of its factors."""
+    made = {key: parameters[layer] for key, layer in host.held.items()}
     order = host.parameter_order
     del host._modules[FACTORS], host.parameter_order
     host.__class__ = host.dense_type  # type: ignore[assignment]
