@@ -267,6 +267,7 @@ class LayerContract:
         assert all(other.height < format.height and other.numel < format.numel for other in format.lowered())
         assert case.full is None or case.full.decayed[0].is_product or not case.full.raised()
 
+    @pytest.mark.filterwarnings("ignore:lowered, :UserWarning")  # that says what grows back to its dense size
     @torch.no_grad()
     def test_lowered_and_composed_it_computes_the_same(self, case: Case) -> None:
         model, x = nn.Sequential(case.make_layer()), case.make_input(3)

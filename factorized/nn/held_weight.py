@@ -215,6 +215,7 @@ class HoldsGates(HoldsFactors):
     """A recurrent network some of whose gates are products. Abstract."""
 
     _flat_weights_names: list[str]
+    hidden_size: int
 
     def composed_weights(self) -> dict[str, Tensor]:
         """Return the weights; on a GPU with the biases in one piece of memory, as cuDNN wants them, or it warns."""
@@ -251,6 +252,16 @@ class HoldsGates(HoldsFactors):
     def flatten_parameters(self) -> None:
         """Do nothing: the weights of every call are new."""
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights as torch does, and decompose those that are products."""
+        bound = self.hidden_size**-0.5
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.uniform_(-bound, bound)
+        for layer in self.held.values():
+            layer.set_weight(torch.empty_like(layer.weight).uniform_(-bound, bound))
+
 
 def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
     """Put factors in the place of parameters of ``host``, in place; its class becomes one that composes them."""
@@ -259,6 +270,7 @@ def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
     for key in layers:
         del host._parameters[key]
     host.__class__ = _class_of(dense_type)
+    host.__dict__.pop("_flat_weights", None)  # of recurrent networks: the dense parameters
     assert isinstance(host, HoldsFactors)
     host.parameter_order = order
     children = nn.Module()
