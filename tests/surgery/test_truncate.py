@@ -14,6 +14,7 @@ import factorized as fz
 from factorized.formats.kernel import to_matrix
 from factorized.nn.layer import FactorizedLayer
 from factorized.testing import error
+from tests.attention.attention_zoo import EVERY, Kind, register_own
 
 
 class Net(nn.Module):
@@ -175,6 +176,19 @@ def test_shrunk_attention_gets_smaller_heads(settings: dict[str, Any]) -> None:
     reference = fz.factorize(composed, rank=qk, attention=True, include=["self_attn"], keep_first_and_last=False)
     assert error(model.self_attn(x, x, x)[0], reference.self_attn(x, x, x)[0]) < 1e-10
     fz.compose(model)(x)
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
+def test_heads_of_every_family_are_those_that_its_composed_module_would_get(kind: Kind) -> None:
+    register_own()
+    model = fz.factorize_attention(kind.make(), 0.75, forms=kind.forms)  # type: ignore[arg-type]
+    reference = fz.factorize_attention(fz.compose(model), 0.375, forms=kind.forms)  # type: ignore[arg-type]
+    fz.truncate(model, rank=3)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
+    assert error(kind.run(model), kind.run(reference)) < 1e-8
+    assert [repr(model.get_submodule(name)) for name in kind.attention] == [
+        repr(reference.get_submodule(name)) for name in kind.attention
+    ]
 
 
 def test_if_one_layer_cannot_be_cut_none_is() -> None:
