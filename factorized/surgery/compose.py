@@ -14,6 +14,7 @@ from factorized.nn.model import check_copyable, check_model
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 from factorized.surgery.state import check_finite, is_sharded
+from factorized.surgery.ties import follow_ties
 
 
 class SharedWeights:
@@ -93,6 +94,7 @@ def convert(
         for name in names:
             copy = replace_module(copy, name, plain)
     copy = with_plain_attention(copy, to_plain_attention)
+    follow_ties(copy)
     if not allow_nonfinite:
         check_finite(
             copy,

@@ -29,6 +29,7 @@ from factorized.planning.select import Pattern
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.replace import refuse_wrapped, replace_module
+from factorized.surgery.ties import follow_ties
 
 LAYERS: dict[type[nn.Module], Any] = {
     nn.Linear: FactorizedLinear,
@@ -136,6 +137,7 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
         for name in (entry.name, *entry.aliases):
             model = replace_module(model, name, layer)
     keep_off_nested_tensors(model)
+    follow_ties(model)
     return model
 
 

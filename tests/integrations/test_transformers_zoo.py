@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import factorized as fz
 from factorized.nn.layer import FactorizedLayer
+from factorized.surgery.state import distinct_tensors
 from tests.integrations.zoo import MODELS, Tiny
 
 SAMPLE = ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
@@ -103,3 +105,22 @@ def test_from_pretrained_gives_the_model_that_was_saved(tiny: Tiny, tmp_path: Pa
     state = model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
     assert difference(loaded, model, tiny) < 1e-6  # the config does not say how experts are run
+
+
+@every_model
+def test_its_own_tie_weights_leaves_it_as_it_is(tiny: Tiny) -> None:
+    model, expected = small(tiny), small(tiny)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    model.tie_weights()
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert difference(model, expected, tiny) == 0
+
+
+@every_model
+def test_its_own_save_pretrained_writes_every_parameter_once(tiny: Tiny, tmp_path: Path) -> None:
+    for model in (small(tiny), fz.compose(small(tiny))):
+        model.save_pretrained(tmp_path, save_original_format=False)
+        saved, state = load_file(tmp_path / "model.safetensors"), model.state_dict()
+        kept = {name: tensor for name, tensor in state.items() if name not in model._keys_to_ignore_on_save}
+        assert sum(t.numel() for t in saved.values()) == sum(t.numel() for t in distinct_tensors(kept)[0].values())
+        assert all(torch.equal(tensor, state[name]) for name, tensor in saved.items())
