@@ -38,6 +38,7 @@ class FactorizedLayer(nn.Module):
     geometry: Geometry | None = None  # of convolutions
     form_kind: ClassVar[str]  # what a decay calls its weight
     tunable = True  # whether there is a choice of ways to run
+    known_ways: ClassVar[tuple[Way, ...]] = WAYS  # those of a format's that this kind of layer has
 
     def __init__(
         self,
@@ -49,7 +50,8 @@ class FactorizedLayer(nn.Module):
         super().__init__()
         self.format = format
         for name, extents in format.cores.items():
-            core = nn.Parameter(torch.empty(extents, device=device, dtype=dtype))
+            empty = torch.empty(extents, device=device, dtype=format.core_dtype(name) or dtype)
+            core = nn.Parameter(empty, requires_grad=name not in format.frozen)
             holder, _, _ = name.partition(".")
             if holder == name:
                 self.register_parameter(name, core)
@@ -65,7 +67,10 @@ class FactorizedLayer(nn.Module):
         self.execution = execution
         # Filled here, because a cached property would break a trace that reads it first.
         machines = [(device, compiled) for device in ("cpu", "cuda") for compiled in (False, True)]
-        costs = {machine: format.ways(self.stride, *machine) for machine in machines}
+        costs = {
+            machine: {w: cost for w, cost in format.ways(self.stride, *machine).items() if w in self.known_ways}
+            for machine in machines
+        }
         self.executions: tuple[Way, ...] = tuple(costs["cpu", False])  # the ways in which this layer can run
         self._cheapest: dict[tuple[str, bool], Way] = {
             machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()
@@ -76,6 +81,23 @@ class FactorizedLayer(nn.Module):
     def shape(self) -> KernelShape:
         """The shape of the weight."""
         return self.format.shape
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape in which the dense module holds the weight."""
+        return self.shape.weight_shape
+
+    def dense_name(self, name: str) -> str:
+        """Return what a plan calls the layer, for the ``name`` of this module."""
+        return name
+
+    def factor_name(self, name: str) -> str:
+        """Return the name of this module, for the ``name`` that a plan has for the layer."""
+        return name
+
+    def weight_key(self, name: str) -> str:
+        """Return the name of the weight in a dense state dict, for the ``name`` of this module."""
+        return f"{name}.weight".removeprefix(".")
 
     @property
     def rank(self) -> Rank:
@@ -268,8 +290,8 @@ class FactorizedLayer(nn.Module):
             self.set_weight(weight)
         elif init is not None and not weight.is_meta:
             self.draw_factors(init)
-        for factor in self.factors:
-            factor.requires_grad_(weight.requires_grad)
+        for name, factor in zip(self.format.cores, self.factors, strict=True):
+            factor.requires_grad_(weight.requires_grad and name not in self.format.frozen)
         bias = getattr(dense, "bias", None)
         if bias is not None and self.bias is not None:
             self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)

@@ -49,7 +49,8 @@ def owner_of(weight: Tensor) -> nn.Module | None:
 
 
 def _compose(format: Format, factors: Sequence[Tensor]) -> Tensor:
-    return format.compose(factors).to(factors[0].dtype)  # autocast composes in another
+    # In the factors' type, where autocast composes in another, and contiguous, as the weight of a plain layer is.
+    return format.compose(factors).to(factors[0].dtype).contiguous()
 
 
 class ComposedWeight(Tensor):
