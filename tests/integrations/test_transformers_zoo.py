@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.integrations.transformers import resize_token_embeddings
 from factorized.nn.layer import FactorizedLayer
 from factorized.surgery.state import distinct_tensors
+from tests.integrations.sizes import VOCABULARY
 from tests.integrations.zoo import MODELS, Tiny
 
 SAMPLE = ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
@@ -114,6 +116,31 @@ def test_its_own_tie_weights_leaves_it_as_it_is(tiny: Tiny) -> None:
     model.tie_weights()
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert difference(model, expected, tiny) == 0
+
+
+@every_model
+@torch.no_grad()
+def test_more_tokens_leave_the_others_as_they_were(tiny: Tiny) -> None:
+    dense, model = tiny.build(), small(tiny)
+    try:
+        dense.resize_token_embeddings(VOCABULARY + 6)
+        run(dense, tiny)
+    except (NotImplementedError, RuntimeError, AttributeError):
+        pytest.skip("the dense model cannot do this")
+    if not isinstance(model.get_input_embeddings(), FactorizedLayer):
+        pytest.skip("its embeddings are not factorized")
+    before = model.get_input_embeddings().weight.clone()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    embedding = resize_token_embeddings(model, VOCABULARY + 6)
+    torch.testing.assert_close(embedding.weight[: len(before)], before)
+    mean = before.mean(0).expand(VOCABULARY + 6 - len(before), -1)
+    torch.testing.assert_close(
+        embedding.weight[len(before) :], mean, rtol=0.01, atol=1e-4
+    )  # as transformers draws them
+    head = model.get_output_embeddings()
+    assert head is None or head.weight.shape[0] == VOCABULARY + 6
+    assert [tuple(output.shape) for output in run(model, tiny)] == [tuple(output.shape) for output in run(dense, tiny)]
+    assert sum(parameter.numel() for parameter in model.parameters()) > count
 
 
 @every_model
