@@ -61,6 +61,7 @@ class ComposedWeight(Tensor):
     """
 
     source: _Source
+    _is_hf_initialized = True  # transformers draws the weights that have no such mark, after it loaded the others
 
     @classmethod
     def __torch_function__(

@@ -15,6 +15,7 @@ from factorized.nn.model import check_copyable, check_model
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 from factorized.surgery.state import check_finite, is_sharded
+from factorized.surgery.ties import follow_ties
 
 
 class SharedWeights:
@@ -101,6 +102,7 @@ def convert(
     for holder in [module for module in copy.modules() if isinstance(module, HoldsFactors)]:
         release(holder, held)
     copy = with_plain_attention(copy, attention, to_plain_attention)
+    follow_ties(copy)
     if not allow_nonfinite:
         check_finite(
             copy,

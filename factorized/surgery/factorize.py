@@ -36,6 +36,7 @@ from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.progress import Count, Progress
 from factorized.surgery.replace import refuse_wrapped, replace_module
+from factorized.surgery.ties import follow_ties
 
 LAYERS: dict[type[nn.Module], Any] = {
     nn.Linear: FactorizedLinear,
@@ -143,6 +144,7 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
     for module, weights in held.items():
         hold(module, weights)
     keep_off_nested_tensors(model)
+    follow_ties(model)
     return model
 
 
