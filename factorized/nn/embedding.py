@@ -44,6 +44,7 @@ class FactorizedEmbedding(FactorizedLayer):
         self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
+        self.max_norm, self.norm_type = None, 2.0  # what a table has that is not renormalized
         self.bias = None
         self._has_thin_rows = made.chain is not None and all(step.groups == 1 for step in made.chain)
         if init is not None:
