@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized.attention.unit import AttentionUnit
+from factorized.nn.held_weight import FactorizedWeight, HoldsFactors, release
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_copyable, check_model
 from factorized.surgery.heads import shrunk_attention, with_plain_attention
@@ -77,9 +78,10 @@ def convert(
     copy = deepcopy(model)
     places: dict[FactorizedLayer, list[str]] = {}
     for name, module in copy.named_modules(remove_duplicate=False):
-        if isinstance(module, FactorizedLayer):
+        if isinstance(module, FactorizedLayer) and not isinstance(module, FactorizedWeight):
             places.setdefault(module, []).append(name)
-    if not (places or shrunk_attention(copy)):
+    holders = [module for module in copy.modules() if isinstance(module, HoldsFactors)]
+    if not (places or holders or shrunk_attention(copy)):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
     for layer, names in places.items():
@@ -87,6 +89,8 @@ def convert(
         layer.hand_back(plain)
         for name in names:
             copy = replace_module(copy, name, plain)
+    for module in holders:
+        release(module, lambda layer, weight: shared.parameter(layer, "weight", weight))
     copy = with_plain_attention(copy, head_size)
     if not allow_nonfinite:
         check_finite(

@@ -16,31 +16,31 @@ LARGEST_SEED = 2**63 - 1  # that torch takes
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return the shipped recipes that begin so."""
+    """Return the shipped recipes that start with the given text."""
     from factorized.experiments.recipes.find import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Return the models that begin so."""
+    """Return the models that start with the given text."""
     from factorized.experiments.models.names import MODELS
 
     return [name for name in MODELS if name.startswith(incomplete)]
 
 
 def complete_scheme(incomplete: str) -> list[str]:
-    """Return the schemes that begin so."""
+    """Return the schemes that start with the given text."""
     return [word for word in _words(recipe_fields()["factorize.scheme"]) if word.startswith(incomplete)]
 
 
 def complete_variant(incomplete: str) -> list[str]:
-    """Return the variants of overcomplete that begin so."""
+    """Return the variants of overcomplete that start with the given text."""
     return [word for word in _words(recipe_fields()["factorize.variant"]) if word.startswith(incomplete)]
 
 
 def complete_change(incomplete: str) -> list[str]:
-    """Return the fields of a recipe that begin so; where only one does, with what it may hold."""
+    """Return the recipe fields that start with the given text; where only one does, with its possible values."""
     fields = recipe_fields()
     name, equals, value = incomplete.partition("=")
     found = [field for field in fields if field == name or (not equals and field.startswith(name))]
@@ -51,7 +51,7 @@ def complete_change(incomplete: str) -> list[str]:
 
 
 def join_bash_words() -> str:
-    """Join what bash took apart at "=" and ":" to ask for a completion; return the part that it keeps of the word."""
+    """Join the words that bash split at "=" and ":" for a completion; return the part of the word that bash keeps."""
     words: list[str] = []
     current = asked = int(os.environ["COMP_CWORD"])
     kept = ""
@@ -79,7 +79,7 @@ def recipe_fields() -> dict[str, FieldInfo]:
 
 
 def _words(field: FieldInfo) -> list[str]:
-    """Return what a field may hold where it may hold only some words, else what it holds unless given."""
+    """Return the words that a field may hold, or its default where any value will do."""
     if field.annotation is bool:
         return ["true", "false"]
     words = _literals(field.annotation)
@@ -93,7 +93,7 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the folders of finished runs under ``out`` that begin so."""
+    """Return the folders of finished runs under ``out`` that start with the given text."""
     runs = (str(path.parent) for path in Path("out").glob("**/result.json"))
     return sorted(run for run in runs if run.startswith(incomplete))
 

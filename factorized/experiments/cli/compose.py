@@ -95,7 +95,7 @@ def _check_recorded(
     images: Images,
     logits: Tensor,  # (n, classes)
 ) -> None:
-    """Refuse a network that does not answer as the run recorded."""
+    """Raise if the network's accuracy is not the one that the run recorded."""
     from factorized.experiments.training.export import accuracy_of
 
     if not logits.isfinite().all():

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from factorized.experiments.cli.processes import process_number
 
-WIDE = 160  # columns where nobody looks: a table in a file or pipe is not broken
+WIDE = 160  # columns in a file or pipe, where lines are not wrapped
 
 
 def console(*, quiet: bool = False) -> Console:
@@ -22,12 +22,12 @@ def console(*, quiet: bool = False) -> Console:
 
 
 def say(line: str) -> None:
-    """Print a line as it is, however long."""
+    """Print a line without wrapping it."""
     console().print(line, soft_wrap=True, markup=False)
 
 
 def write_page(path: Path, page: str, option: str) -> None:
-    """Write a page, or say which option names the place where that cannot be done."""
+    """Write a page; an error names the option that chose its path."""
     try:
         path.write_text(page)
     except OSError as error:

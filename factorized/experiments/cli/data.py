@@ -1,4 +1,4 @@
-"""``factorized data``: data sets, converted once into files that load in no time."""
+"""``factorized data``: data sets, converted once into files that load quickly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Folder = Annotated[
 
 
 def complete_set(incomplete: str) -> list[str]:
-    """Return the data sets known by name that begin so."""
+    """Return the data sets known by name that start with the given text."""
     return [name for name in ("digits", "cifar10", "cifar100", "tiny-imagenet") if name.startswith(incomplete)]
 
 

@@ -1,4 +1,4 @@
-"""``factorized demo``: the main job in small, on the embedded digits, with a page to look at."""
+"""``factorized demo``: the whole workflow on the embedded digits, with a report page."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def demo(
     from factorized.experiments.reproduce.report import report_page
     from factorized.experiments.training.progress import Reporter
 
-    terminal = console().is_terminal  # elsewhere a line for each variant is enough
+    terminal = console().is_terminal  # in a file or pipe, one line per variant is enough
     variants = run_variants(
         VARIANTS,
         out,

@@ -1,4 +1,4 @@
-"""``factorized``: the command line from the outside. An error is one line and exit code 2."""
+"""``factorized``: the entry point of the command line. An error is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
     try:
         given = _checked_words(given)
-        from factorized.experiments.cli.app import app  # here, so that a package it misses is an error like any other
+        from factorized.experiments.cli.app import (
+            app,
+        )  # imported here so that a missing package is reported like any other error
 
         if os.environ.get("_FACTORIZED_COMPLETE") == "complete_bash":
             return _complete_for_bash()
@@ -53,20 +55,20 @@ def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
         if code == STOPPED:  # typer makes this of KeyboardInterrupt, without a word
             raise KeyboardInterrupt
         return code or 0
-    except BrokenPipeError:  # whoever read this has had enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123, for the flush at exit
         return 0
     except KeyboardInterrupt:
         _complain("stopped by Ctrl-C")
         return STOPPED
     except Exception as error:
-        if interrupt.taken and not isinstance(error, Interrupted):  # what is left of an import that was cut off
+        if interrupt.taken and not isinstance(error, Interrupted):  # an import that was interrupted
             raise KeyboardInterrupt from None
         return _explain(error, given)
 
 
 def _complete_for_bash() -> int:
-    """Print what the shell asks for, without the part of a word that bash keeps: all up to a "=" or ":"."""
+    """Print the completions for bash, without the part of the word up to "=" or ":", which bash keeps."""
     from factorized.experiments.cli.app import app
     from factorized.experiments.cli.arguments import join_bash_words
 
@@ -78,7 +80,7 @@ def _complete_for_bash() -> int:
 
 
 def _checked_words(given: Sequence[str]) -> list[str]:
-    """Return the words of a command, "~" expanded; raise for those that no option and no argument can mean."""
+    """Return the words of a command with "~" expanded; raise for words that cannot be valid arguments."""
     checked = []
     for before, word in pairwise(["", *given]):
         option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
@@ -122,7 +124,7 @@ def _command_to_resume(given: Sequence[str]) -> str:
 
 
 def _misuse(error: Exception) -> str | None:
-    """Return what is wrong with the command itself; None if it is something else that went wrong."""
+    """Return the usage error in the command, or None if the error is of another kind."""
     from typer.exceptions import TyperException
 
     if not isinstance(error, TyperException):
@@ -149,7 +151,7 @@ def _unexpected(error: Exception) -> None:
 
 
 def _complain(message: str, *, everywhere: bool = False) -> None:
-    """Print one line to standard error; what every process would say, only the first one does."""
+    """Print one line to standard error, from the first process only."""
     number = process_number()
     if number == 0 or everywhere:
         who = f"factorized (process {number})" if number else "factorized"

@@ -127,7 +127,7 @@ def plan(
 
 
 def _images_of(recipe: Recipe, data: str | None) -> tuple[Recipe, Images]:
-    """Return the recipe and its images; noise of their shape where that is known, for a plan looks at nothing else."""
+    """Return the recipe and its images, or noise of the same shape where that is known: plans need only the shape."""
     from factorized.experiments.cli.images import load_data
     from factorized.experiments.data.stand_in import known_shape
 

@@ -13,7 +13,7 @@ app = typer.Typer(
     help="List and show recipes.",
     epilog=examples("factorized recipes ls", "factorized recipes show digits/resnet8-lowrank-0.1-si-fd"),
 )
-ROOM_FOR_TITLES = 120  # columns; in a narrower terminal the names have to say it
+ROOM_FOR_TITLES = 120  # columns below which the paper's column is left out
 
 
 @app.command("ls", epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q"))
@@ -45,7 +45,7 @@ def show_recipe(
     name: RecipeName,
     whole: Annotated[bool, typer.Option("--whole", help="With what it extends and every default.")] = False,
 ) -> None:
-    """Show a recipe: its file or its cell of a table, or all that it comes to."""
+    """Show a recipe: its file or its table cell, or every field with its value."""
     from factorized.experiments.recipes.find import load_recipe, recipe_text
     from factorized.experiments.recipes.toml import to_toml
 
@@ -54,7 +54,7 @@ def show_recipe(
 
 
 def paper_figure(paper: dict[str, float | None] | None) -> tuple[str, str]:
-    """Return where in the paper a recipe's figure stands, and the figure; two empty words where it has none."""
+    """Return the table and the figure of the paper that a recipe aims at; two empty strings where there is none."""
     if paper is None:
         return "", ""
     where = next((f"{kind} {paper[kind]}" for kind in ("table", "figure") if paper[kind] is not None), "")

@@ -1,4 +1,4 @@
-"""Pad, crop, flip and normalize on the device: tensors in, tensors out, no branch and no wait for the device.
+"""Pad, crop, flip and normalize on the device: tensors in, tensors out, without synchronization.
 
 The order is the paper's: black borders on the raw image, crop, flip, then normalization. Drawing and applying are
 apart, so that a step may draw in eager mode and apply in a compiled graph, and give the same images as a step that is

@@ -20,7 +20,7 @@ REPORT_EVERY = 500
 
 
 def to_pixels(image: Any, where: str) -> Pixels:
-    """Return the bytes of a Pillow image, gray or RGB, the way up its camera noted, or say why that would lose some."""
+    """Return the pixels of a Pillow image, gray or RGB, rotated as its metadata says; raise if that would lose data."""
     if image.mode not in GRAY | COLOUR:
         raise ValueError(
             f"{where} has mode {image.mode}, more than 8 bits for a channel; expected gray or colour of 8 bits. "

@@ -1,4 +1,4 @@
-"""What went wrong, in words: of the system, of data that were read, of somebody else's code."""
+"""Error messages for failures of the system, of input data and of user code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from factorized import version
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(version.__file__).parent)
 
 
 def in_words(error: BaseException, *, named: bool = True) -> str:
-    """Return what an exception says in one line, without the system's number for it; ``named``, with the file."""
+    """Return an exception's message in one line, without its errno; with ``named``, including the file."""
     if isinstance(error, SystemExit):
         return f"it exits with {error.code!r}"
     if isinstance(error, OSError) and error.strerror is not None:
@@ -23,7 +25,7 @@ def in_words(error: BaseException, *, named: bool = True) -> str:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return where data are not what they must be, what is expected there and what was found."""
+    """Return the first place where data are invalid, what is expected there and what was found."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"])) or "the file"
     got = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"

@@ -15,13 +15,13 @@ def need(module: str, package: str, purpose: str, extra: Extra = "vision") -> An
         importlib.import_module(top)
     except ModuleNotFoundError as error:
         if error.name != top:
-            raise  # it is installed, and misses something itself
+            raise  # it is installed, but one of its own imports is missing
         raise ModuleNotFoundError(not_installed(purpose, package, extra), name=top) from error
     return importlib.import_module(module)
 
 
 def not_installed(purpose: str, package: str, extra: Extra) -> str:
-    """Return what to say where ``purpose`` needs a package of an extra that is not there."""
+    """Return the message for a ``purpose`` whose package is not installed."""
     return f"{purpose} needs {package}, which is not installed: {install_command(extra)}"
 
 

@@ -26,7 +26,7 @@ BATCH = 256
 
 @dataclass(frozen=True)
 class Options:
-    """What the part after ``?`` of a data set's name may say; empty ones are found out."""
+    """The options after ``?`` in a data set's name; empty ones are detected."""
 
     config: str = ""
     revision: str = ""
@@ -44,10 +44,10 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     try:
         with _only_for_people(datasets):
             found = datasets.load_dataset(place, options.config or None, revision=options.revision or None)
-    except Exception as error:  # its own errors, those of the files it reads and those of the network: of any kind
+    except Exception as error:  # datasets, its file readers and the network raise errors of many types
         raise ValueError(
-            f"the Hugging Face data set {repository} cannot be had: {error}. Give a local .npz, CIFAR folder or image "
-            "folder instead"
+            f"the Hugging Face data set {repository} could not be loaded: {error}. Give a local .npz, CIFAR folder or "
+            "image folder instead"
         ) from error
     where = f"hf:{address}"
     train = _split(where, found, (options.train,))
@@ -57,14 +57,14 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     parts = [_read(where, found[split], split, image, label, progress) for split in (train, test)]
     names = getattr(found[train].features[label], "names", None)
     classes = tuple(names) if names else numbered_classes(where, parts[0][1], parts[1][1])
-    if parts[0][0].shape[1] != parts[1][0].shape[1]:  # gray images all through one part, colour in the other
+    if parts[0][0].shape[1] != parts[1][0].shape[1]:  # one split is all gray, the other in colour
         parts = [(x.expand(-1, 3, -1, -1).contiguous(), y) for x, y in parts]
     return make_images(name, parts[0], parts[1], classes, where)
 
 
 @contextmanager
 def _only_for_people(datasets: Any) -> Iterator[None]:
-    """Keep bars from files and pipes, and two lines for each try of a network that is not there from everybody."""
+    """Show progress bars only in a terminal, and hide the hub's retry messages."""
     logger = logging.getLogger("huggingface_hub")
     level, silent = logger.level, datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)

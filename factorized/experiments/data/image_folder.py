@@ -45,7 +45,7 @@ def load_image_folder(folder: Path, progress: Progress) -> Images:
         x = stack_pixels(_read_in_order(files.paths), len(files.paths), stage, progress)
         parts.append((x, torch.tensor(files.labels, dtype=torch.int64)))
     (x_train, y_train), (x_test, y_test) = parts
-    if x_train.shape[1] != x_test.shape[1]:  # gray images all through one part, colour in the other
+    if x_train.shape[1] != x_test.shape[1]:  # one split is all gray, the other in colour
         x_train, x_test = (x.expand(-1, 3, -1, -1).contiguous() for x in (x_train, x_test))
     return make_images(folder.resolve().name, (x_train, y_train), (x_test, y_test), classes, str(folder))
 

@@ -14,7 +14,7 @@ CHUNK = 1 << 24  # bytes hashed at a time
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A training and a test set of images of one size, as bytes, with what normalizes them."""
+    """A training and a test set of images of one size, as bytes, with the mean and deviation that normalize them."""
 
     name: str
     x_train: Tensor  # (n, channels, height, width) uint8

@@ -1,4 +1,4 @@
-"""What is known of the paper's three data sets: where they are, what they must hold, how they are normalized."""
+"""The paper's three data sets: their sources, expected contents and normalization."""
 
 from __future__ import annotations
 

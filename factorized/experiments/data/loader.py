@@ -1,4 +1,4 @@
-"""Batches for what does not fit on the device, in an order that only the seed and the epoch decide."""
+"""Batches of data that do not fit on the device, in an order that depends on seed and epoch only."""
 
 from __future__ import annotations
 

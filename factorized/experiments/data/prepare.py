@@ -41,7 +41,7 @@ def prepare(
 
 
 def list_prepared(folder: Path | None = None) -> list[Prepared]:
-    """Return the prepared sets of ``folder`` by name; a file that cannot be used says why."""
+    """Return the prepared sets of ``folder`` by name; those that cannot be used hold the reason."""
     return [describe_prepared(path) for path in sorted(data_folder(folder).glob(f"*{SUFFIX}"))]
 
 

@@ -23,7 +23,7 @@ TYPES = {"torch.uint8": "U8", "torch.int64": "I64"}
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a prepared file says of itself, or what is wrong with it."""
+    """The header of a prepared file, or what is wrong with it."""
 
     name: str
     path: Path
@@ -37,7 +37,7 @@ class Prepared:
 
 
 def write_prepared(images: Images, path: Path, progress: Progress = silent) -> None:
-    """Write ``images`` to ``path``, whole or not at all, without a second copy of them in memory."""
+    """Write ``images`` to ``path`` atomically, without a second copy of them in memory."""
     info = {
         "name": images.name,
         "classes": images.classes,

@@ -8,4 +8,4 @@ Progress = Callable[[str, int, int], None]  # what is being done, how many are d
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Say nothing."""
+    """Ignore the progress."""

@@ -1,4 +1,4 @@
-"""Images of a data set's shape without the data set: what a plan needs, and a first check of a recipe."""
+"""Noise images of a data set's shape, for plans and for checking recipes."""
 
 from __future__ import annotations
 

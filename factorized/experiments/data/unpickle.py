@@ -1,4 +1,4 @@
-"""Pickled data without pickle's powers: a file may name nothing but what NumPy writes for an array of bytes.
+"""Safe unpickling: a file may name nothing but what NumPy writes for an array of bytes.
 
 Even that is not NumPy's own code, which would allocate whatever a file asks for: names lead to stand-ins of ours, made
 anew for each use, so that a harmful file can neither call anything else nor change what a name leads to. Memory stays

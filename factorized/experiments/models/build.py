@@ -80,7 +80,7 @@ def _from_function(name: str, classes: int, image_size: int, channels: int) -> n
         offered = {"classes": classes, "image_size": image_size, "channels": channels}
         try:
             taken = list(inspect.signature(function).parameters)
-        except (TypeError, ValueError):  # of built-in functions nobody knows
+        except (TypeError, ValueError):  # built-in functions have no signature
             taken = []
         if "classes" not in taken:
             raise ValueError(f"model {name!r}: {function_name} must take classes=, it takes ({', '.join(taken)})")
@@ -108,7 +108,7 @@ def _import(name: str, module_name: str) -> ModuleType:
 
 @contextmanager
 def _working_folder_on_path() -> Iterator[None]:
-    """Let a file beside the user be imported, as ``python -m`` does and an installed command does not."""
+    """Put the working folder on the import path, as ``python -m`` does and an installed command does not."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

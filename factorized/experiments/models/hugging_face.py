@@ -124,7 +124,7 @@ def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classe
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep a bar and a table of what was loaded from the user: ``_check_filled`` says what is wrong with it."""
+    """Hide transformers' progress bar and load report: ``_check_filled`` reports what matters."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -42,7 +42,7 @@ def _word(text: str) -> str:
 
 
 def portable(path: str) -> str:
-    """Return an absolute path from the working folder or from home: results that are shown show no user's folders."""
+    """Return an absolute path relative to the working folder or home, so that results do not show a user's folders."""
     if not Path(path).is_absolute():
         return path
     starts = (("", Path.cwd()), ("~/", Path("~").expanduser()))
@@ -58,7 +58,7 @@ Strength = Annotated[float, Field(ge=0, le=100)]  # at λ = 100, a learning rate
 
 
 class Section(BaseModel):
-    """A table of a recipe: frozen, without fields nobody knows; ``true`` is no number, and a word is not one either."""
+    """A table of a recipe: frozen, strictly typed, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""A recipe as TOML: the way back from what was read."""
+"""Writing a recipe as TOML."""
 
 from __future__ import annotations
 

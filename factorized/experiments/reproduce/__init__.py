@@ -1,1 +1,1 @@
-"""The paper's results: how they are summed up and shown."""
+"""The paper's results: summaries, charts and reports."""

@@ -15,7 +15,7 @@ MOST_POINTS = 60  # of a line whose points can be pointed at
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: the mean of some runs, between their least and their greatest."""
+    """A curve: the mean of some runs, with their minimum and maximum."""
 
     label: str
     points: Sequence[tuple[float, float]]  # (x, y), x ascending
@@ -30,7 +30,7 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     size: tuple[int, int] = SIZE,
 ) -> str:
-    """Return the chart as an SVG element; what leaves ``y_range`` is cut off at the edge of the plot."""
+    """Return the chart as an SVG element, clipped to ``y_range``."""
     every = [point for line in lines for point in line.points if math.isfinite(point[1])]
     if not every:
         raise ValueError(f"the chart {title!r} has no point to draw")

@@ -57,7 +57,7 @@ def run_variants(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one core: images this small keep no second thread busy, and one that waits takes time from others."""
+    """Compute on one core: images this small do not keep a second thread busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -14,7 +14,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must hold."""
+    """A condition that must hold, with what was measured."""
 
     what: str
     measured: float
@@ -22,7 +22,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it does; what is not a number does not."""
+        """Whether it holds; NaN does not."""
         return self.measured <= self.allowed
 
     @property

@@ -40,7 +40,7 @@ def plain_network(network: nn.Module, *, low_rank: bool) -> nn.Module:
 
 
 def describe_network(recipe: Recipe, images: Images) -> dict[str, str]:
-    """Return what a file says of itself: enough to build the network, to feed it and to read its answers."""
+    """Return the metadata of a file: enough to build the network, to feed it and to read its output."""
     return {
         "model": recipe.model.name,
         "recipe": recipe.name,
@@ -82,7 +82,7 @@ def write_network(plain: nn.Module, kind: Kind, path: Path, images: Images, abou
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Keep what torch's exporter says about torchvision, which is not needed, and about itself from the user."""
+    """Hide the messages of torch's exporter about torchvision, which is not needed."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -95,7 +95,7 @@ def _quiet_exporter() -> Iterator[None]:
 
 
 def read_network(kind: Kind, path: Path, like: nn.Module, device: torch.device) -> Function | None:
-    """Return what ``path`` computes, from the file alone; None for ONNX without onnxruntime.
+    """Load ``path`` as a function of images, from the file alone; None for ONNX without onnxruntime.
 
     A plain checkpoint is weights without code: they are put into a copy of ``like``.
     """
@@ -103,7 +103,7 @@ def read_network(kind: Kind, path: Path, like: nn.Module, device: torch.device) 
         network = deepcopy(like)
         with torch.no_grad():
             for parameter in network.parameters():
-                parameter.fill_(math.nan)  # so that nothing but the file can answer
+                parameter.fill_(math.nan)  # so that only the file's weights are used
         network.load_state_dict(read_tensors(path, "write it again"))
         return network.to(device)
     if kind == "export":
@@ -118,7 +118,7 @@ def read_network(kind: Kind, path: Path, like: nn.Module, device: torch.device) 
 
 @torch.no_grad()
 def logits_on_test(function: Function, images: Images, device: torch.device) -> Tensor:  # (n, classes) on the CPU
-    """Return what ``function`` says of the test images, in float32."""
+    """Return the logits of ``function`` on the test images, in float32."""
     mean, std = (torch.tensor(values, device=device) for values in (images.mean, images.std))
     parts = [
         function(normalize(x.to(device), mean, std, torch.float32).contiguous()) for x in images.x_test.split(BATCH)

@@ -31,7 +31,7 @@ def prepare_folders(
     resume: bool | Literal["auto"],
     overwrite: bool,
 ) -> None:
-    """Claim the folders of all runs, and fail now rather than at a checkpoint if one cannot be written.
+    """Claim the folders of all runs; raise before training if one cannot be written.
 
     ``needed`` is the bytes that a run writes. Unless it is resumed, what an earlier run left is removed, once every
     folder has proved to be fit. ``resume=True`` needs a run to go on with in one of them at least.

@@ -1,4 +1,4 @@
-"""Stopping politely: SIGTERM and Ctrl-C ask for a stop, and the loop takes it between two steps."""
+"""Graceful stops: SIGTERM and Ctrl-C are remembered, and the loop stops between two steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """While entered, remembers a signal instead of dying of it; a second one is obeyed at once.
+    """Context manager that remembers a signal instead of exiting; a second signal exits at once.
 
     With ``patience``, that many seconds must lie between the two: under ``torchrun`` Ctrl-C reaches a process from the
     terminal, and once more from the launcher.

@@ -25,6 +25,7 @@ from factorized.planning.cost import measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
 from factorized.surgery.factorize import factorize
+from factorized.surgery.progress import Progress
 
 
 def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
@@ -71,18 +72,24 @@ def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | Non
 
 def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     """Return the recipe's network on the CPU, factorized, drawn with ``seed``: the same on every machine."""
-    network = build_dense(recipe, images, seed)
-    if empty := [name for name, tensor in network.state_dict().items() if tensor.is_meta]:
+    dense = build_dense(recipe, images, seed)
+    return factorize_network(recipe, dense, plan_network(recipe, dense, images))
+
+
+def factorize_network(
+    recipe: Recipe, dense: nn.Module, plan: Plan | None, progress: Progress | None = None
+) -> nn.Module:
+    """Factorize the recipe's dense network by its plan, in place, and return it; None leaves it dense."""
+    if empty := [name for name, tensor in dense.state_dict().items() if tensor.is_meta]:
         raise ValueError(f"model {recipe.model.name!r}: {empty[0]} is on the meta device; build it with memory")
-    if (bad := not_finite(dict(network.named_parameters()))) is not None:
+    if (bad := not_finite(dict(dense.named_parameters()))) is not None:
         raise ValueError(
-            f"model {recipe.model.name!r}: {bad} holds NaN or infinity before training; mend the function or the "
+            f"model {recipe.model.name!r}: {bad} holds NaN or infinity before training; fix the function or the "
             "weights that it is built from"
         )
-    plan = plan_network(recipe, network, images)
     if plan is None:
-        return network
-    network = factorize(network, plan, init=recipe.factorize.init)
+        return dense
+    network = factorize(dense, plan, init=recipe.factorize.init, progress=progress)
     for module in network.modules():
         if isinstance(module, FactorizedConv):
             module.execution = recipe.factorize.execution
@@ -101,7 +108,7 @@ def boundless_buffers(network: nn.Module) -> set[str]:
 
 
 def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
-    """Refuse a network that cannot be trained to classify the images: somebody else's function may return anything."""
+    """Raise if the network cannot be trained to classify the images: a user's function may return anything."""
     name, classes = recipe.model.name, len(images.classes)
     if recipe.data.crop_padding >= min(images.size):
         raise ValueError(
@@ -128,16 +135,14 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
         )
 
 
-def count_macs(recipe: Recipe, images: Images, seed: int) -> int:
-    """Return the multiply-accumulates of the recipe's network for one image, products applied factor by factor.
+def count_macs(network: nn.Module, plan: Plan | None, images: Images) -> int:
+    """Return the multiply-accumulates of the network for one image, products applied factor by factor.
 
     That is what the method costs, in whichever way a layer runs on the machine at hand.
     """
-    dense = build_dense(recipe, images, seed)
-    plan = plan_network(recipe, dense, images)
     if plan is not None and plan.macs_after is not None:
         return plan.macs_after
-    return measure(dense, torch.zeros(1, images.channels, *images.size), {}).macs
+    return measure(network, torch.zeros(1, images.channels, *images.size), {}).macs
 
 
 def build_optimizer(recipe: Recipe, network: nn.Module) -> SGD:

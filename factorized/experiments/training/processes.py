@@ -44,7 +44,7 @@ class Processes:
         return float(number.item())
 
     def from_first(self, make: Callable[[], Result]) -> Result:
-        """Return what ``make`` returns in the first process, or raise in every process the ValueError it raises."""
+        """Call ``make`` in the first process; return its result, or raise its ValueError, in every process."""
         if self.count == 1:
             return make()
         told: list[Any] = [None, None]

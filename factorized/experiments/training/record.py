@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``metrics.jsonl``, TensorBoard curves and ``result.json``."""
+"""The files of a run: ``metrics.jsonl``, TensorBoard curves and ``result.json``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from factorized import version
 from factorized.decay.forms import forms
 from factorized.diagnostics.diagnose import diagnose
 from factorized.experiments.data.images import Images
 from factorized.experiments.training.folder import METRICS, writing
 from factorized.files.atomic import write_whole
 from factorized.files.checksum import sealed
-from factorized.version import __version__
 
 Row = dict[str, Any]
 
@@ -87,13 +87,13 @@ def describe_machine(device: torch.device) -> Row:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "python": platform.python_version(),
-        "factorized": __version__,
+        "factorized": version.__version__,
         "commit": commit(),
     }
 
 
 def _processor() -> str:
-    path = Path("/proc/cpuinfo")  # Linux says more there than to Python
+    path = Path("/proc/cpuinfo")  # more detailed than what Python reports
     lines = path.read_text().splitlines() if path.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
@@ -114,7 +114,7 @@ def describe_data(images: Images) -> Row:
 
 def commit() -> str | None:
     """Return the commit of the package's own checkout, with -dirty where files differ; None where it is not in one."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(version.__file__).resolve().parents[1]
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:  # installed below somebody else's repository
         return None
@@ -131,7 +131,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def write_json(path: Path, data: Row) -> None:
-    """Write ``data`` with its checksum, whole or not at all."""
+    """Write ``data`` with its checksum, atomically."""
     text = json.dumps(sealed(_plain(data)), indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda temporary: temporary.write_text(text))
 
@@ -141,7 +141,7 @@ def _line(row: Row) -> str:
 
 
 def _plain(data: Any) -> Any:
-    """Return ``data`` with null for what JSON has no number for, such as the step size of a product that is zero."""
+    """Return ``data`` with null for NaN and infinity, such as the step size of a product that is zero."""
     if isinstance(data, dict):
         return {key: _plain(value) for key, value in data.items()}
     if isinstance(data, list):

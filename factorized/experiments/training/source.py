@@ -1,4 +1,4 @@
-"""Where a training step finds its batch."""
+"""Sources of training batches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OnDevice:
         self.cursor.fill_(step * self.batch)
 
     def feed(self) -> None:
-        """Do nothing: everything is there."""
+        """Do nothing: the data are on the device."""
 
     def take(self) -> Batch:
         """Return the set, the rows of this batch and their labels."""

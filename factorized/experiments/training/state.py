@@ -1,4 +1,4 @@
-"""The state of a run, in one file: written as a whole or not at all, and read back bit for bit."""
+"""The state of a run in one file, written atomically and read back exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 class RunState(BaseModel):
-    """Everything that a run needs to go on as if it had never stopped; a field of another type is refused."""
+    """Everything that a run needs to resume exactly; every field is checked for its type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -56,7 +56,7 @@ def gather(state: RunState, network: nn.Module, optimizer: SGD, step: TrainingSt
 
 @torch.no_grad()
 def restore(state: RunState, network: nn.Module, optimizer: SGD, step: TrainingStep) -> None:
-    """Put ``state`` back, in place: a captured step keeps reading the same memory. An empty part counts as zeros."""
+    """Restore ``state`` in place: a captured step keeps reading the same memory. An empty part counts as zeros."""
     network.load_state_dict(state.network)
     for saved, current in ((state.momentum, _momentum(network, optimizer)), (state.counts, _counts(step))):
         for name, tensor in current.items():
@@ -64,7 +64,7 @@ def restore(state: RunState, network: nn.Module, optimizer: SGD, step: TrainingS
 
 
 def restore_random(state: RunState, device: torch.device) -> None:
-    """Put the generators where they were when the state was gathered."""
+    """Restore the random generators."""
     torch.set_rng_state(state.random["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.random["cuda"], device)

@@ -21,7 +21,7 @@ from factorized.nn.timing import capture
 
 
 class TrainingStep:
-    """Takes a batch from its source and trains on it; keeps count on the device, so that nobody waits for it."""
+    """Takes a batch from its source and trains on it; counts stay on the device, so that no step synchronizes."""
 
     def __init__(
         self,

@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
@@ -20,10 +21,12 @@ from factorized.experiments.training.folder import prepare_folders, writing
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.network import (
     boundless_buffers,
-    build_network,
+    build_dense,
     build_optimizer,
     check_network,
     count_macs,
+    factorize_network,
+    plan_network,
     set_learning_rate,
 )
 from factorized.experiments.training.norms import norms_table, write_norms
@@ -46,10 +49,11 @@ from factorized.experiments.training.step import TrainingStep, autocast_type
 from factorized.experiments.training.streamed import Streamed
 from factorized.experiments.training.trained import RESULT, read_result, save_trained
 from factorized.nn.running import count_parameters
+from factorized.surgery.progress import Progress, late
 
-ASK = 20  # steps between two questions of several processes whether one was asked to stop
-HIGHEST = 0.1  # learning rate to advise, that of the paper
-PATIENCE = 2.0  # seconds after which a second signal to one of several processes is meant as such
+ASK = 20  # steps between two checks, across processes, for a stop request
+HIGHEST = 0.1  # the highest learning rate to suggest: the paper's
+PATIENCE = 2.0  # seconds within which several processes ignore a repeated signal
 
 
 def train(
@@ -78,16 +82,25 @@ def train(
     folders = [folder / f"seed-{seed}" for seed in seeds]
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:
-        trainer = Trainer(recipe, images, processes, seeds[0], allow_other_devices=allow_other_devices)
+        shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
+        claims.enter_context(shown)
+        build = partial(
+            Trainer,
+            recipe,
+            images,
+            processes,
+            allow_other_devices=allow_other_devices,
+            progress=shown.decomposing,
+        )
+        trainer = build(seeds[0])
         processes.from_first(
             lambda: prepare_folders(folders, trainer.bytes_to_write, claims, resume=resume, overwrite=overwrite)
         )
-        shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
-        with shown, StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
+        with StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
             for seed, run_folder in zip(seeds, folders, strict=True):
                 if recipe.factorize.depends_on_weights and seed != seeds[0]:
                     # other ranks: nothing can be shared
-                    trainer = Trainer(recipe, images, processes, seed, allow_other_devices=allow_other_devices)
+                    trainer = build(seed)
                 results.append(trainer.run(seed, run_folder, bool(resume), shown, stop))
     return results
 
@@ -96,13 +109,24 @@ class Trainer:
     """A recipe's network, optimizer, data and step on one device: made once, and run for one seed after another."""
 
     def __init__(
-        self, recipe: Recipe, images: Images, processes: Processes, seed: int, *, allow_other_devices: bool = False
+        self,
+        recipe: Recipe,
+        images: Images,
+        processes: Processes,
+        seed: int,
+        *,
+        allow_other_devices: bool = False,
+        progress: Progress | None = None,  # of decompositions that take a while
     ) -> None:
-        self.allow_other_devices = allow_other_devices
+        self.allow_other_devices, self.progress = allow_other_devices, progress
         self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
-        self.network = build_network(recipe, images, seed)
+        dense = build_dense(recipe, images, seed)
+        self.plan = plan_network(recipe, dense, images)
+        self.network = self._factorize(dense)
         check_network(recipe, self.network, images)
-        self.macs = count_macs(recipe, images, seed)
+        self.macs = count_macs(self.network, self.plan, images)
+        # of the first seed; others are drawn when their turn comes
+        self.fresh = {seed: {name: tensor.clone() for name, tensor in self.network.state_dict().items()}}
         self.network.to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self.optimizer = build_optimizer(recipe, self.network)
         self.source = self._build_source()
@@ -172,14 +196,24 @@ class Trainer:
             check_fits(state, folder, self.network, self.optimizer, self.step, self.boundless)
             self._check_devices(state, folder)
             return state
-        if resume and (folder / RESULT).is_file():  # it has ended, and somebody needed the checkpoint's room
+        if resume and (folder / RESULT).is_file():  # a finished run whose checkpoint was deleted
             ended = read_result(folder)
             parts = {"recipe": ended["recipe"], "seed": ended["seed"], "data": ended["data"]["checksum"]}
             state = RunState(**parts, epoch=self.recipe.schedule.epochs)
             check_same_run(state, recipe, seed, data, folder)
             return state
-        fresh = build_network(self.recipe, self.images, seed).state_dict()
-        return RunState(recipe=recipe, seed=seed, data=data, network=fresh)
+        return RunState(recipe=recipe, seed=seed, data=data, network=self._draw(seed))
+
+    def _draw(self, seed: int) -> dict[str, Tensor]:
+        """Return the weights that a run with ``seed`` begins with."""
+        if seed in self.fresh:
+            return self.fresh.pop(seed)
+        dense = build_dense(self.recipe, self.images, seed)
+        return self._factorize(dense).state_dict()
+
+    def _factorize(self, dense: nn.Module) -> nn.Module:
+        progress = None if self.progress is None else late(self.progress)
+        return factorize_network(self.recipe, dense, self.plan, progress)
 
     def _check_devices(self, state: RunState, folder: Path) -> None:
         """Refuse to go on where the result would be another one, unless that is allowed."""
@@ -194,7 +228,7 @@ class Trainer:
 
     def _begin(self, state: RunState) -> None:
         restore(state, self.network, self.optimizer, self.step)
-        if not self.processes.is_first:  # what was counted in an epoch under way is the first's to add
+        if not self.processes.is_first:  # the first process holds the counts of the epoch under way
             self.step.loss_sum.zero_()
             self.step.correct.zero_()
         if self.recipe.decay.kind == "normalized" and self.step.norms is not None:
@@ -247,7 +281,7 @@ class Trainer:
                 result["files"] = save_trained(self.network, folder)
                 if self.recipe.decay.record_norms and self.step.norms is not None:
                     write_norms(self.step.norms, folder)
-                write_json(folder / RESULT, result)  # last: where it is, all is
+                write_json(folder / RESULT, result)  # written last: if it exists, everything else does
         return result
 
     def _save(self, state: RunState, folder: Path, epoch: int, step: int, began: float) -> None:
@@ -261,7 +295,7 @@ class Trainer:
                 save_state(state, folder)
 
     def _asked_to_stop(self, stop: StopRequest, steps: int) -> bool:
-        """Say whether to stop now; several processes can only stop together, and ask each other now and then."""
+        """Return whether to stop now; several processes stop together, and ask each other every ``ASK`` steps."""
         asked = stop.number is not None
         if self.processes.count == 1:
             return asked
@@ -283,7 +317,7 @@ class Trainer:
         )
 
     def _advice(self) -> str:
-        """Return what may keep the weights finite, but for what the recipe does already."""
+        """Return settings that may keep the weights finite, without those that the recipe already has."""
         optimizer, schedule = self.recipe.optimizer, self.recipe.schedule
         ways = [f"optimizer.lr={min(optimizer.lr / 3, HIGHEST):.2g}"]
         if not schedule.warmup_epochs:

@@ -68,7 +68,7 @@ def save_trained(network: nn.Module, run: Path) -> dict[str, str]:
     The files are those of ``fz.save``, or one plain file where the network holds no products.
     """
     folder = run / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed before it wrote the result
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed before it wrote the result
     if is_factorized(network):
         save(network, folder)
     else:
@@ -128,7 +128,7 @@ def _checksum(path: Path) -> str:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """Return what a finished run wrote about itself; a file whose checksum is not the one it says is refused."""
+    """Return the result of a finished run, after checking its checksum."""
     path = run / RESULT
     if not path.is_file():
         within = sorted(path.parent for path in run.glob("*/result.json")) if run.is_dir() else []
@@ -164,7 +164,7 @@ def check_result(found: Any, path: Path) -> dict[str, Any]:
 
 
 def fit_images(result: dict[str, Any], images: Images) -> Images:
-    """Return images to be fed as those that the network of a run learned from; refuse what it cannot classify."""
+    """Return images normalized as in the run's training; raise if the network cannot classify them."""
     data = result["data"]
     expected = (len(data["classes"]), data["channels"], *data["size"])
     found = (len(images.classes), images.channels, *images.size)

@@ -142,7 +142,7 @@ def test_gray_training_images_and_colour_test_images_agree_in_channels(hub: dict
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("nobody/nothing", "data set nobody/nothing cannot be had: .*doesn't exist.*Give a local .npz"),
+        ("nobody/nothing", "data set nobody/nothing could not be loaded: .*doesn't exist.*Give a local .npz"),
         ("me/small?test=holdout", "must have a split holdout, it has train, test; name one by"),
         ("me/small?image=img", "train has no column 'img', it has image, label"),
         ("me/small?labels=x", "after \\? any of config, revision, image, label, train, test"),
@@ -207,7 +207,7 @@ def test_whatever_the_library_raises_says_what_to_give_instead(
         raise problem
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"a/b cannot be had: .*(cut off|features).* Give a local .npz"):
+    with pytest.raises(ValueError, match=r"a/b could not be loaded: .*(cut off|features).* Give a local .npz"):
         load_hugging_face("b", "a/b", silent)
 
 

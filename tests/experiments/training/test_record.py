@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import factorized as fz
-from factorized.experiments.training import record
+from factorized import version
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.network import build_network
 from factorized.experiments.training.record import Recorder, commit, product_row, write_json
@@ -150,6 +150,15 @@ def test_what_json_has_no_number_for_is_written_as_null(tmp_path: Path) -> None:
     assert is_sealed(result)
 
 
+def test_a_result_made_in_a_checkout_names_its_commit() -> None:
+    root = Path(version.__file__).parents[1]
+    if not (root / ".git").exists():
+        assert commit() is None
+        return
+    head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert str(commit()).removesuffix("-dirty") == head.stdout.strip()
+
+
 def test_the_commit_is_that_of_the_package_and_of_no_repository_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,20 +167,20 @@ def test_the_commit_is_that_of_the_package_and_of_no_repository_around_it(
         done = subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], capture_output=True, check=True)
         return done.stdout.decode().strip()
 
-    package = tmp_path / "factorized" / "vision"
-    package.mkdir(parents=True)
-    (package / "record.py").write_text("")
-    monkeypatch.setattr(record, "__file__", str(package / "record.py"))
+    package = tmp_path / "factorized"
+    package.mkdir()
+    (package / "version.py").write_text("")
+    monkeypatch.setattr(version, "__file__", str(package / "version.py"))
     assert commit() is None
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "one")
     assert commit() == git("rev-parse", "HEAD")
-    (package / "record.py").write_text("changed")
+    (package / "version.py").write_text("changed")
     assert commit() == git("rev-parse", "HEAD") + "-dirty"
-    inner = tmp_path / "env" / "factorized" / "vision"
+    inner = tmp_path / "env" / "factorized"
     inner.mkdir(parents=True)
-    monkeypatch.setattr(record, "__file__", str(inner / "record.py"))
+    monkeypatch.setattr(version, "__file__", str(inner / "version.py"))
     assert commit() is None
     monkeypatch.setenv("PATH", "")
     assert commit() is None

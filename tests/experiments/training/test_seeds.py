@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,22 @@ def test_seeds_share_one_network_one_step_and_one_copy_of_the_data(
     assert len(made["trainers"]) == len(made["sources"]) == 1
     assert len(made["run"]) == 3
     assert len(set(made["run"])) == 1
+
+
+def _counted(calls: list[str], real: Callable[..., object], *arguments: object) -> object:
+    calls.append(real.__name__)
+    return real(*arguments)
+
+
+def test_the_network_of_a_seed_is_built_once_and_planned_once_for_all_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("build_dense", "plan_network", "factorize_network"):
+        real = getattr(train_module, name)
+        monkeypatch.setattr(train_module, name, partial(_counted, calls, real))
+    train(recipe("schedule.epochs=1"), digits(), tmp_path, seeds=(0, 1), device="cpu")
+    assert Counter(calls) == {"build_dense": 2, "plan_network": 1, "factorize_network": 2}
 
 
 @pytest.mark.parametrize("change", ["factorize.energy=0.6", "factorize.allocate=spectrum"])
