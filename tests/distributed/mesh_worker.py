@@ -304,6 +304,41 @@ def loaded(folder: Path) -> dict[str, dict[str, float]]:
     return result
 
 
+def llama(folder: Path) -> dict[str, float]:
+    """Compare a small Llama, split as its users would, with the whole one: scores, gradients and generated words."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=50, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    expected = LlamaForCausalLM(config).double()
+    for name, module in list(expected.named_modules()):
+        holder, _, last = name.rpartition(".")
+        if isinstance(module, nn.Linear) and "layers" in name:
+            setattr(expected.get_submodule(holder), last, fz.FactorizedLinear.from_dense(module, 6))
+    model = deepcopy(expected)
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    styles: dict[str, torch_style.ParallelStyle] = {"lm_head": fz.ColwiseParallel(output_layouts=Replicate())}
+    for part in ("self_attn", "mlp"):
+        for name, _ in expected.model.layers[0].get_submodule(part).named_children():
+            if name in (*columns, *rows):
+                style = fz.ColwiseParallel if name in columns else fz.RowwiseParallel
+                styles[f"model.layers.*.{part}.{name}"] = style()
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+    words = torch.randint(0, 50, (2, 7))
+    found, wanted = (each(input_ids=words, labels=words) for each in (model, expected))
+    found.loss.backward()
+    wanted.loss.backward()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    written = [each.eval().generate(words, max_new_tokens=4, do_sample=False) for each in (model, expected)]
+    return {
+        "scores": (found.logits - wanted.logits).abs().max().item(),
+        "gradients": max((whole(own.grad) - other.grad).abs().max().item() for own, other in pairs),
+        "words": (written[0] - written[1]).abs().max().item(),
+        "split": len(styles),
+    }
+
+
 def main() -> None:
     scenarios, out = sys.argv[1].split(","), Path(sys.argv[2])
     dist.init_process_group("gloo")
@@ -314,6 +349,7 @@ def main() -> None:
         "mixes": mixes,
         "save": save,
         "load": loaded,
+        "llama": llama,
     }
     result = {}
     for scenario in scenarios:
