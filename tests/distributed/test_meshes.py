@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def every(folder: Path) -> dict[str, Any]:
-    scenarios = [*(name for name in OPTIMIZED if name not in IN_CI), "sequence", "mixes", "save"]
+    scenarios = [*(name for name in OPTIMIZED if name not in IN_CI), "sequence", "mixes", "heads", "save"]
     return run(",".join(scenarios), folder, WORKER, processes=4)
 
 
@@ -104,7 +104,16 @@ def test_a_distributed_checkpoint_is_read_by_every_mesh_and_by_one_process(
 
 @pytest.mark.nightly
 def test_a_split_llama_computes_and_generates_what_the_whole_one_does(two: dict[str, Any]) -> None:
-    assert two["llama"]["split"] == 8
+    assert two["llama"]["split"] == 1
     assert two["llama"]["scores"] < 1e-12
     assert two["llama"]["gradients"] < 1e-12
     assert two["llama"]["words"] == 0
+
+
+@pytest.mark.nightly
+def test_attention_whose_heads_are_split_is_decayed_where_they_are(every: dict[str, Any]) -> None:
+    found = every["heads"]
+    assert found["size"] > 1e-4
+    assert max(found["tp"], found["both"]) < 1e-12
+    assert found["tp bytes"] == 0
+    assert 0 < found["both bytes"]
