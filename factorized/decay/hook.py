@@ -92,6 +92,7 @@ class AttachedDecay(DecaysProducts):
 
         Torch's optimizers leave such attachments out of their copies: attach a decay of the copied model to those.
         """
+        optimizer = inner_optimizer(optimizer)
         if self._handle is not None:
             raise ValueError(f"this {self.noun} is attached already; call detach() first")
         check_attachable(self, self._decayed, optimizer)
@@ -144,6 +145,13 @@ class AttachedDecay(DecaysProducts):
             return loss
 
         return (args[0], closure_then_act, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside those that accelerate wraps around one: they run no hooks of their own."""
+    while isinstance(inner := vars(optimizer).get("optimizer"), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _own_decays(optimizer: Optimizer) -> list[object]:

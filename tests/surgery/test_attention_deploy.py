@@ -26,6 +26,7 @@ from tests.attention.attention_zoo import (
 from tests.models.unchanged import unchanged
 
 every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
+grows = pytest.mark.filterwarnings("ignore:lowered, .* has one head size for queries and values")
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,7 @@ def test_composed_attention_has_its_dense_size_and_computes_the_same(kind: Kind,
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@grows
 @every_kind
 @pytest.mark.parametrize("unequal", [False, True])
 @torch.no_grad()
@@ -72,6 +74,18 @@ def test_lowered_attention_is_plain_with_the_smallest_heads_its_class_can_hold(k
         for attribute in names.get(type(module).__name__, "head_dim").split("."):
             module = getattr(module, attribute)
         assert module == size
+
+
+@every_kind
+@pytest.mark.parametrize("unequal", [False, True])
+def test_lowered_attention_is_no_larger_or_says_so(kind: Kind, unequal: bool, recwarn: pytest.WarningsRecorder) -> None:
+    model = shrunk(kind, unequal)
+    before, after = (sum(p.numel() for p in m.parameters()) for m in (model, fz.lower(model)))
+    packed = kind in TORCH or (unequal and "gpt2" in kind.name) or (unequal and kind is OWN)
+    assert [str(warning.message).partition(":")[0].split(" ", 2)[-1] for warning in recwarn] == (
+        [f"has {after:,} parameters, and factorized {before:,}"] if packed else []
+    )
+    assert (after > before) == packed
 
 
 @every_kind
@@ -148,13 +162,14 @@ def test_a_checkpoint_of_attention_alone_holds_a_plan_of_low_rank(tmp_path: Path
 
 
 def test_layers_and_attention_are_saved_together(tmp_path: Path) -> None:
-    model = fz.factorize(GPT2.make(), ratio=0.6, attention=True, keep_first_and_last=False)
+    model = fz.factorize(GPT2.make(), ratio=0.6, attention="heads", keep_first_and_last=False)
     fz.save(model, tmp_path)
     loaded = fz.load(tmp_path, GPT2.build().double().eval())
     assert torch.equal(GPT2.run(loaded), GPT2.run(model))
     assert loaded.lm_head.U is loaded.transformer.wte.U
 
 
+@grows
 def test_a_shared_attention_module_is_saved_and_comes_back_shared(tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -185,7 +200,7 @@ def test_a_shared_attention_module_takes_a_dense_checkpoint_under_any_of_its_nam
 
 
 def test_a_dense_checkpoint_that_is_not_finite_is_refused_before_anything_is_changed() -> None:
-    model = fz.factorize(GPT2.make(), ratio=0.6, attention=True)
+    model = fz.factorize(GPT2.make(), ratio=0.6, attention="heads")
     state = {key: 2 * value for key, value in GPT2.make().state_dict().items()}
     before = deepcopy(model.state_dict())
     state["transformer.h.1.attn.c_attn.weight"][0, 0] = float("nan")
@@ -208,7 +223,7 @@ def test_a_checkpoint_of_a_class_that_is_not_registered_says_to_register_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fz.save(shrunk(OWN), tmp_path)
-    plan = fz.plan(OWN.make(), rank_scale=0.5, attention=True)
+    plan = fz.plan(OWN.make(), rank_scale=0.5, attention="heads")
     monkeypatch.delitem(_registered, OwnAttention)
     message = r"attention of class OwnAttention, .*; call fz\.register_attention\(OwnAttention, \.\.\.\) first"
     fresh = OWN.make()
