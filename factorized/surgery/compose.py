@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from factorized.attention.unit import AttentionUnit
-from factorized.nn.held_weight import HeldWeight, HoldsFactors, release
+from factorized.nn.held_factors import HoldsFactors, release
+from factorized.nn.held_weight import HeldWeight
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_copyable, check_model
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
