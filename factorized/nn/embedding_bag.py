@@ -139,8 +139,8 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         )
 
     def lowered(self) -> list[Lowered]:
-        """Return a table of thin rows and the linears that widen their sums or means; nothing for a maximum."""
-        return super().lowered() if self.mode != "max" else []
+        """Return nothing: a pair in ``nn.Sequential`` would take neither offsets nor weights of single entries."""
+        return []
 
     def settings_repr(self) -> list[str]:
         """Return entries, dimension, the mode and the padding entry."""

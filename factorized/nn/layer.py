@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -65,17 +65,31 @@ class FactorizedLayer(nn.Module):
         self.carried: tuple[str, ...] = ()  # attributes that were set on the dense layer, see ``carry``
         self.decay_in_backward = 0.0  # added to the gradient of a composed weight, see fz.FrobeniusDecay
         self.execution = execution
-        # Filled here, because a cached property would break a trace that reads it first.
+        self._find_ways()
+
+    def _find_ways(self) -> None:
+        """Note the ways in which this layer can run, because a cached property would break a trace that reads it."""
         machines = [(device, compiled) for device in ("cpu", "cuda") for compiled in (False, True)]
         costs = {
-            machine: {w: cost for w, cost in format.ways(self.stride, *machine).items() if w in self.known_ways}
+            machine: {w: cost for w, cost in self.format.ways(self.stride, *machine).items() if w in self.known_ways}
             for machine in machines
         }
-        self.executions: tuple[Way, ...] = tuple(costs["cpu", False])  # the ways in which this layer can run
+        self.executions: tuple[Way, ...] = tuple(costs["cpu", False])
         self._cheapest: dict[tuple[str, bool], Way] = {
             machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()
         }
         self.check_execution()
+
+    def change_ranks(self, format: Format, factors: Sequence[nn.Parameter]) -> None:
+        """Hold other factors, those of the same kind of format at other ranks."""
+        for name, factor in zip(format.cores, factors, strict=True):
+            holder, _, place = name.partition(".")
+            if place:
+                self.get_submodule(holder)[int(place)] = factor  # type: ignore[operator]
+            else:
+                setattr(self, holder, factor)
+        self.format = format
+        self._find_ways()
 
     @property
     def shape(self) -> KernelShape:
