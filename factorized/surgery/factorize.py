@@ -20,6 +20,7 @@ from factorized.nn.conv_transpose import (
     FactorizedConvTranspose2d,
     FactorizedConvTranspose3d,
 )
+from factorized.nn.dense import plain_class
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.embedding_bag import FactorizedEmbeddingBag
 from factorized.nn.held_weight import ExpertWeights, FactorizedWeight, RecurrentWeight, hold, named_layers
@@ -157,7 +158,7 @@ def _build(dense: nn.Module, format: Format | None) -> FactorizedLayer:
     assert format is not None
     if is_transposed(dense):
         return FactorizedLinear.from_dense(dense, format, init=None, transposed=True)
-    layer: FactorizedLayer = LAYERS[type(dense)].from_dense(dense, format, init=None)
+    layer: FactorizedLayer = LAYERS[plain_class(dense, LAYERS) or type(dense)].from_dense(dense, format, init=None)
     return layer
 
 

@@ -13,7 +13,7 @@ from factorized._checks import check_whole
 from factorized.attention.cost import AttentionCost, attention_spectrum
 from factorized.attention.matrices import padded_matrices, spectral_matrices
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
-from factorized.attention.unit import KINDS, AttentionUnit
+from factorized.attention.unit import FORMS, AttentionUnit
 from factorized.formats.format import Format
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model, module_names, named
@@ -120,7 +120,8 @@ def _cuts(model: nn.Module) -> list[Cut]:
             path = _path(format)
             items[format] = _item(path, lambda format: format.numel, _ranks), path
         cuts.append(_layer_cut(layers[0][0], [layer for _, layer in layers], *items[format]))
-    cuts += [_heads_cut(plain_name(name), unit, module_names(model)) for name, unit in shrunk_attention(model).items()]
+    places = module_names(model)
+    cuts += [_heads_cut(plain_name(places[unit.module][0]), unit, places) for unit in shrunk_attention(model)]
     if not cuts:
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     return cuts
@@ -204,9 +205,9 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
 def _heads_cut(name: str, unit: AttentionUnit, places: dict[nn.Module, list[str]]) -> Cut:
     note = unit.shrunk
     assert note is not None
-    kinds = tuple(k for k, size in zip(KINDS, (note.qk, note.ov), strict=True) if size < note.head_size)
+    kinds = tuple(k for k, size in zip(FORMS, (note.qk, note.ov), strict=True) if size < note.head_size)
     cost = AttentionCost(unit, kinds)
-    sizes = [size for kind, size in zip(KINDS, (note.qk, note.ov), strict=True) if kind in kinds]
+    sizes = [size for kind, size in zip(FORMS, (note.qk, note.ov), strict=True) if kind in kinds]
     path = list(range(max(sizes), 0, -1))
 
     def planned(entry: PlanEntry | AttentionEntry) -> int:
