@@ -83,8 +83,9 @@ def test_parts_say_where_the_parameters_are(model: nn.Module, arguments: Any, ex
     assert fz.Plan.from_dict(json.loads(json.dumps(made.to_dict()))).parts == made.parts
 
 
-def test_the_layers_of_strange_attention_belong_to_attention() -> None:
-    made = fz.plan(real_size("qwen2"), ratio=0.6)
+@pytest.mark.parametrize("attention", ["layers", "heads", False])
+def test_strange_attention_and_its_layers_belong_to_attention(attention: Any) -> None:
+    made = fz.plan(real_size("qwen2"), ratio=0.9, attention=attention)
     parts = {part.name: part.params for part in made.parts}
     assert parts["attention"] == sum(entry.params for entry in made.entries if ".self_attn" in entry.name) > 0
 
