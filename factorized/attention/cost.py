@@ -1,4 +1,4 @@
-"""Attention as one unit of a plan: what it costs at a head size, by count or by calls, and its spectrum."""
+"""What an attention module costs at a head size, in parameters and in multiply-accumulates, and its spectrum."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AttentionCost:
         return self.macs_at(*self.ranks(rank))
 
     def params_at(self, qk: int, ov: int) -> int:
-        """Return the same for a rank of each form."""
+        """Return the entries of the projections and biases at a rank of each form."""
         unit = self.unit
         count = 0
         for projection, size in zip(unit.projections, (qk, qk, ov, ov), strict=True):
@@ -68,7 +68,7 @@ class AttentionCost:
         return count + (unit.output.long if has_bias else 0)
 
     def macs_at(self, qk: int, ov: int) -> int:
-        """Return the same for a rank of each form."""
+        """Return the MACs of all calls at a rank of each form."""
         unit = self.unit
         between = qk + ov
         if unit.one_size:  # the smaller of the two is padded
@@ -86,7 +86,7 @@ class AttentionCost:
 def watch(
     units: Mapping[nn.Module, AttentionUnit],
 ) -> tuple[dict[nn.Module, list[AttentionCall]], list[RemovableHandle]]:
-    """Let every call of these modules be recorded; return the records and the hooks to remove afterwards."""
+    """Record every call of these modules; return the records and the hooks, to be removed afterwards."""
     calls: dict[nn.Module, list[AttentionCall]] = {module: [] for module in units}
     handles: list[RemovableHandle] = []
     for module, unit in units.items():

@@ -55,7 +55,7 @@ def spectral_matrices(
     """Return the matrices with these ``forms`` rebalanced, and truncated to the sizes given (section 3.1).
 
     Query and key biases are rows of the augmented matrices. A value bias is folded into the output bias, where
-    attention weights sum to one and there is such a bias or one ``may`` be added; else it is a row as well.
+    attention weights sum to one and there is such a bias or ``may_add_bias``; else it is a row as well.
     """
     old = new = read_matrices(unit)
     groups = unit.groups

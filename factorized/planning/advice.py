@@ -24,7 +24,7 @@ def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose
     """Return the message for a budget below the floor, with the floors that other arguments would reach."""
     scheme, budget, lowest = problem.scheme, problem.budget, problem.lowest
     allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
-    floor = "rank 1 everywhere" if scheme.compresses else "full rank everywhere, the lowest of Overcomplete,"
+    floor = "full rank everywhere, the lowest of Overcomplete," if scheme.least_scale else "rank 1 everywhere"
     if budget.multiple_of is not None:
         floor = "the lowest ranks everywhere"
     reached = sorted(_reached(problem, changes, pose), key=lambda pair: -pair[1])

@@ -42,7 +42,13 @@ def _is_inside(name: str, outer: str) -> bool:
     return name.startswith(f"{outer}.") or (outer == "" != name)
 
 
-def check_patterns(
+def check_patterns(argument: str, patterns: Sequence[Pattern]) -> None:
+    """Raise unless an argument is a list of patterns."""
+    if isinstance(patterns, str) or not all(isinstance(p, (str, type)) for p in patterns):
+        raise ValueError(f"{argument} must be a list of names, globs or module types, got {patterns!r}")
+
+
+def check_matches(
     argument: str,
     patterns: Sequence[Pattern],
     model: nn.Module,
@@ -51,8 +57,6 @@ def check_patterns(
     parts: Sequence[str],  # of what is inside them
 ) -> None:
     """Raise unless every pattern matches a candidate or something inside one."""
-    if isinstance(patterns, str) or not all(isinstance(p, (str, type)) for p in patterns):
-        raise ValueError(f"{argument} must be a list of names, globs or module types, got {patterns!r}")
     for pattern in patterns:
         if matches([pattern], (*names, *parts), modules):
             continue

@@ -10,11 +10,12 @@ from factorized.formats.kernel import KernelShape
 from factorized.formats.kronecker import Kronecker
 from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank, Overcomplete
+from factorized.formats.residual import Residual
 from factorized.formats.scheme import Scheme
 from factorized.formats.tensor_train import TensorTrain
 from factorized.formats.tucker import Tucker
 
-SCHEMES: tuple[type[Scheme], ...] = (LowRank, Overcomplete, TensorTrain, Tucker, Monarch, Kronecker)
+SCHEMES: tuple[type[Scheme], ...] = (LowRank, Overcomplete, TensorTrain, Tucker, Monarch, Kronecker, Residual)
 
 SCHEMES_BY_NAME: dict[str, type[Scheme]] = {scheme.name: scheme for scheme in SCHEMES}
 FORMATS: dict[str, type[Format]] = {format.name: format for scheme in SCHEMES for format in scheme.formats}
@@ -26,7 +27,8 @@ def read_scheme(data: Mapping[str, Any]) -> Scheme:
     name = settings.pop("name", None)
     if name not in SCHEMES_BY_NAME:
         raise ValueError(f"scheme name must be one of {', '.join(SCHEMES_BY_NAME)}, got {name!r}")
-    return SCHEMES_BY_NAME[name].read(settings)
+    parts = {key: read_scheme(value) for key, value in settings.items() if isinstance(value, dict) and "name" in value}
+    return SCHEMES_BY_NAME[name].read(settings | parts)
 
 
 def read_format(shape: KernelShape, data: Mapping[str, Any]) -> Format:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from factorized.attention.family import is_transposed
@@ -13,14 +13,18 @@ from factorized.attention.heads import is_around_heads
 from factorized.attention.multihead import is_shrunk_multihead
 from factorized.attention.register import Found, find_attention
 from factorized.formats.kernel import KernelShape
+from factorized.nn.held_weight import HeldWeight, HoldsFactors, named_layers
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
-from factorized.planning.pattern import Modules, Pattern, check_patterns, matches, names_part
+from factorized.planning.pattern import Modules, Pattern, check_matches, check_patterns, matches, names_part
 from factorized.planning.projections import ALREADY, Attention, attention_candidate, choose_forms, opens
 from factorized.planning.replaceable import why_not_replaced
 
-DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+DENSE_TYPES: tuple[type[nn.Module], ...] = (
+    *(nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 KernelOf = Callable[[Sequence[int], int], KernelShape]  # of a weight's shape and groups
 
 
@@ -40,12 +44,15 @@ def find_candidates(
     one candidate, and ``attention`` names the forms of it to shrink. ``refuse`` says why a scheme leaves a layer alone
     that others would not. ``example_input`` is for checking how attention was registered.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    given = {"include": include or (), "exclude": exclude}
+    for argument, patterns in given.items():
+        check_patterns(argument, patterns)
+    modules = named_layers(model)
     whole = {read.module: read for read in find_attention(model) if not opens(read, attention, include, modules)}
     candidates, parts = _walk(modules, kernel, whole, attention)
     names = [name for candidate in candidates for name in candidate.names]
-    for argument, patterns in (("include", include or ()), ("exclude", exclude)):
-        check_patterns(argument, patterns, model, modules, names, parts)
+    for argument, patterns in given.items():
+        check_matches(argument, patterns, model, modules, names, parts)
     if keep_first_and_last:
         _keep_ends(candidates, include)
     for candidate in candidates:
@@ -95,11 +102,13 @@ def _walk(
 
 
 def _is_factorized(module: nn.Module) -> bool:
-    return isinstance(module, FactorizedLayer) or is_around_heads(module) or is_shrunk_multihead(module)
+    if isinstance(module, (FactorizedLayer, HoldsFactors)):
+        return True
+    return is_around_heads(module) or is_shrunk_multihead(module)
 
 
 def _has_weight_matrix(module: nn.Module) -> bool:
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase, *DENSE_TYPES)):
+    if isinstance(module, DENSE_TYPES):
         return True
     weight = module._parameters.get("weight")
     return weight is not None and not is_lazy(weight) and weight.dim() >= 2
@@ -111,7 +120,8 @@ def _layer(module: nn.Module, names: Sequence[str], kernel: KernelOf) -> Candida
     weight = module._parameters.get("weight")
     if reason is not None or weight is None:
         return Candidate(name=name, module=module, aliases=aliases, reason=reason)
-    shape = kernel(tuple(weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
+    groups = module.groups if isinstance(module, (_ConvNd, HeldWeight)) else 1
+    shape = kernel(module.matrix_shape if isinstance(module, HeldWeight) else tuple(weight.shape), groups)
     return LayerCandidate(name=name, module=module, aliases=aliases, shape=shape)
 
 
@@ -120,12 +130,10 @@ def _why_never(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if _is_factorized(module):
         return ALREADY
-    if isinstance(module, _ConvTransposeNd):
-        return "transposed convolution"
     weight = module._parameters.get("weight")
     if weight is not None and is_lazy(weight):
         return "not initialized yet; run the model once"
-    if type(module) not in DENSE_TYPES and not is_transposed(module):
+    if type(module) not in DENSE_TYPES and not (is_transposed(module) or isinstance(module, HeldWeight)):
         return f"{kind} is not a plain Linear, Conv or Embedding"
     if weight is None:
         return "its weight is computed by another rule (weight norm, pruning)"
@@ -133,7 +141,7 @@ def _why_never(module: nn.Module) -> str | None:
         return "its weight has no entries"
     if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution"
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         return "max_norm renormalizes rows of the table, which a product has not"
     return why_not_replaced(module)
 
@@ -169,8 +177,10 @@ def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
 def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Return (module name, parameter name) of every place that holds a parameter which another module holds too."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    held = {name for name, module in named_layers(model).items() if isinstance(module, HeldWeight)}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(parameter, []).append((name, key))
+                place = f"{name}.{key}".removeprefix(".")
+                owners.setdefault(parameter, []).append((place, "weight") if place in held else (name, key))
     return [places for places in owners.values() if len(places) > 1]

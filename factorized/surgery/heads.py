@@ -1,4 +1,4 @@
-"""Shrunk attention on its way out: as plain modules, as entries of a plan, and from dense checkpoints."""
+"""Shrunk attention: built from a plan, described by one, as plain modules, and filled from dense checkpoints."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ from factorized.surgery.replace import replace_module
 from factorized.surgery.state import Shapes, named_slots
 
 
-def shrunk_attention(model: nn.Module) -> dict[str, AttentionUnit]:
-    """Return every shrunk attention module of ``model`` under its first name."""
-    found = {}
+def shrunk_attention(model: nn.Module) -> list[AttentionUnit]:
+    """Return every shrunk attention module of ``model``, read."""
+    found = []
     for read in find_attention(model):
         if shrunk_note(read.module) is None:
             continue
         if read.unit is None:
             raise ValueError(f"{read.name or 'the model'}: its heads are shrunk, and cannot be read: {read.reason}")
-        found[read.name] = read.unit
+        found.append(read.unit)
     return found
 
 
-def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int]) -> nn.Module:
-    """Put plain modules with heads of ``size`` in the place of all shrunk ones; return the model."""
+def plain_attention(unit: AttentionUnit, size: int) -> nn.Module:
+    """Return the plain module that computes what a shrunk one does, with heads of ``size``."""
+    return plain_module(unit, size, padded_matrices(unit, size))
+
+
+def with_plain_attention(
+    model: nn.Module, shrunk: Iterable[AttentionUnit], to_plain: Callable[[list[str], AttentionUnit], nn.Module]
+) -> nn.Module:
+    """Put what ``to_plain`` gives in the place of shrunk attention; return the model."""
     places = module_names(model)
-    for unit in shrunk_attention(model).values():
-        extent = size(unit)
-        plain = plain_module(unit, extent, padded_matrices(unit, extent))
+    for unit in shrunk:
+        plain = to_plain(places[unit.module], unit)
         for name in places[unit.module]:
             model = replace_module(model, name, plain)
     allow_nested_tensors(model)
@@ -48,7 +54,7 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[A
     """Return the plan entries that would shrink a dense model's attention as this model's is."""
     places = module_names(model)
     entries = []
-    for unit in shrunk_attention(model).values():
+    for unit in shrunk_attention(model):
         module, size = unit.module, unit.head_size
         head_ranks = unit.query.head_size, unit.value.head_size
         names = [name_of(name) for name in places[module]]
