@@ -11,7 +11,7 @@ from factorized.diagnostics.match import NormMatcher
 from factorized.diagnostics.summary import Summary, summary
 from factorized.files.checkpoint import load, save
 from factorized.files.dense import load_dense
-from factorized.files.pretrained import from_pretrained, save_pretrained
+from factorized.files.pretrained import from_pretrained, save_plan, save_pretrained
 from factorized.formats.kronecker import Kronecker
 from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank, Overcomplete
@@ -38,6 +38,7 @@ from factorized.surgery.compose import compose
 from factorized.surgery.factorize import factorize
 from factorized.surgery.lower import lower
 from factorized.surgery.shrink import factorize_attention, spectral_init_attention
+from factorized.surgery.truncate import truncate
 from factorized.version import __version__
 
 __all__ = [  # noqa: RUF022, in path order
@@ -80,11 +81,13 @@ __all__ = [  # noqa: RUF022, in path order
     "Flambe",
     "compose",
     "lower",
+    "truncate",
     "save",
     "load",
     "load_dense",
     "save_pretrained",
     "from_pretrained",
+    "save_plan",
     "summary",
     "Summary",
     "diagnose",

@@ -100,7 +100,7 @@ def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn
 
 
 def _copy_added(old: nn.Module, new: nn.Module) -> None:
-    for name, value in added_attributes(old, *SMALLEST.get(type(old), (1, 1))).items():
+    for name, value in added_attributes(old, type(old), *SMALLEST.get(type(old), (1, 1))).items():
         if not hasattr(new, name):
             setattr(new, name, value)
 

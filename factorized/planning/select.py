@@ -13,7 +13,9 @@ from factorized.attention.heads import is_around_heads
 from factorized.attention.multihead import is_shrunk_multihead
 from factorized.attention.register import Found, find_attention
 from factorized.formats.kernel import KernelShape
-from factorized.nn.held_weight import HeldWeight, HoldsFactors, named_layers
+from factorized.nn.dense import why_not_plain
+from factorized.nn.held_factors import HoldsFactors
+from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
@@ -127,14 +129,14 @@ def _layer(module: nn.Module, names: Sequence[str], kernel: KernelOf) -> Candida
 
 def _why_never(module: nn.Module) -> str | None:
     """Return why this module can never be factorized, or None."""
-    kind = type(module).__name__
     if _is_factorized(module):
         return ALREADY
     weight = module._parameters.get("weight")
     if weight is not None and is_lazy(weight):
         return "not initialized yet; run the model once"
-    if type(module) not in DENSE_TYPES and not (is_transposed(module) or isinstance(module, HeldWeight)):
-        return f"{kind} is not a plain Linear, Conv or Embedding"
+    known = is_transposed(module) or isinstance(module, HeldWeight)
+    if not known and (reason := why_not_plain(module, DENSE_TYPES)) is not None:
+        return reason
     if weight is None:
         return "its weight is computed by another rule (weight norm, pruning)"
     if weight.numel() == 0:

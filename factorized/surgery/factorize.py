@@ -20,9 +20,11 @@ from factorized.nn.conv_transpose import (
     FactorizedConvTranspose2d,
     FactorizedConvTranspose3d,
 )
+from factorized.nn.dense import plain_class
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.embedding_bag import FactorizedEmbeddingBag
-from factorized.nn.held_weight import ExpertWeights, FactorizedWeight, RecurrentWeight, hold, named_layers
+from factorized.nn.held_factors import FactorizedWeight, hold
+from factorized.nn.held_weight import ExpertWeights, RecurrentWeight, named_layers
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
@@ -36,6 +38,7 @@ from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.progress import Count, Progress
 from factorized.surgery.replace import refuse_wrapped, replace_module
+from factorized.surgery.ties import follow_ties
 
 LAYERS: dict[type[nn.Module], Any] = {
     nn.Linear: FactorizedLinear,
@@ -143,6 +146,7 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
     for module, weights in held.items():
         hold(module, weights)
     keep_off_nested_tensors(model)
+    follow_ties(model)
     return model
 
 
@@ -155,7 +159,7 @@ def _build(dense: nn.Module, format: Format | None) -> FactorizedLayer:
     assert format is not None
     if is_transposed(dense):
         return FactorizedLinear.from_dense(dense, format, init=None, transposed=True)
-    layer: FactorizedLayer = LAYERS[type(dense)].from_dense(dense, format, init=None)
+    layer: FactorizedLayer = LAYERS[plain_class(dense, LAYERS) or type(dense)].from_dense(dense, format, init=None)
     return layer
 
 

@@ -16,7 +16,10 @@ from tests.planning.models_for_planning import Attends, ConvNet, Mlp, TiedReader
 
 
 class Special(nn.Linear):
-    """A linear layer that may do anything in its forward."""
+    """A linear layer with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
 
 
 def between(layer: nn.Module) -> nn.Sequential:
