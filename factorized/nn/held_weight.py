@@ -153,8 +153,7 @@ class FactorizedWeight(FactorizedLayer):
 
     def forward(self) -> Tensor:
         """Return the weight in the dense shape, with what training does to it."""
-        weight, adjust = self.format.compose(self.factors), self.adjust
-        return (weight if adjust is None else adjust(weight)).reshape(self.dense_shape)
+        return self.format.adjusted(self.factors, self.adjust).reshape(self.dense_shape)
 
     def dense_skeleton(self) -> HeldWeight:
         """Return the weight on the meta device."""
