@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from factorized.attention.unit import AttentionUnit
-from factorized.nn.held_weight import FactorizedWeight, HoldsFactors, release
+from factorized.nn.held_weight import HeldWeight, HoldsFactors, release
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_copyable, check_model, module_names
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 from factorized.surgery.state import check_finite, is_sharded
+from factorized.surgery.ties import follow_ties
 
 ToPlain = Callable[[list[str], FactorizedLayer, "SharedWeights"], nn.Module]
 ToPlainAttention = Callable[[list[str], AttentionUnit], nn.Module]
@@ -64,7 +65,7 @@ def _dense_attention(names: list[str], unit: AttentionUnit) -> nn.Module:
 def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
     """Return the dense ``torch.nn`` layer for ``layer``, with its very bias."""
     dense = layer.dense_skeleton()
-    dense.weight = shared.parameter(layer, "weight", layer.weight)
+    dense.weight = shared.parameter(layer, "weight", layer.weight.reshape(layer.dense_shape))
     if layer.bias is not None:
         dense.bias = layer.bias
     return dense.train(layer.training)
@@ -91,8 +92,6 @@ def convert(
     if not allow_nonfinite:
         check_finite(model, "pass allow_nonfinite=True to convert the model as it is")
     check_copyable(model)
-    if not is_factorized(model):
-        raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     copy = _replace_all(deepcopy(model), to_plain, to_plain_attention)
     if not allow_nonfinite:
         check_finite(
@@ -105,14 +104,22 @@ def convert(
 
 def _replace_all(model: nn.Module, to_plain: ToPlain, to_plain_attention: ToPlainAttention) -> nn.Module:
     """Replace every factorized layer and all shrunk attention in place; return the model."""
+    attention = shrunk_attention(model)
+    places = {layer: names for layer, names in module_names(model).items() if isinstance(layer, FactorizedLayer)}
+    if not (places or attention):
+        raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
-    holders = [module for module in model.modules() if isinstance(module, HoldsFactors)]
-    for layer, names in module_names(model).items():
-        if isinstance(layer, FactorizedLayer) and not isinstance(layer, FactorizedWeight):
-            plain = to_plain(names, layer, shared)
-            layer.hand_back(plain)
-            for name in names:
-                model = replace_module(model, name, plain)
-    for module in holders:
-        release(module, lambda layer, weight: shared.parameter(layer, "weight", weight))
-    return with_plain_attention(model, to_plain_attention)
+    held: dict[FactorizedLayer, nn.Parameter] = {}
+    for layer, names in places.items():
+        plain = to_plain(names, layer, shared)
+        if isinstance(plain, HeldWeight):
+            held[layer] = plain.weight
+            continue
+        layer.hand_back(plain)
+        for name in names:
+            model = replace_module(model, name, plain)
+    for holder in [module for module in model.modules() if isinstance(module, HoldsFactors)]:
+        release(holder, held)
+    model = with_plain_attention(model, attention, to_plain_attention)
+    follow_ties(model)
+    return model
