@@ -79,8 +79,7 @@ class FactorizedWeight(FactorizedLayer):
 
     def forward(self) -> Tensor:
         """Return the weight in the dense shape, with what training does to it."""
-        weight, adjust = self.format.compose(self.factors), self.adjust
-        weight = weight if adjust is None else adjust(weight)
+        weight = self.format.adjusted(self.factors, self.adjust)
         return weight.reshape(self.dense_shape).to(self.factors[0].dtype)  # also under autocast
 
     def dense_skeleton(self) -> HeldWeight:
