@@ -79,8 +79,7 @@ class FactorizedWeight(FactorizedLayer):
 
     def forward(self) -> Tensor:
         """Return the weight in the dense shape, with what training does to it."""
-        weight, adjust = self.format.compose(self.factors), self.adjust
-        weight = weight if adjust is None else adjust(weight)
+        weight = self.format.adjusted(self.factors, self.adjust)
         return weight.reshape(self.dense_shape).to(self.factors[0].dtype)  # also under autocast
 
     def dense_skeleton(self) -> HeldWeight:
@@ -113,11 +112,21 @@ class HoldsFactors(nn.Module):
         return cast(dict[str, FactorizedWeight], self._modules[FACTORS]._modules)  # type: ignore[union-attr]
 
     def __getattr__(self, name: str) -> Any:
-        """Return a composed weight, or what torch finds."""
+        """Return a composed weight, read-only as that of every layer, or what torch finds."""
         children = self.__dict__["_modules"].get(FACTORS)
-        if children is not None and name in children._modules:
-            return children._modules[name]()
-        return super().__getattr__(name)
+        if children is None or name not in children._modules:
+            return super().__getattr__(name)
+        layer: FactorizedWeight = children._modules[name]
+        # A compiled forward reads its weights here, as training changes them.
+        return layer() if torch.compiler.is_compiling() else layer.weight.view(layer.dense_shape)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Decompose a weight into its factors, or set what torch would."""
+        children = self.__dict__.get("_modules", {}).get(FACTORS)
+        if children is None or name not in children._modules:
+            super().__setattr__(name, value)
+        else:
+            children._modules[name].set_weight(value)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compose the weights once, and call the dense module's forward with them in place."""

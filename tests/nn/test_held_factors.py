@@ -203,3 +203,16 @@ def test_for_cudnn_the_weights_are_one_piece_of_memory_biases_last(
     with_biases = kind(INPUTS, HIDDEN, **{**settings, "bias": True})
     size = next(iter(found.values())).untyped_storage().nbytes() // 4
     assert size == sum(parameter.numel() for parameter in with_biases.parameters())  # zeros where there are none
+
+
+def test_a_write_to_a_gate_is_refused_and_a_gate_that_is_set_is_decomposed() -> None:
+    layer = low_rank(nn.LSTM(INPUTS, HIDDEN).double())
+    before = layer.weight_ih_l0.clone()
+    for write in (nn.init.normal_, lambda weight: weight.data.zero_(), lambda weight: weight[0].fill_(1)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"would be lost\. Set layer\.weight = W"):
+            write(layer.weight_ih_l0)
+    assert torch.equal(layer.weight_ih_l0, before)
+    for value in (2 * before.detach(), nn.Parameter(3 * before.detach())):
+        layer.weight_ih_l0 = value
+        assert error(layer.weight_ih_l0, value) < 1e-10
+    assert "weight_ih_l0" not in dict(layer.named_parameters())
