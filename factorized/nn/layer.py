@@ -360,11 +360,11 @@ class _AddToGradient(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
-        ctx.strength = inputs[1]  # type: ignore[attr-defined]
+        ctx.strength = inputs[1]
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient + ctx.strength * weight, None  # type: ignore[attr-defined]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient + ctx.strength * weight, None
