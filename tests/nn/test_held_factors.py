@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import factorized as fz
-from factorized.nn.held_weight import FactorizedWeight, held_weights
+from factorized.nn.held_factors import FactorizedWeight
+from factorized.nn.held_weight import held_weights
 from factorized.testing import error
 
 INPUTS, HIDDEN = 6, 8
