@@ -21,7 +21,7 @@ class Geometry:
     padding: tuple[tuple[int, int], ...]  # before and after
     dilation: tuple[int, ...]
     padding_mode: str = "zeros"
-    output_padding: tuple[int, ...] = ()  # of transposed convolutions
+    output_padding: tuple[int, ...] = ()  # for transposed convolutions only
 
     def only(self, spans: Collection[int]) -> Geometry:
         """Keep these spatial dimensions and make the others those of a pointwise convolution."""
@@ -42,7 +42,7 @@ def explicit_padding(
     size: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
-    """Return what is added before and after each dimension; ``"same"`` puts an odd remainder after, as torch does."""
+    """Return the padding before and after each dimension; ``"same"`` puts an odd remainder after, as torch does."""
     if padding == "valid":
         return tuple((0, 0) for _ in size)
     if padding == "same":
@@ -87,12 +87,12 @@ def convolve_transposed(
     geometry: Geometry,
     groups: int,
 ) -> Tensor:  # (batch, out, *spatial)
-    """Apply the transpose of ``convolve``, whose kernel this is, with torch's output padding."""
+    """Apply the transpose of ``convolve`` with the same kernel, and torch's output padding."""
     padding = tuple(before for before, _ in geometry.padding)
     settings = (geometry.stride, padding, geometry.output_padding, groups, geometry.dilation)
     return _TRANSPOSED[len(geometry.stride)](x, _owned(kernel, x), bias, *settings)
 
 
 def _owned(kernel: Tensor, x: Tensor) -> Tensor:
-    """Return a kernel that is no view: the CPU's float64 and float16 convolutions need it for right gradients."""
+    """Return a kernel that is not a view: on CPUs, float64 and float16 convolutions need that for correct gradients."""
     return kernel if x.is_cuda else kernel.clone(memory_format=torch.contiguous_format)

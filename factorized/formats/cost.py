@@ -24,7 +24,7 @@ TRAFFIC = {
     "cpu": Traffic(convolution=100, product=55, shift=40),
     "cuda": Traffic(convolution=1200, product=0, shift=200),
 }
-# cuDNN takes as long for fewer channels than this; matrix products and shifts run on multiples of eight.
+# cuDNN is no faster with fewer channels than this; matrix products and shifts run on multiples of eight.
 CUDA_CHANNELS, CUDA_RANKS = 64, 8
 
 
@@ -35,7 +35,10 @@ def dense_cost(shape: KernelShape, device: str) -> int:
 
 
 def two_convolutions_cost(shape: KernelShape, rank: int, depth: int, stride: tuple[int, ...], device: str) -> int:
-    """Return the cost of two thin convolutions with pointwise ones between them, which see the rows a stride skips."""
+    """Return the cost of two thin convolutions with pointwise ones between them.
+
+    All but the last also run at the positions that the last one's stride skips.
+    """
     first, second, channels = _sides(shape)
     thin = (rank * first + depth * shape.groups * rank * rank) * prod(stride[: shape.row_dims]) + rank * second
     return thin + traffic(device).convolution * channels
@@ -44,7 +47,7 @@ def two_convolutions_cost(shape: KernelShape, rank: int, depth: int, stride: tup
 def two_products_cost(shape: KernelShape, rank: int, stride: tuple[int, ...], device: str, compiled: bool) -> float:
     """Return the cost of two matrix products with shifts between them.
 
-    Without a compiler each of their many small operations is a launch on a GPU.
+    It is infinite on a GPU without a compiler, where each of their many small operations is a launch.
     """
     if device != "cpu" and not compiled:
         return float("inf")
@@ -53,7 +56,7 @@ def two_products_cost(shape: KernelShape, rank: int, stride: tuple[int, ...], de
     unskipped = prod([s for s, k in zip(stride, shape.size, strict=True) if k > 1])
     shifted = shape.groups * aligned * (prod(shape.column_size) * unskipped + prod(shape.row_size))
     moved = traffic(device).product * channels + traffic(device).shift * shifted
-    if prod(shape.size) == 1:  # nothing to shift: as cheap to move as one convolution
+    if prod(shape.size) == 1:  # nothing to shift: no more traffic than one convolution
         moved = 0
     return aligned * (first * unskipped + second) + moved
 

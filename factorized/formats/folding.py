@@ -19,13 +19,13 @@ from factorized.formats.tensor_format import TensorFormat
 
 @dataclass(frozen=True, repr=False)
 class TensorScheme(Scheme):
-    """What the schemes share that fold a weight into several dimensions. Abstract."""
+    """Base class of the schemes that fold a weight into several dimensions. Abstract."""
 
     dims: tuple[int, ...] | None = None
     order: int | None = None
     separable: bool = False
 
-    keeps_kernels: ClassVar[bool] = False  # a kernel is folded into its channels and its own dimensions
+    keeps_kernels: ClassVar[bool] = False  # convolution kernels keep their own dimensions
 
     def __post_init__(self) -> None:
         if isinstance(self.dims, list):
@@ -56,15 +56,15 @@ class TensorScheme(Scheme):
         return self._whole(shape, start.clipped(_scaled(start, scale)))
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> Format:
-        """Return the format at one rank for all places, or at one each, clipped to what the dimensions allow."""
+        """Return the format at one rank for every place, or a rank per place, clipped to what the dimensions allow."""
         return self._whole(shape, self._fold(shape).clipped(rank))
 
     def reference(self, shape: KernelShape) -> int:
-        """Return what the rank scale multiplies, of all ranks together."""
+        """Return the sum of the ranks that the rank scale multiplies."""
         return sum(self._fold(shape).reference_ranks)
 
     def clipped(self, shape: KernelShape, scale: float | None, rank: int | None) -> str | None:
-        """Return which ranks of a scale or rank are above what the dimensions allow, and what they become; or None."""
+        """Return a note on the ranks that are clipped to what the dimensions allow, or None."""
         start = self._fold(shape)
         wanted = _scaled(start, scale) if scale is not None else (rank or 1,) * len(start.full_ranks)
         found = start.clipped(wanted).rank
@@ -73,9 +73,9 @@ class TensorScheme(Scheme):
     def _fold(self, shape: KernelShape) -> TensorFormat:
         """Return the format of rank 1 of a weight, or of the pointwise part of a separable one.
 
-        Chosen dimensions keep outputs and inputs apart, so that the layer can run without composing its weight: each
-        side is split in two (Tucker leaves the channels of a convolution whole), and a train has all taps of a kernel
-        as one. A pointwise part is folded into three nearly equal dimensions, as the paper's experiments did.
+        Chosen dimensions keep outputs and inputs apart, so that the layer can run without composing its weight. Each
+        side is split in two (Tucker keeps a convolution's channels whole), and a train treats all taps of a kernel as
+        one dimension. A pointwise part is folded into three nearly equal dimensions, as the paper's experiments did.
         """
         if min(shape.weight_shape) < 1:
             raise ValueError(f"a weight to decompose must have at least one entry in every dimension, got {shape}")
@@ -85,7 +85,7 @@ class TensorScheme(Scheme):
             if prod(self.dims) != folded.numel:
                 raise ValueError(
                     f"dims {self.dims} multiply to {prod(self.dims):,}, but the weight {folded} has {folded.numel:,} "
-                    f"entries; give dims whose product is {folded.numel:,}, or none to have them chosen"
+                    f"entries; give dims whose product is {folded.numel:,}, or leave dims out to have them chosen"
                 )
             return self.smallest(folded, self.dims)
         chosen = nearly_equal(folded.numel, order) if order is not None else _apart(folded, self.keeps_kernels)
@@ -100,7 +100,7 @@ def _scaled(start: TensorFormat, scale: float) -> tuple[int, ...]:
 
 
 def nearly_equal(numel: int, order: int) -> tuple[int, ...]:
-    """Split ``numel`` into ``order`` factors: the paper's rule, each the next divisor from the equal share upwards."""
+    """Split ``numel`` into ``order`` factors by the paper's rule: each is the first divisor from the equal share up."""
     equal = numel ** (1 / order)
     dims = []
     for _ in range(order - 1):

@@ -1,14 +1,14 @@
 """A format: how a weight is held in cores, how it runs, what it costs and how it is measured.
 
-Layers, decay, plans and files speak of formats only. A new one is a subclass of ``Format`` and a ``Scheme`` that
-chooses it (``scheme.py``); ``factorized.testing`` has the contract that both must pass.
+Layers, decay, plans and files use formats only through this interface. A new one is a subclass of ``Format`` and a
+``Scheme`` that chooses it (``scheme.py``); ``factorized.testing`` has the contract that both must pass.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Literal, Self
 
@@ -23,7 +23,7 @@ Way = Literal["composed", "chain", "products"]
 Rank = int | tuple[int, ...]
 Cores = tuple[Tensor, ...]  # each (..., *one of the core shapes), in the order of ``Format.cores``
 Fill = Callable[[Tensor], object]  # fills a tensor in place, like those of torch.nn.init
-Adjust = Callable[[Tensor], Tensor]  # of a composed weight: drops entries, or decays it
+Adjust = Callable[[Tensor], Tensor]  # changes a composed weight: drops entries, or decays it
 WAYS: tuple[Way, ...] = ("composed", "chain", "products")
 
 
@@ -35,12 +35,12 @@ class Step:
     outputs: int
     size: tuple[int, ...] = ()  # of its kernel: 1 in every spatial dimension that it does not span
     groups: int = 1
-    spans: tuple[int, ...] = ()  # the spatial dimensions whose stride, padding and dilation are this step's
+    spans: tuple[int, ...] = ()  # the spatial dimensions whose stride, padding and dilation this step applies
     shuffle: int = 1  # groups of the ``nn.ChannelShuffle`` that follows; 1 shuffles nothing
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates per output position, which is the number of its weights."""
+        """Multiply-accumulates per output position: one per weight."""
         return self.outputs * (self.inputs // self.groups) * prod(self.size)
 
 
@@ -51,8 +51,8 @@ class Call:
     batch: int  # positions outside the spatial dimensions
     before: tuple[int, ...] = ()  # spatial extents of the input
     after: tuple[int, ...] = ()  # of the output
-    looked_up: bool = False  # by an embedding, which multiplies nothing when dense
-    whole: bool = False  # by a module that takes the composed weight
+    looked_up: bool = False  # an embedding's lookup, which multiplies nothing when dense
+    whole: bool = False  # the module takes the composed weight
 
     def positions(self, spanned: Collection[int]) -> int:
         """Return the positions that are left once the strides of the ``spanned`` dimensions have acted."""
@@ -71,12 +71,13 @@ class Format(ABC):
     Functions of cores take leading batch dimensions, all the same, so that equal formats of many layers are one call.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # every format is a dataclass
     name: ClassVar[str]  # in plans and files
     shape: KernelShape  # of the weight
     rank: Rank  # one rank, or several
     is_product: ClassVar[bool] = False  # the cores are ``U``, inner matrices and ``V``, stacked by groups
     frozen: ClassVar[tuple[str, ...]] = ()  # cores that are never trained
-    row_core: ClassVar[str | None] = None  # the core whose rows are those of the weight, if one is so
+    row_core: ClassVar[str | None] = None  # the core whose rows are the weight's rows, if there is one
     # The plain layers that, one after the other, are the weight; None where it has to be composed.
     chain: tuple[Step, ...] | None = None
 
@@ -90,7 +91,7 @@ class Format(ABC):
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
     ) -> Cores:
-        """Return cores of the best approximation that the format knows (section 3.1): exact at full rank."""
+        """Return the cores of the best approximation that the format can compute (section 3.1); exact at full rank."""
 
     @abstractmethod
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
@@ -98,14 +99,14 @@ class Format(ABC):
 
     @abstractmethod
     def raised(self) -> Sequence[Self]:
-        """Return the formats of the next higher ranks; none at the end."""
+        """Return the formats of the next higher ranks; empty at the highest."""
 
     @abstractmethod
     def lowered(self) -> Sequence[Self]:
-        """Return the formats of the next lower ranks; none at the end."""
+        """Return the formats of the next lower ranks; empty at the lowest."""
 
     def adjusted(self, cores: Sequence[Tensor], adjust: Adjust | None) -> Tensor:  # (..., out, in/groups, *size)
-        """Return the weight with what is decayed of it adjusted. Differentiable."""
+        """Return the weight, with ``adjust`` applied to the part that decay acts on. Differentiable."""
         weight = self.compose(cores)
         return weight if adjust is None else adjust(weight)
 
@@ -128,11 +129,14 @@ class Format(ABC):
         return self.compose(cores).flatten(-len(self.shape.weight_shape)).square().sum(-1)
 
     def gradients(self, cores: Sequence[Tensor]) -> Cores:  # like cores
-        """Return the gradients of half the squared norm; that of the weight is the weight, which is pulled back."""
+        """Return the gradients of half the squared norm.
+
+        Its gradient with respect to the weight is the weight itself, which is pulled back to the cores.
+        """
         return pull_back(self.compose, cores)
 
     def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:  # those of target
-        """Return the weight's cores in a format of lower ranks: what ``target`` makes of the composed weight."""
+        """Return the weight's cores in a format of lower ranks, by decomposing the composed weight into ``target``."""
         return target.decompose(self.compose(cores))
 
     def spectrum(self, cores: Sequence[Tensor]) -> Tensor:  # (..., groups, singular values)
@@ -147,17 +151,17 @@ class Format(ABC):
     ) -> tuple[Format, Cores]:
         """Return the format and cores of the weight plus ``U Vᵀ``, exactly."""
         raise ValueError(
-            f"a weight in {self.describe()} cannot take up a product exactly; make it dense first, by fz.compose(model)"
+            f"a weight in {self.describe()} cannot absorb a product exactly; make it dense first with fz.compose(model)"
         )
 
     @property
     def matrix_rank(self) -> int:
-        """The most that the rank of the weight's matrix can be, in every group."""
+        """The highest rank that the weight's matrix can have, in every group."""
         return self.shape.full_rank
 
     @property
     def decayed(self) -> tuple[Format, int]:
-        """The format whose norm a decay penalizes, and how many of the first cores are its."""
+        """The format whose norm a decay penalizes, and how many of the leading cores belong to it."""
         return self, len(self.cores)
 
     @torch.no_grad()
@@ -168,8 +172,15 @@ class Format(ABC):
         draw_to_scale(self, cores, dense.square().mean())
 
     def chain_weights(self, cores: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weights of the chain, of the first to be applied first: (outputs, inputs/groups, *size)."""
+        """Return the weights of the chain in the order they are applied, each (outputs, inputs/groups, *size)."""
         raise NotImplementedError(f"{self.name} has no chain")
+
+    @property
+    def _steps(self) -> tuple[Step, ...]:
+        """The chain of a format that has one."""
+        if self.chain is None:
+            raise NotImplementedError(f"{self.name} has no chain")
+        return self.chain
 
     @property
     def compose_macs(self) -> int:
@@ -182,7 +193,7 @@ class Format(ABC):
         return 0
 
     def macs(self, call: Call) -> int:
-        """Return the multiply-accumulates of one call, in the way that takes fewer."""
+        """Return the multiply-accumulates of one call, run in the way that needs fewer."""
         if call.looked_up:
             return 0 if self.chain is None else call.batch * sum([step.macs for step in self.chain[:-1]])
         composed = call.outputs * self.shape.numel + self.compose_macs
@@ -192,16 +203,15 @@ class Format(ABC):
 
     def chain_macs(self, call: Call) -> int:
         """Return the multiply-accumulates of one call as a chain."""
-        assert self.chain is not None
         spanned: set[int] = set()
         total = 0
-        for step in self.chain:
+        for step in self._steps:
             spanned.update(step.spans)
             total += step.macs * call.positions(spanned)
         return total
 
     def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
-        """Return what each way of running costs per output position, in multiply-accumulates; of equals, the first."""
+        """Return what each way of running costs per output position, in multiply-accumulates; the first wins a tie."""
         return {"composed": 0.0}
 
     def run(
@@ -219,8 +229,7 @@ class Format(ABC):
             if geometry is None:
                 return F.linear(x, weight, bias)
             return convolve(x, weight, bias, geometry, self.shape.groups)
-        assert self.chain is not None
-        return run_chain(self.chain, self.chain_weights(cores), x, bias, geometry)
+        return run_chain(self._steps, self.chain_weights(cores), x, bias, geometry)
 
     def run_transposed(
         self,
@@ -237,27 +246,26 @@ class Format(ABC):
             if geometry is None:
                 return F.linear(x, weight.mT, bias)
             return convolve_transposed(x, weight, bias, geometry, self.shape.groups)
-        assert self.chain is not None
-        return run_chain_transposed(self.chain, self.chain_weights(cores), x, bias, geometry)
+        return run_chain_transposed(self._steps, self.chain_weights(cores), x, bias, geometry)
 
     def plain(self, cores: Sequence[Tensor]) -> list[tuple[Step, Tensor]]:
-        """Return the chain and its weights as they are deployed; empty where it has none."""
+        """Return the chain and its weights for deployment; empty where there is no chain."""
         return [] if self.chain is None else list(zip(self.chain, self.chain_weights(cores), strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that, with the shape, make the format again."""
-        settings = [f.name for f in fields(self) if f.init and f.name != "shape"]  # type: ignore[arg-type]
+        """Return the settings that rebuild the format, given its shape."""
+        settings = [f.name for f in fields(self) if f.init and f.name != "shape"]
         return {"name": self.name, **{key: _jsonable(getattr(self, key)) for key in settings}}
 
     @classmethod
     def read(cls, shape: KernelShape, settings: dict[str, Any]) -> Self:
         """Undo ``to_dict``, without the name."""
         plain = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-        return cls(shape, **plain)  # type: ignore[call-arg]
+        return cls(shape, **plain)  # type: ignore[call-arg]  # the subclass's fields, which start with the shape
 
     @staticmethod
     def part_shape(shape: KernelShape) -> KernelShape:
-        """Return the shape of the weight that a format within this one holds, where there is one."""
+        """Return the shape of the weight that a nested format holds, where there is one."""
         return shape
 
     def describe(self) -> str:
@@ -328,7 +336,7 @@ def draw_to_scale(format: Format, cores: Sequence[Tensor], mean_square: Tensor) 
 
 
 def _block_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:  # (..., out)
-    """Multiply by a block-diagonal matrix whose blocks stand one below the other in ``weight`` (out, in/groups)."""
+    """Multiply by a block-diagonal matrix whose blocks are stacked by rows in ``weight`` (out, in/groups)."""
     blocks = weight.unflatten(0, (groups, -1))  # (groups, out/groups, in/groups)
     y = torch.einsum("...gi,goi->...go", x.unflatten(-1, (groups, -1)), blocks).flatten(-2)
     return y if bias is None else y + bias.to(y.dtype)

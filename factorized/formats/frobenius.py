@@ -1,6 +1,6 @@
 """‖U M₁…M_d Vᵀ‖² and its gradients, the quantity that Frobenius decay penalizes (section 3.2).
 
-Every function takes leading batch dimensions and never forms the product where Gram matrices are cheaper. These
+Every function takes leading batch dimensions and never forms the product where Gram matrices are cheaper. Batch
 dimensions broadcast: one matrix may be a factor of several products, and its gradient is then the sum over them.
 """
 
@@ -83,7 +83,7 @@ def summed_like(
 
 
 def product_is_cheaper(m: int, n: int, rank: int, depth: int, products: int) -> bool:
-    """Return whether ``products`` multiplications with the full m×n product cost less than the way by Gram matrices."""
+    """Return whether ``products`` multiplications with the full m×n product cost less than Gram matrices do."""
     by_product = products * m * n * rank + depth * min(m, n) * rank * rank
     by_grams = (m + n) * rank * rank * (1 if products == 1 else 2) + 4 * depth * rank**3
     return by_product < by_grams

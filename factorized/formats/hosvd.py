@@ -19,7 +19,7 @@ Factors = Sequence[Tensor | None]  # each (..., d_k, R_k); None for a mode that 
 
 
 def reachable_tucker_ranks(ranks: Sequence[int], kept: int) -> tuple[int, ...]:
-    """Return the highest ranks up to the given ones of which none is above the product of all others.
+    """Return the highest ranks, up to the given ones, none of which exceeds the product of the others.
 
     ``kept`` is the product of the extents that are kept whole. Above that, a factor has columns that add nothing.
     """
@@ -31,7 +31,7 @@ def reachable_tucker_ranks(ranks: Sequence[int], kept: int) -> tuple[int, ...]:
 
 
 def raised_tucker_ranks(ranks: Sequence[int], full: Sequence[int], kept: int, place: int) -> tuple[int, ...]:
-    """Return low reachable ranks from the given ones up of which the one at ``place``, not yet full, is one higher."""
+    """Return low reachable ranks, none below the given ones, with the one at ``place`` (not yet full) one higher."""
     raised = list(ranks)
     raised[place] += 1
     while reachable_tucker_ranks(raised, kept)[place] < raised[place]:
@@ -48,20 +48,20 @@ def hosvd(
 ) -> tuple[Tensor, list[Tensor | None]]:  # (..., R₁, …, R_n), factors (..., d_k, R_k)
     """Return the higher-order SVD: per mode the leading left singular vectors of the unfolding, and the core.
 
-    The error is at most √n times that of the best Tucker tensor of these ranks, and none at full rank;
-    ``refinements`` rounds of higher-order orthogonal iteration (HOOI) bring it down to a stationary point. Half types
-    are computed, and returned, in float32.
+    The error is at most √n times that of the best Tucker tensor of these ranks, and zero at full rank;
+    ``refinements`` rounds of higher-order orthogonal iteration (HOOI) bring it down to a stationary point. Half
+    precision is computed and returned in float32.
     """
     if tensor.dtype in (torch.float16, torch.bfloat16):
         tensor = tensor.float()
-    cut = [mode for mode, rank in enumerate(ranks) if rank is not None]
+    cut = [(mode, rank) for mode, rank in enumerate(ranks) if rank is not None]
     factors: list[Tensor | None] = [None] * len(ranks)
-    for mode in cut:
-        factors[mode] = _leading_vectors(tensor, mode, ranks, method)
+    for mode, rank in cut:
+        factors[mode] = _leading_vectors(unfold(tensor, mode, len(ranks)), rank, method)
     for _ in range(refinements):
-        for mode in cut:
+        for mode, rank in cut:
             others = [None if k == mode else factor for k, factor in enumerate(factors)]
-            factors[mode] = _leading_vectors(project(tensor, others), mode, ranks, method)
+            factors[mode] = _leading_vectors(unfold(project(tensor, others), mode, len(ranks)), rank, method)
     return project(tensor, factors), factors
 
 
@@ -130,10 +130,7 @@ def project(
     return tucker_expand(tensor, [None if factor is None else factor.mT for factor in factors])
 
 
-def _leading_vectors(tensor: Tensor, mode: int, ranks: Sequence[int | None], method: Method) -> Tensor:
-    rank = ranks[mode]
-    assert rank is not None
-    unfolded = unfold(tensor, mode, len(ranks))
+def _leading_vectors(unfolded: Tensor, rank: int, method: Method) -> Tensor:
     if rank > unfolded.shape[-1]:  # fewer columns than vectors asked for: any orthonormal completion will do
         unfolded = unfolded @ unfolded.mT
     return truncated_svd(unfolded, rank, method)[0]
@@ -153,7 +150,7 @@ def multiply_modes(
     x: Tensor,  # (..., e₁, …, e_m)
     matrices: Sequence[Tensor],  # each (d_k, e_k)
 ) -> Tensor:  # (..., d₁, …, d_m)
-    """Multiply every trailing dimension by its matrix, the last one first; the others wait behind it in turn."""
+    """Multiply every trailing dimension by its matrix, always the last one, which then moves in front of the others."""
     for matrix in reversed(matrices):
         x = F.linear(x, matrix).movedim(-1, -len(matrices))
     return x

@@ -22,8 +22,8 @@ from factorized.formats.svd import spectral_factors, truncated_factors
 class KroneckerFormat(Format):
     """``A`` (rank, *outer) and ``B`` (rank, out/outer, in/outer, *size); it runs as its composed weight.
 
-    Read as a matrix whose rows are the entries of the outer factor and whose columns those of the inner one, the weight
-    is the product ``A Bᵀ`` of this rank: so its best approximation is an SVD, and its norm comes from Gram matrices.
+    Rearranged into a matrix with a row per entry of ``A_k`` and a column per entry of ``B_k``, the weight is a product
+    of this rank. So an SVD gives its best approximation, and Gram matrices give its norm.
     """
 
     shape: KernelShape
@@ -46,7 +46,7 @@ class KroneckerFormat(Format):
 
     @property
     def full_rank(self) -> int:
-        """The rank at which the sum is any weight."""
+        """The rank at which the sum can be any weight."""
         return min(prod(self.outer), prod(self.inner))
 
     @property
@@ -87,7 +87,7 @@ class KroneckerFormat(Format):
         return frobenius_norm_squared(*self._as_product(cores))
 
     def gradients(self, cores: Sequence[Tensor]) -> Cores:
-        """Return the gradients of half the squared norm, as of any product."""
+        """Return the gradients of half the squared norm, as for any product."""
         dU, dV, _ = frobenius_gradients(*self._as_product(cores))
         return dU.mT.reshape(cores[0].shape), dV.mT.reshape(cores[1].shape)
 
@@ -97,11 +97,11 @@ class KroneckerFormat(Format):
 
     @property
     def compose_macs(self) -> int:
-        """Of the product."""
+        """Multiply-accumulates of the product."""
         return self.shape.numel * self.rank
 
     def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
-        """Return the cost of the composed weight, the one way there is."""
+        """Return the cost of the composed weight, the only way to run."""
         return {"composed": self.shape.numel + self.compose_macs / POSITIONS}
 
     def raised(self) -> list[KroneckerFormat]:
@@ -121,8 +121,8 @@ class KroneckerFormat(Format):
 class Kronecker(Scheme):
     """A weight as a sum of Kronecker products of a small matrix and a small kernel.
 
-    ``outer`` is the shape of the small matrices, which must divide outputs and inputs; chosen unless given, as the
-    divisors nearest to the square roots. At a rank scale there are ``round(scale · full rank)`` products, at least 1.
+    ``outer`` is the shape of the small matrices. It must divide outputs and inputs; the default is the largest divisors
+    up to their square roots. At a rank scale there are ``round(scale · full rank)`` products, at least 1.
     """
 
     outer: tuple[int, int] | None = None
@@ -136,7 +136,7 @@ class Kronecker(Scheme):
         return replace(one, rank=min(max(1, round(scale * one.full_rank)), one.full_rank))
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> KroneckerFormat:
-        """Return the format of this many products; raise where it is above full rank."""
+        """Return the format of this many products; raise above full rank."""
         one = self._one(shape)
         if not isinstance(rank, int) or not 1 <= rank <= one.full_rank:
             raise ValueError(f"rank must be in 1..{one.full_rank} for {one.outer} ⊗ {one.inner}, got {rank}")

@@ -1,10 +1,10 @@
-"""Expanding a tensor so that nothing but its cores is kept for the backward pass."""
+"""Expanding a tensor while keeping only its cores for the backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from factorized._torch import without_autocast
 
 Indices = tuple[tuple[str, ...], ...]  # a name per dimension of every core
-# Slices per tensor on the way to one of them, so many that all of these are well below the size of the whole.
+# Slices per core: enough for the intermediate tensors of one slice together to stay well below the size of the whole.
 SLICES = 2
 
 
@@ -21,13 +21,12 @@ def light_expansion(
     indices: Indices,  # of every core
     cores: Sequence[Tensor],
 ) -> Tensor:  # (*dims)
-    """Return ``expand(cores)``, differentiable, with at most its own size kept on the way to it.
+    """Return ``expand(cores)``. Differentiable; the backward pass holds intermediates of at most the result's size.
 
-    Left to autograd, every product is kept for the backward pass, and near full rank each is as large as the result.
-    Here the cores alone are kept, and what lies on the way is made again in the backward pass.
+    Autograd would keep every intermediate product for the backward pass, and near full rank each is as large as the
+    result. Here only the cores are kept, and the backward pass computes the intermediates again.
     """
-    expanded: Tensor = _LightExpansion.apply(expand, indices, *cores)  # type: ignore[no-untyped-call]
-    return expanded
+    return _LightExpansion.apply(expand, indices, *cores)
 
 
 def light_gradients(
@@ -35,12 +34,12 @@ def light_gradients(
     cores: Sequence[Tensor],
     at: Tensor,  # (*dims)
 ) -> tuple[Tensor, ...]:  # like cores
-    """Return the gradients of ⟨``at``, the expanded tensor⟩, a slice of the tensor's longest dimension after the other.
+    """Return the gradients of ⟨``at``, the expanded tensor⟩, one slice of the tensor's longest dimension at a time.
 
-    A slice grows from the core that has this dimension, one neighbour at a time, so that nothing on the way to it is
-    larger than it is. Slices are many enough for all that lies on the way to one to be smaller than the tensor.
+    A slice grows from the core that has this dimension, one neighbour at a time, so that no intermediate is larger than
+    the slice. There are enough slices for all intermediates of one to be smaller than the tensor.
     """
-    # Of equals an outer one: the core of a Tucker tensor is multiplied there as it stands in memory.
+    # Of equal dimensions take an outer one: there the core of a Tucker tensor is multiplied without a copy.
     places = [0, at.dim() - 1, *range(1, at.dim() - 1)]
     longest = max(places, key=at.shape.__getitem__)
     first, *others = _growth(indices, [core.shape for core in cores], f"d{longest}")
@@ -65,7 +64,7 @@ def light_gradients(
 
 
 class _Step:
-    """A tensor multiplied by a core over the one index that both have, kept until its gradients are wanted."""
+    """A tensor multiplied by a core over the one index that both have, kept until its gradients are needed."""
 
     def __init__(self, state: Tensor, names: tuple[str, ...], core: Tensor, core_names: tuple[str, ...]) -> None:
         self.place = next(place for place, name in enumerate(names) if name in core_names)
@@ -76,7 +75,7 @@ class _Step:
         self.core = self._as_matrix(core)
         self.kept = [*state.shape[: self.place], *state.shape[self.place + 1 :]]
         kept_names = [*names[: self.place], *names[self.place + 1 :]]
-        turn = middle if self.inside else 0  # what stands before the dimensions that the tensor keeps
+        turn = middle if self.inside else 0  # how many dimensions of the core come before those that the tensor keeps
         others, other_names = list(core.shape), list(core_names)
         del others[middle], other_names[middle]
         self.shape = [*others[:turn], *self.kept, *others[turn:]]
@@ -89,7 +88,7 @@ class _Step:
         return core[0] if self.extents[0] == 1 else core[..., 0].mT
 
     def forward(self) -> Tensor:
-        """Return the product, of the shape and with the names of this step."""
+        """Return the product, in the shape of this step."""
         return (self.left @ self.core).reshape(self.shape)
 
     def backward(self, gradient: Tensor, of_core: Tensor) -> Tensor:
@@ -125,6 +124,7 @@ def _growth(indices: Indices, shapes: Sequence[Sequence[int]], start: str) -> li
 
 
 class _LightExpansion(torch.autograd.Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch leaves it untyped
     generate_vmap_rule = True
 
     @staticmethod

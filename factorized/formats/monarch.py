@@ -1,7 +1,7 @@
 """Monarch matrices: two block-diagonal matrices with a fixed permutation between them (Dao et al., 2022).
 
-``W = L P R``, generalized to rank r per block so that budgets can be met: cut into blocks × blocks, every block of
-``W`` has rank r. With one block it is low rank. ``P`` is ``nn.ChannelShuffle``.
+``W = L P R``, generalized to rank r per block so that budgets can be met: ``W`` is cut into blocks × blocks, each of
+rank r. With one block it is low rank. ``P`` is ``nn.ChannelShuffle``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
 from factorized.formats.svd import spectral_factors
 
-# One step of the rank changes a layer by at most this share of its dense size, where blocks are chosen.
+# One step of the rank changes a layer by at most this share of its dense size, unless blocks are given.
 FINEST = 0.03
 
 
@@ -52,7 +52,7 @@ class MonarchFormat(Format):
             )
         middle, ones = blocks * self.rank * blocks, (1,) * len(shape.size)
         spans = tuple(range(len(shape.size)))
-        shuffle = blocks * self.rank if blocks > 1 else 1  # of one block there is nothing to shuffle
+        shuffle = blocks * self.rank if blocks > 1 else 1  # one block has nothing to shuffle
         first = Step(shape.in_channels, middle, shape.size, blocks, spans, shuffle)
         chain = (first, Step(middle, shape.out_channels, ones, blocks))
         object.__setattr__(self, "chain", chain if shape.groups == 1 else None)
@@ -68,7 +68,7 @@ class MonarchFormat(Format):
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
     ) -> Cores:
-        """Return the best approximation: an SVD of every block by itself (its spectral initialization)."""
+        """Return the best approximation: an SVD of each block (the spectral initialization)."""
         b, r = self.blocks, self.rank
         lead = weights.shape[: weights.dim() - len(self.shape.weight_shape)]
         n = len(lead)
@@ -113,11 +113,11 @@ class MonarchFormat(Format):
 
     @property
     def compose_macs(self) -> int:
-        """Of the blocks' products."""
+        """Multiply-accumulates of the blocks' products."""
         return self.shape.numel * self.rank
 
     def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
-        """Return the costs: two block-diagonal layers, each with the traffic of one more, or the composed weight."""
+        """Return the costs of two block-diagonal layers, with the traffic between them, and of the composed weight."""
         composed = self.shape.numel + self.compose_macs / POSITIONS
         if self.chain is None:
             return {"composed": composed}
@@ -141,7 +141,7 @@ class MonarchFormat(Format):
 class Monarch(Scheme):
     """A weight cut into ``blocks`` × ``blocks``, each of a low rank (Dao et al., 2022).
 
-    ``blocks`` divides outputs and inputs; chosen unless given, as many as leave a rank step at most 3 % of the layer.
+    ``blocks`` must divide outputs and inputs. By default it is the largest with rank steps of at most 3 % of the layer.
     At a rank scale, the rank of a block is ``round(scale · full rank of a block)``, at least 1.
     """
 
@@ -167,9 +167,9 @@ class Monarch(Scheme):
         return MonarchFormat(shape, blocks, min(max(1, round(scale * full)), full))
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> MonarchFormat:
-        """Return the format at a rank per block; raise where it is above full."""
+        """Return the format at a rank per block; raise above full rank."""
         if not isinstance(rank, int):
-            raise ValueError(f"rank must be one whole number, that of every block, got {rank}")
+            raise ValueError(f"rank must be one whole number (the rank of every block), got {rank}")
         return MonarchFormat(shape, self._blocks(shape), rank)
 
     def reference(self, shape: KernelShape) -> int:
@@ -186,6 +186,6 @@ class Monarch(Scheme):
 
 
 def full_rank(shape: KernelShape, blocks: int) -> int:
-    """Return the rank at which a block is any matrix."""
+    """Return the rank at which a block can be any matrix."""
     out, inputs, *size = shape.weight_shape
     return min(out // blocks, inputs // blocks * prod(size))

@@ -35,7 +35,7 @@ Variant = Literal["full", "deep", "wide"]
 class Product(Format):
     """``W = U M₁…M_d Vᵀ`` (section 2): ``U`` (out·row taps, rank), ``V`` (in·column taps, rank), ``M`` (rank, rank).
 
-    Factors of all groups are stacked by rows. ``kernel.py`` says which matrix a convolution kernel is.
+    Factors of all groups are stacked by rows. ``kernel.py`` defines the matrix that a convolution kernel is read as.
     """
 
     shape: KernelShape
@@ -122,7 +122,7 @@ class Product(Format):
         return target.with_inner(U.flatten(-3, -2), V.flatten(-3, -2))
 
     def with_inner(self, U: Tensor, V: Tensor) -> Cores:
-        """Return all cores for these outer ones: identities are between them."""
+        """Return all cores for these outer ones, with identities between them."""
         eye = torch.eye(self.rank, dtype=U.dtype, device=U.device).repeat(self.shape.groups, 1)
         return (U, *[eye.expand(*U.shape[:-2], *eye.shape)] * self.depth, V)
 
@@ -182,7 +182,7 @@ class Product(Format):
 
     @property
     def compose_macs(self) -> int:
-        """Of the product, with the inner matrices in the shorter factor."""
+        """Multiply-accumulates of the product, with the inner matrices in the shorter factor."""
         shape = self.shape
         return shape.groups * self.rank * (shape.rows * shape.columns + self.depth * shape.full_rank * self.rank)
 
@@ -214,8 +214,7 @@ class Product(Format):
         adjust: Adjust | None = None,
     ) -> Tensor:
         """Apply the weight to an input."""
-        if way == "products":
-            assert geometry is not None
+        if way == "products" and geometry is not None:
             U, *inner, V = cores
             return two_products(x, U, V, inner, bias, self.shape, geometry)
         return super().run(way, x, cores, bias, geometry, adjust)
@@ -234,7 +233,7 @@ class Product(Format):
 
 
 class _Products(Scheme):
-    """What the two schemes of products share. Abstract."""
+    """Base class of the two product schemes. Abstract."""
 
     formats: ClassVar[tuple[type[Format], ...]] = (Product,)
     kind: Kind
@@ -272,7 +271,7 @@ class LowRank(_Products):
         return Product(shape, min(self.scaled(shape, scale), shape.full_rank))
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> Product:
-        """Return the product at a rank; raise where it is above full."""
+        """Return the product at a rank; raise above full rank."""
         if not isinstance(rank, int) or rank > shape.full_rank:
             raise ValueError(
                 f"rank must be in 1..{shape.full_rank} for a {shape} weight, got {rank}; "
@@ -319,7 +318,7 @@ class Overcomplete(_Products):
         return Product(shape, max(self.scaled(shape, scale), shape.full_rank), self.depth)
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> Product:
-        """Return the product at a rank; raise where it is below full."""
+        """Return the product at a rank; raise below full rank."""
         if not isinstance(rank, int) or rank < shape.full_rank:
             raise ValueError(
                 f"rank must be at least {shape.full_rank}, full rank, for an overcomplete {shape} weight, got {rank}; "

@@ -1,4 +1,4 @@
-"""A weight as a part in another format, which is trained, plus all the rest of it, which is frozen."""
+"""A weight as the sum of a trained part in another format and a frozen rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REST, SCALE = "residual", "residual_scale"
 
 @dataclass(frozen=True)
 class ResidualFormat(Format):
-    """``W = part + R``: the cores of ``part`` are trained, ``R`` is frozen and may have a ``dtype`` of its own.
+    """``W = part + R``: the cores of ``part`` are trained, ``R`` is frozen and may be kept in another ``dtype``.
 
     A decay penalizes the part alone. In types of one byte, every row of ``R`` has a scale.
     """
@@ -51,7 +51,7 @@ class ResidualFormat(Format):
 
     @property
     def cores(self) -> dict[str, tuple[int, ...]]:
-        """Those of the part, then the rest of the weight, and its scales where it has them."""
+        """The cores of the part, then the rest of the weight, and its scales where it has them."""
         rows = (self.shape.out_channels, *(1,) * (len(self.shape.weight_shape) - 1))
         scale = {SCALE: rows} if self.dtype in LARGEST else {}
         return {**self.part.cores, REST: self.shape.weight_shape, **scale}
@@ -62,14 +62,14 @@ class ResidualFormat(Format):
 
     @property
     def decayed(self) -> tuple[Format, int]:
-        """What a decay of the part penalizes."""
+        """The format that a decay of the part penalizes."""
         return self.part.decayed
 
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
     ) -> Cores:
-        """Decompose the part, and keep all that it leaves: the weight is the same, but for rounding."""
+        """Decompose the part and keep the remainder, so that the weight is the same up to rounding."""
         cores = self.part.decompose(weights)
         rest = weights - self.part.compose(cores)
         if self.dtype is None or self.dtype not in LARGEST:
@@ -113,7 +113,7 @@ class ResidualFormat(Format):
 
     @property
     def compose_macs(self) -> int:
-        """Of the part."""
+        """Multiply-accumulates of the part."""
         return self.part.compose_macs
 
     def macs(self, call: Call) -> int:
@@ -121,7 +121,7 @@ class ResidualFormat(Format):
         return self.part.macs(call) + (0 if call.looked_up else call.outputs * self.shape.numel)
 
     def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
-        """Return the costs of the part, each with a dense layer: of the rest, or of a composed weight's gradient."""
+        """Return the costs of the part, each plus that of a dense layer: the rest, or a composed weight's gradient."""
         dense = float(prod(self.shape.weight_shape))
         return {way: cost + dense for way, cost in self.part.ways(stride, device, compiled).items()}
 
@@ -134,7 +134,7 @@ class ResidualFormat(Format):
         geometry: Geometry | None,
         adjust: Adjust | None = None,
     ) -> Tensor:
-        """Apply part and rest: as one weight where the part is composed, else one beside the other."""
+        """Apply part and rest: as one weight where the part is composed, else separately."""
         if way == "composed":
             return super().run(way, x, cores, bias, geometry, adjust)
         rest = self.rest(cores)
@@ -150,7 +150,7 @@ class ResidualFormat(Format):
         geometry: Geometry | None,
         adjust: Adjust | None = None,
     ) -> Tensor:
-        """Apply the transposes of part and rest: as one weight where the part is composed, else side by side."""
+        """Apply the transposes of part and rest: as one weight where the part is composed, else separately."""
         if way == "composed":
             return super().run_transposed(way, x, cores, bias, geometry, adjust)
         rest, groups = self.rest(cores), self.shape.groups
@@ -166,7 +166,7 @@ class ResidualFormat(Format):
         return [replace(self, part=other) for other in self.part.lowered()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings of the part under a name of its own."""
+        """Return the settings, with those of the part nested."""
         return {"name": self.name, "part": self.part.to_dict(), "dtype": self.dtype}
 
     def describe(self) -> str:
@@ -176,11 +176,11 @@ class ResidualFormat(Format):
 
 @dataclass(frozen=True, repr=False)
 class Residual(Scheme):
-    """``W = U Vᵀ + R``: train the leading part of every weight, and freeze all the rest of it.
+    """``W = U Vᵀ + R``: train the leading part of every weight and freeze the rest.
 
-    At the start the model computes what it did, but for rounding; ``U Vᵀ`` is the best approximation of ``W`` at its
-    rank, and ``R`` what that leaves (PiSSA, Meng et al., 2024). Nothing is saved: ``R`` is as large as ``W``, unless
-    ``dtype`` keeps it in fewer bytes. Frobenius decay acts on ``U Vᵀ``, never on ``R``.
+    At the start the model computes the same function up to rounding: ``U Vᵀ`` is the best approximation of ``W`` at its
+    rank, and ``R`` is the remainder (PiSSA, Meng et al., 2024). It saves no parameters: ``R`` is as large as ``W``,
+    unless ``dtype`` keeps it in fewer bytes. Frobenius decay acts on ``U Vᵀ``, never on ``R``.
 
     Args:
         part: the scheme of the part that is trained.
@@ -220,7 +220,7 @@ class Residual(Scheme):
 
     @property
     def rank_scale(self) -> float | None:
-        """That of the part."""
+        """The rank scale of the part."""
         return self.part.rank_scale
 
     def kernel(self, weight_shape: Sequence[int], groups: int = 1) -> KernelShape:

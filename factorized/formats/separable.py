@@ -1,4 +1,4 @@
-"""Separable kernels: a dense depthwise convolution, then a pointwise matrix in a format of its own."""
+"""Separable kernels: a dense depthwise convolution, then a pointwise matrix in another format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from factorized.formats.svd import truncated_svd
 
 @dataclass(frozen=True)
 class Separable(Format):
-    """A kernel whose part for each input channel is one k×k kernel times a column of ``pointwise``.
+    """A kernel that is, for each input channel, one k×k kernel times a column of ``pointwise``.
 
     A decay penalizes the pointwise part, as the paper's experiments did.
     """
@@ -43,7 +43,7 @@ class Separable(Format):
 
     @property
     def cores(self) -> dict[str, tuple[int, ...]]:
-        """Those of the pointwise part, then the depthwise kernel."""
+        """The cores of the pointwise part, then the depthwise kernel."""
         return {**self.pointwise.cores, "depthwise": (self.shape.in_channels, 1, *self.shape.size)}
 
     @property
@@ -59,7 +59,7 @@ class Separable(Format):
 
         The part of a kernel that belongs to one input channel is a matrix (out, taps); its leading singular triplet is
         the best separable kernel. A triplet has either sign; the largest tap is taken to be positive, so that rounding
-        does not decide what is decomposed. Taps of a channel whose weights are all zero are not zero: zeros on both
+        does not decide what is decomposed. A channel whose weights are all zero gets taps that are not: zeros on both
         sides would never receive a gradient.
         """
         spatial = len(self.shape.size)
@@ -85,7 +85,7 @@ class Separable(Format):
 
     @torch.no_grad()
     def draw(self, cores: Sequence[Tensor], fill: Fill) -> None:
-        """Draw the depthwise kernel as torch draws one, and the other cores so that they make up for it."""
+        """Draw the depthwise kernel as torch does, and scale the other cores to the mean square of a dense weight."""
         dense = torch.empty(self.shape.weight_shape, device=cores[0].device)
         fill(dense)
         nn.init.kaiming_uniform_(cores[-1], a=math.sqrt(5))
@@ -109,7 +109,7 @@ class Separable(Format):
         return call.outputs * self._depthwise.macs + self.pointwise.macs(after)
 
     def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
-        """Return the costs of the pointwise part, which sees what the depthwise one leaves."""
+        """Return the costs of the pointwise part, which runs after the depthwise strides."""
         return self.pointwise.ways((1,) * len(stride), device, compiled)
 
     def run(
@@ -121,8 +121,8 @@ class Separable(Format):
         geometry: Geometry | None,
         adjust: Adjust | None = None,
     ) -> Tensor:
-        """Convolve every channel by itself, then apply the pointwise part; ``adjust`` acts on that."""
-        assert geometry is not None
+        """Convolve every channel separately, then apply the pointwise part, on which ``adjust`` acts."""
+        assert geometry is not None  # linears have no kernel to separate
         x = convolve(x, cores[-1], None, geometry, self.shape.in_channels)
         return self.pointwise.run(way, x, cores[:-1], bias, geometry.only(()), adjust)
 
@@ -135,8 +135,8 @@ class Separable(Format):
         geometry: Geometry | None,
         adjust: Adjust | None = None,
     ) -> Tensor:
-        """Apply the transposed pointwise part, then spread every channel by itself."""
-        assert geometry is not None
+        """Apply the transposed pointwise part, then the transposed depthwise convolution."""
+        assert geometry is not None  # linears have no kernel to separate
         x = self.pointwise.run_transposed(way, x, cores[:-1], None, geometry.only(()), adjust)
         return convolve_transposed(x, cores[-1], bias, geometry, self.shape.in_channels)
 
@@ -149,7 +149,7 @@ class Separable(Format):
         return [replace(self, pointwise=other) for other in self.pointwise.lowered()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings of the pointwise part under a name of its own."""
+        """Return the settings, with those of the pointwise part nested."""
         return {"name": self.name, "pointwise": self.pointwise.to_dict()}
 
     @staticmethod

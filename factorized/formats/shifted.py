@@ -25,7 +25,7 @@ def two_products(
 ) -> Tensor:  # (batch, out, *spatial)
     """Multiply by ``V`` for all column taps at once, shift and stack the thin results, multiply by ``U``.
 
-    Between the products stands a tensor of rank × taps channels: it is padded there (a product over channels commutes
+    Between the products there is a tensor of rank × taps channels. It is padded there (a product over channels commutes
     with every padding mode), summed over the column taps, each shifted to its place, and stacked over the row taps.
     Channels-last inputs give channels-last outputs; grouped kernels always run channels-first.
     """
@@ -90,7 +90,7 @@ def _channels_first(
     S = torch.stack(shift.taps(parts, shape), dim=2)  # (batch, groups, row taps, rank, *out)
     y = (second @ S.flatten(4).flatten(2, 3)).flatten(1, 2)  # (batch, out, positions)
     if bias is not None:
-        y = y + bias[:, None].to(y.dtype)  # under autocast the products are thinner than the bias
+        y = y + bias[:, None].to(y.dtype)  # under autocast the products have a narrower type than the bias
     return y.unflatten(2, S.shape[4:])
 
 
@@ -106,7 +106,7 @@ def _channels_last(
     P = F.linear(x.movedim(1, -1), first[0])  # (batch, *spatial, column taps·rank)
     if geometry.padding_mode == "zeros":
         P = pad(P, [*geometry.padding, (0, 0)], "zeros")
-    else:  # torch pads in these modes with the channels in front only
+    else:  # in these modes torch pads only tensors with channels first
         P = pad(P.movedim(-1, 1), geometry.padding, geometry.padding_mode).movedim(1, -1)
     shift = _Shift.over(P.shape[1:-1], shape, geometry, first_dim=1)
     parts = P.unflatten(-1, (-1, rank)).unbind(-2)  # each (batch, *padded, rank)
@@ -131,7 +131,7 @@ class _Shift:
         if any(extent < 1 for extent in extents):
             raise ValueError(
                 f"the kernel does not fit its input: {shape.size} with dilation {geometry.dilation} is larger than the "
-                f"padded {tuple(padded)}"
+                f"padded input {tuple(padded)}"
             )
         return _Shift(geometry, extents, first_dim)
 

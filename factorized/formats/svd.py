@@ -7,20 +7,20 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
 from factorized.formats.frobenius import summed_like
 
 Method = Literal["auto", "exact", "randomized"]
 
-# Power iterations of the randomized way, and of matrices more than four times as long as wide, whose spectrum is
-# flatter. On Gaussian matrices, the hardest case, they leave the error within 0.5 % of the optimum (docs/log.md has
+# Power iterations of the randomized SVD; the second for matrices more than four times as long as wide, whose spectrum
+# is flatter. On Gaussian matrices, the hardest case, they leave the error within 0.5 % of the optimum (docs/log.md has
 # the grids that were measured).
 POWER_ITERATIONS = 4
 POWER_ITERATIONS_LONG = 5
 # Below this size an exact decomposition takes milliseconds.
 SMALLEST_RANDOMIZED = 256
-# Measured: the randomized way is faster as long as its sketch has at most this share of the shorter side as columns.
+# Measured: the randomized SVD is faster as long as its sketch has at most this share of the shorter side as columns.
 FASTER_UP_TO = 0.4
 
 
@@ -32,8 +32,8 @@ def truncated_svd(
     """Return the leading ``rank`` singular triplets of ``W``: ``W ≈ U diag(S) Vᵀ``.
 
     ``"exact"`` is ``torch.linalg.svd``; ``"randomized"`` is shifted subspace iteration, which touches ``W`` through
-    matrix products only; ``"auto"`` takes the one that is faster on a CPU. Half types are computed,
-    and returned, in float32. The result does not depend on, or advance, torch's random state.
+    matrix products only; ``"auto"`` takes the one that is faster on a CPU. Half precision is
+    computed and returned in float32. The result does not depend on, or advance, torch's random state.
     """
     m, n = W.shape[-2:]
     if not 1 <= rank <= min(m, n):
@@ -66,8 +66,8 @@ def spectral_factors(
 
     Above full rank (overcomplete layers) the surplus columns of ``U`` are zero and those of ``V`` are random
     directions as long as the smallest kept column: the product stays ``W``, yet every column of ``U``
-    receives a gradient, which zeros on both sides would never do. Of a ``W`` that is zero the same holds for all
-    columns, with directions of length 1: ``U`` then learns at the rate of a dense weight.
+    receives a gradient, which zeros on both sides would never do. If ``W`` is zero, the same holds for all columns,
+    with directions of length 1: ``U`` then learns at the rate of a dense weight.
     """
     m, n = W.shape[-2:]
     kept = min(rank, m, n)
@@ -88,7 +88,7 @@ def truncated_factors(
     inner: Sequence[Tensor],  # each (..., r, r)
     rank: int,
 ) -> tuple[Tensor, Tensor]:  # (..., m, rank), (..., n, rank)
-    """Return the spectral factors of ``U M₁…M_d Vᵀ`` at another rank, from an SVD no larger than the one it has."""
+    """Return the spectral factors of ``U M₁…M_d Vᵀ`` at another rank, from an SVD no larger than its present rank."""
     dtype = U.dtype
     exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     (Q, core), (P, T) = torch.linalg.qr(U.to(exact)), torch.linalg.qr(V.to(exact))
@@ -117,7 +117,7 @@ def nuclear_gradients(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # like U, like V, like inner
     """Return the gradients of the nuclear norm ‖U M₁…M_d Vᵀ‖_* with respect to ``U``, ``V`` and the inner matrices.
 
-    That of the product is ``A Bᵀ`` from its SVD ``A Σ Bᵀ``, taken where singular values are zero as zero.
+    With respect to the product it is ``A Bᵀ``, from the SVD ``A Σ Bᵀ`` without directions of zero singular values.
     """
     (Q, R), (P, T) = torch.linalg.qr(U), torch.linalg.qr(V)
     heads, tails = [R], [T]  # R M₁…M_j and T M_dᵀ…M_{j+1}ᵀ
@@ -175,8 +175,8 @@ def _randomized_svd(
 
 
 def _gaussian(rows: int, columns: int, like: Tensor) -> Tensor:
-    # A generator of its own: every process of a distributed job must draw the same factors, and the
-    # user's random state must not move. It draws on the CPU so that devices agree.
+    # A separate generator: every process of a distributed job must draw the same factors, and the
+    # user's random state must not advance. It draws on the CPU so that devices agree.
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, columns, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
 

@@ -1,4 +1,4 @@
-"""What tensor formats share: a weight folded into several dimensions, held in cores."""
+"""Base class of tensor formats: a weight folded into several dimensions and held in cores."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from factorized.formats.cost import POSITIONS, traffic
 from factorized.formats.format import Call, Cores, Format, Rank, Way, pull_back
 from factorized.formats.light_expansion import Indices, light_expansion
 
-# Entries kept on the way through an expansion, over those of the tensor, with which training holds twice what the dense
-# tensor does: measured.
+# Entries kept by an expansion, relative to the tensor's, at which training needs twice the memory of the dense tensor
+# (measured).
 MOST_KEPT = 2.25
-# Channels between input and output, over theirs, with which a layer holds twice what the dense one does: measured.
+# Channels between input and output, relative to theirs, at which a layer needs twice a dense one's memory (measured).
 MOST_HELD = 1.8
 
 
 class TensorFormat(Format):
-    """A weight, read in its order of memory as a tensor of other dimensions, in a format of ranks. Abstract."""
+    """A weight, reshaped to a tensor of other dimensions, in a format with several ranks. Abstract."""
 
     dims: tuple[int, ...]
     rank: tuple[int, ...]
@@ -37,12 +37,12 @@ class TensorFormat(Format):
     @property
     @abstractmethod
     def indices(self) -> Indices:
-        """The name of every dimension of every core: "d0", "d1", … of the tensor's, one of its own where cores meet."""
+        """Names of the dimensions of every core: "d0", "d1", … for the tensor's, a common name where two cores meet."""
 
     @property
     @abstractmethod
     def full_ranks(self) -> tuple[int, ...]:
-        """The ranks at which the format holds any weight."""
+        """The ranks at which the format can hold any weight."""
 
     @property
     @abstractmethod
@@ -71,11 +71,11 @@ class TensorFormat(Format):
 
     @abstractmethod
     def reachable(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the highest ranks up to the given ones that add anything."""
+        """Return the highest useful ranks, none above the given ones."""
 
     @abstractmethod
     def one_higher(self, place: int) -> tuple[int, ...]:
-        """Return the lowest reachable ranks of which the one at ``place`` is one higher than now."""
+        """Return the lowest reachable ranks with the one at ``place`` one higher than now."""
 
     @abstractmethod
     def decompose_tensor(
@@ -120,8 +120,15 @@ class TensorFormat(Format):
         return ends[0] if ends else None
 
     @property
+    def chain_boundary(self) -> int:
+        """The boundary of a format that runs as a chain."""
+        if self.boundary is None:
+            raise NotImplementedError(f"{self.name} with dims {self.dims} has no chain: they mix outputs and inputs")
+        return self.boundary
+
+    @property
     def keeps_little(self) -> bool:
-        """Whether training with ``expand`` holds at most twice what training with the tensor itself would."""
+        """Whether training with ``expand`` needs at most twice the memory of training with the tensor itself."""
         held = self.expand_held
         return self.numel + sum(held) + max(held, default=0) <= MOST_KEPT * self.shape.numel
 
@@ -134,7 +141,7 @@ class TensorFormat(Format):
         return self.decompose_tensor(weights.reshape(*batch, *self.dims))
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
-        """Expand the tensor; one near full rank so that nothing but its cores is kept for the backward pass."""
+        """Expand the tensor; near full rank, only its cores are kept for the backward pass."""
         batch = cores[0].shape[: cores[0].dim() - len(self.core_shapes[0])]
         tensor = self.expand(cores) if batch or self.keeps_little else light_expansion(self.expand, self.indices, cores)
         return tensor.reshape(*batch, *self.shape.weight_shape)
@@ -152,7 +159,7 @@ class TensorFormat(Format):
         return pull_back(self.expand, cores)
 
     def clipped(self, rank: Rank) -> Self:
-        """Return the format at one rank for all places or one each, none above what is possible."""
+        """Return the format at one rank for every place, or a rank per place, clipped to what is possible."""
         full = self.full_ranks
         ranks = tuple(rank) if isinstance(rank, (tuple, list)) else (rank,) * len(full)
         if len(ranks) != len(full) or not all(map(is_whole, ranks)):
@@ -164,15 +171,15 @@ class TensorFormat(Format):
 
     def with_rank(self, ranks: tuple[int, ...]) -> Self:
         """Return the format at other ranks."""
-        return replace(self, rank=ranks)  # type: ignore[type-var]
+        return replace(self, rank=ranks)
 
     def raised(self) -> list[Self]:
-        """Return the next ranks up: each that is not full one higher, and with it the others that this takes."""
+        """Return the next ranks up: each that is not full raised by one, along with the others that this requires."""
         full = self.full_ranks
         return [self.with_rank(self.one_higher(k)) for k in range(len(full)) if self.rank[k] < full[k]]
 
     def lowered(self) -> list[Self]:
-        """Return the next ranks down: each above 1 one lower, and with it the others that need it."""
+        """Return the next ranks down: each above 1 lowered by one, along with the others that depend on it."""
         places = [place for place in range(len(self.rank)) if self.rank[place] > 1]
         lower = [[rank - (k == place) for k, rank in enumerate(self.rank)] for place in places]
         return [self.with_rank(self.reachable(ranks)) for ranks in lower]
@@ -180,8 +187,8 @@ class TensorFormat(Format):
     def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
         """Return the costs of the composed weight and, where there is one, of the chain.
 
-        No layer may hold more than twice what the dense one does, which trains with its weight and the weight's
-        gradient, input and output. So a way that would is infinitely dear, unless it is the only one.
+        No layer may need more than twice the memory of the dense one, which holds its weight, the weight's gradient,
+        input and output. A way that would costs infinity, unless it is the only one.
         """
         composed = self.shape.numel + self.compose_macs / POSITIONS
         if self.chain is None:

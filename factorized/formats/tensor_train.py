@@ -24,7 +24,7 @@ from factorized.formats.tensor_format import TensorFormat, balanced
 
 
 def full_train_ranks(dims: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks at which any tensor of these extents is a tensor train, between each two of them."""
+    """Return the ranks, between each two dimensions, at which a train can hold any tensor of these extents."""
     return tuple([min(prod(dims[:k]), prod(dims[k:])) for k in range(1, len(dims))])
 
 
@@ -42,7 +42,7 @@ def reachable_train_ranks(dims: Sequence[int], ranks: Sequence[int]) -> tuple[in
 
 
 def raised_train_ranks(dims: Sequence[int], ranks: Sequence[int], place: int) -> tuple[int, ...]:
-    """Return the lowest reachable ranks from the given ones up of which the one at ``place`` is one higher."""
+    """Return the lowest reachable ranks, none below the given ones, with the one at ``place`` one higher."""
     raised = list(ranks)
     raised[place] += 1
     for k in range(place, 0, -1):
@@ -59,8 +59,8 @@ def tt_svd(
 ) -> Cores:  # each (..., r_{k-1}, d_k, r_k)
     """Return the cores of a tensor train close to ``tensor``, all but the last with orthonormal columns.
 
-    The ranks must be reachable. The error is at most √(n-1) times that of the best train of these ranks, and none at
-    full rank. Half types are computed, and returned, in float32.
+    The ranks must be reachable. The error is at most √(n-1) times that of the best train of these ranks, and zero at
+    full rank. Half precision is computed and returned in float32.
     """
     dims = tensor.shape[tensor.dim() - len(ranks) - 1 :]
     batch = tensor.shape[: tensor.dim() - len(dims)]
@@ -79,7 +79,7 @@ def tt_round(
     cores: Sequence[Tensor],  # each (..., r_{k-1}, d_k, r_k)
     ranks: Sequence[int],
 ) -> Cores:
-    """Return what ``tt_svd`` makes of the tensor of a train, from its cores: QR from the right, SVD from the left."""
+    """Return the ``tt_svd`` of a train's tensor from its cores alone: QR from the right, SVD from the left."""
     right = [cores[-1]]
     for core in reversed(cores[:-1]):  # all but the first get orthonormal rows
         Q, R = torch.linalg.qr(right[0].flatten(-2).mT)  # (..., d_k·r_k, s), (..., s, r_{k-1})
@@ -132,7 +132,7 @@ def tt_norm_squared(
 def tt_gradients(
     cores: Sequence[Tensor],  # each (..., r_{k-1}, d_k, r_k)
 ) -> Cores:  # like cores
-    """Return the gradients of half the squared norm: ``L G_k R`` with the Gram matrices of all before and all after."""
+    """Return the gradients of half the squared norm: ``L G_k R``, the Gram matrices of the cores before and after."""
     rights: list[Tensor | None] = [None]
     for core in reversed(cores[1:]):
         rights.append(_right_gram(core, rights[-1]))
@@ -192,7 +192,7 @@ class TrainFormat(TensorFormat):
         object.__setattr__(self, "chain", self._chain())
 
     def _chain(self) -> tuple[Step, ...] | None:
-        """Return k×k to the rank between outputs and inputs, then 1×1; None where dimensions mix the two."""
+        """Return a k×k layer to the rank between outputs and inputs, then a 1×1; None where dimensions mix the two."""
         boundary, shape = self.boundary, self.shape
         if boundary is None or shape.groups > 1:
             return None
@@ -202,7 +202,7 @@ class TrainFormat(TensorFormat):
 
     @property
     def full_ranks(self) -> tuple[int, ...]:
-        """The ranks at which any tensor of these extents is a train."""
+        """The ranks at which a train can hold any tensor of these extents."""
         return full_train_ranks(self.dims)
 
     @property
@@ -215,7 +215,7 @@ class TrainFormat(TensorFormat):
         return reachable_train_ranks(self.dims, ranks)
 
     def one_higher(self, place: int) -> tuple[int, ...]:
-        """Return the lowest reachable ranks of which the one at ``place`` is one higher than now."""
+        """Return the lowest reachable ranks with the one at ``place`` one higher than now."""
         return raised_train_ranks(self.dims, self.rank, place)
 
     @property
@@ -231,12 +231,12 @@ class TrainFormat(TensorFormat):
 
     @property
     def compose_macs(self) -> int:
-        """Of both halves and their product."""
+        """Multiply-accumulates of both halves and their product."""
         return self._expand_macs(self.split)
 
     @property
     def expand_held(self) -> list[int]:
-        """The products of the first cores, and of the last."""
+        """Entries of the products of the first cores, and of the last ones."""
         shapes = self.core_shapes
         left = [prod(self.dims[: k + 1]) * shapes[k][2] for k in range(1, self.split)]
         right = [prod(self.dims[k:]) * shapes[k][0] for k in range(self.split, len(shapes) - 1)]
@@ -255,14 +255,12 @@ class TrainFormat(TensorFormat):
     @property
     def held_channels(self) -> int:
         """The rank between outputs and inputs."""
-        assert self.boundary is not None
-        return self.rank[self.boundary - 1]
+        return self.rank[self.chain_boundary - 1]
 
     @property
     def prepare_macs(self) -> int:
-        """Of the two halves."""
-        assert self.boundary is not None
-        return self._halves_macs(self.boundary)
+        """Multiply-accumulates of the two halves."""
+        return self._halves_macs(self.chain_boundary)
 
     def decompose_tensor(
         self,
@@ -273,7 +271,7 @@ class TrainFormat(TensorFormat):
         return tuple(core.to(tensor.dtype) for core in cores)
 
     def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
-        """Return the train that the TT-SVD of the tensor is, without forming it."""
+        """Return the TT-SVD of the tensor at the target's ranks, without forming the tensor."""
         if not isinstance(target, TrainFormat) or cores[0].dtype in (torch.float16, torch.bfloat16):
             return super().truncate(cores, target)
         return balanced(tt_round(cores, target.rank), cores[0].dim() - 3)
@@ -284,8 +282,7 @@ class TrainFormat(TensorFormat):
 
     def chain_weights(self, cores: Sequence[Tensor]) -> list[Tensor]:
         """Return the halves of the train, the one of the inputs first."""
-        assert self.boundary is not None
-        left, right = tt_halves(cores, self.boundary)
+        left, right = tt_halves(cores, self.chain_boundary)
         ones = (1,) * len(self.shape.size)
         return [right.reshape(-1, *self.shape.weight_shape[1:]), left.reshape(*left.shape, *ones)]
 
@@ -314,7 +311,7 @@ class TensorTrain(TensorScheme):
     The dimensions are chosen, given as ``dims`` (their product is the weight's size), or ``order`` nearly equal ones.
     At a rank scale, the rank between two dimensions is ``round(scale · the smaller of them)``, at least 1.
     ``separable=True`` is the block of the paper's experiments: a depthwise convolution, then the pointwise matrix
-    folded into three dimensions and decomposed; it leaves all but k×k convolutions alone.
+    folded into three dimensions and decomposed; all layers but k×k convolutions stay dense.
     """
 
     name: ClassVar[str] = "tensor_train"

@@ -64,7 +64,7 @@ class TuckerFormat(TensorFormat):
         return TrainFormat(KernelShape(extents[0], prod(extents[1:])), extents, ranks)
 
     def _chain(self) -> tuple[Step, ...] | None:
-        """Return three layers, of a convolution 1×1, k×k and 1×1; None where plain layers cannot follow the modes."""
+        """Return three layers (1×1, k×k and 1×1 of a convolution); None where the modes are not plain layers."""
         boundary, shape = self.boundary, self.shape
         if boundary is None or shape.groups > 1:
             return None
@@ -74,7 +74,7 @@ class TuckerFormat(TensorFormat):
             return None
         outputs, inputs = prod(self.rank[:boundary]), prod(self.rank[boundary:])
         all_dims = tuple(range(len(shape.size)))
-        first, second = (all_dims, ()) if taps == 1 else ((), all_dims)  # the first skips what a stride skips
+        first, second = (all_dims, ()) if taps == 1 else ((), all_dims)  # a pointwise chain applies its stride first
         return (
             Step(shape.in_channels, inputs, ones, spans=first),
             Step(inputs, outputs, shape.size, spans=second),
@@ -83,7 +83,7 @@ class TuckerFormat(TensorFormat):
 
     @property
     def kept(self) -> int:
-        """How many trailing dimensions are those of the kernel, which are kept whole."""
+        """How many trailing dimensions are the kernel's own, which are kept whole."""
         return kept_modes(self.shape, self.dims)
 
     @property
@@ -97,11 +97,11 @@ class TuckerFormat(TensorFormat):
         return self.full_ranks
 
     def reachable(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the highest ranks up to the given ones of which none is above the product of all others."""
+        """Return the highest ranks, up to the given ones, none of which exceeds the product of the others."""
         return hosvd.reachable_tucker_ranks(ranks, prod(self.dims[len(self.rank) :]))
 
     def one_higher(self, place: int) -> tuple[int, ...]:
-        """Return low reachable ranks of which the one at ``place`` is one higher than now."""
+        """Return low reachable ranks with the one at ``place`` one higher than now."""
         return hosvd.raised_tucker_ranks(self.rank, self.full_ranks, prod(self.dims[len(self.rank) :]), place)
 
     @property
@@ -117,7 +117,7 @@ class TuckerFormat(TensorFormat):
 
     @property
     def indices(self) -> Indices:
-        """As of the shapes: a mode that is not kept has an index of the core beside its own."""
+        """Names as in ``core_shapes``: a factor has its mode's dimension and the core's dimension for that mode."""
         modes = {f"d{k}": f"R{k}" for k in range(len(self.rank))}
         core = (tuple([f"d{k}" for k in range(len(self.dims))]),) if self.train is None else self.train.indices
         cores = tuple([tuple([modes.get(name, name) for name in names]) for names in core])
@@ -125,7 +125,7 @@ class TuckerFormat(TensorFormat):
 
     @property
     def compose_macs(self) -> int:
-        """Of the core's train, if any, and one mode product after the other."""
+        """Multiply-accumulates of the core's train, if any, and of the mode products in order."""
         extents = list(self.core_extents)
         macs = self.prepare_macs
         for mode in self.order:
@@ -135,12 +135,12 @@ class TuckerFormat(TensorFormat):
 
     @property
     def prepare_macs(self) -> int:
-        """Of the core's train, if any."""
+        """Multiply-accumulates of the core's train, if any."""
         return 0 if self.train is None else self.train.compose_macs
 
     @property
     def expand_held(self) -> list[int]:
-        """The core of a train, and all mode products but the last."""
+        """Entries of the core, if it is a train, and of all mode products but the last."""
         extents = list(self.core_extents)
         held = [] if self.train is None else [*self.train.expand_held, prod(extents)]
         for mode in self.order[:-1]:
@@ -150,26 +150,25 @@ class TuckerFormat(TensorFormat):
 
     @property
     def contract_macs(self) -> int:
-        """Of the Gram matrices, and of the core with each of them."""
+        """Multiply-accumulates of the Gram matrices, and of the core with each of them."""
         grams = sum([d * rank * rank for d, rank in zip(self.dims, self.rank, strict=False)])
         return grams + prod(self.core_extents) * (sum(self.rank) + 1) + self.prepare_macs
 
     @property
     def gradient_macs(self) -> int:
-        """Of the Gram matrices, made and applied, and of the core with all but each of them, and with all."""
+        """Multiply-accumulates of the Gram matrices, and of the core with all of them and with all but one."""
         grams = sum([d * rank * rank for d, rank in zip(self.dims, self.rank, strict=False)])
         train = 4 * self.prepare_macs  # forward, and again with a backward pass
         return 2 * grams + (len(self.rank) + 1) * prod(self.core_extents) * sum(self.rank) + train
 
     @property
     def held_channels(self) -> int:
-        """Of all mode products but the last, and of the core between them."""
-        assert self.boundary is not None
+        """Channels of all mode products but the last, and of the core between them."""
         after = sum([after for _, after, _ in self._mode_products()])
-        return after + prod(self.rank[: self.boundary]) - self.shape.out_channels
+        return after + prod(self.rank[: self.chain_boundary]) - self.shape.out_channels
 
     def chain_macs(self, call: Call) -> int:
-        """Return the multiply-accumulates of one call: of a linear, mode after mode."""
+        """Return the multiply-accumulates of one call; a linear runs mode by mode."""
         if self.shape.size:
             return super().chain_macs(call)
         modes = sum([before * after // shared for before, after, shared in self._mode_products()])
@@ -179,7 +178,7 @@ class TuckerFormat(TensorFormat):
         self,
         tensor: Tensor,  # (..., *dims)
     ) -> Cores:
-        """Return the HOSVD, refined as asked, all cores scaled to one norm."""
+        """Return the HOSVD after ``refinements``, all cores scaled to one norm."""
         batch = tensor.dim() - len(self.dims)
         core, factors = hosvd.hosvd(tensor, (*self.rank, *[None] * self.kept), self.refinements)
         present = [factor for factor in factors if factor is not None]
@@ -196,7 +195,7 @@ class TuckerFormat(TensorFormat):
         return hosvd.tucker_expand(core, factors, self.order)
 
     def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
-        """Return what ``target`` makes of the tensor: the HOSVD of a core whose factors are orthonormal."""
+        """Return the tensor in ``target``: the HOSVD of the core once its factors are orthonormal."""
         half = cores[0].dtype in (torch.float16, torch.bfloat16)
         if half or not isinstance(target, TuckerFormat) or target.train is not None:
             return super().truncate(cores, target)
@@ -218,7 +217,7 @@ class TuckerFormat(TensorFormat):
         return hosvd.tucker_norm_squared(*self.parts(cores))
 
     def contracted_gradients(self, cores: Sequence[Tensor]) -> Cores:
-        """Multiply by Gram matrices; through the core's train, if any, the core's gradient goes back."""
+        """Multiply by Gram matrices, and pull the core's gradient back through its train, if any."""
         core, factors = self.parts(cores)
         of_core, of_factors = hosvd.tucker_gradients(core, factors)
         first: Cores = (of_core,)
@@ -244,11 +243,10 @@ class TuckerFormat(TensorFormat):
         geometry: Geometry | None,
         adjust: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Apply the weight to an input; a linear chain mode after mode, which is cheaper than three matrices."""
+        """Apply the weight to an input; a linear chain runs mode by mode, which is cheaper than three matrices."""
         if way != "chain" or geometry is not None:
             return super().run(way, x, cores, bias, geometry, adjust)
-        boundary = self.boundary
-        assert boundary is not None
+        boundary = self.chain_boundary
         core, factors = self.parts(cores)
         present = [factor for factor in factors if factor is not None]
         x = hosvd.multiply_modes(x.unflatten(-1, self.dims[boundary:]), [factor.mT for factor in present[boundary:]])
@@ -258,7 +256,7 @@ class TuckerFormat(TensorFormat):
         return y if bias is None else y + bias.to(y.dtype)
 
     def _mode_products(self) -> list[tuple[int, int, int]]:
-        """Return, per mode product, the channels before and after it, and those of the modes that it leaves alone."""
+        """Return, per mode product, the channels before and after it, and those of the modes that it does not touch."""
         boundary, count = self.boundary, len(self.rank)
         sides = [
             (self.dims[boundary:count], self.rank[boundary:]),
@@ -281,8 +279,8 @@ class Tucker(TensorScheme):
 
     As for ``TensorTrain``, but the rank of a dimension is ``round(scale · dimension)``, at most what the others allow,
     and a convolution is by default decomposed on its channels alone: 1×1, a k×k core, 1×1. ``refinements`` rounds of
-    HOOI follow the HOSVD. ``core`` is ``"whole"``, or ``"train"`` as in the paper's experiments, and so the default of
-    ``separable=True``: see docs/tensor.md.
+    HOOI follow the HOSVD. ``core`` is ``"whole"``, or ``"train"`` as in the paper's experiments, the default with
+    ``separable=True`` (docs/tensor.md).
     """
 
     core: CoreKind | None = None
@@ -305,6 +303,6 @@ class Tucker(TensorScheme):
 
 
 def kept_modes(shape: KernelShape, dims: tuple[int, ...]) -> int:
-    """Return how many trailing dimensions are those of the kernel, which a Tucker tensor keeps whole."""
+    """Return how many trailing dimensions are the kernel's own, which a Tucker tensor keeps whole."""
     count = len(shape.size)
     return count if count and len(dims) > count and dims[-count:] == shape.size else 0
