@@ -26,8 +26,8 @@ def autotune(
 
     The model runs once on ``example_input``, in evaluation mode, to see what each layer is given; then each layer is
     timed alone, forward and backward, in every execution, under the autocast that is active around this call. Layers
-    that see the same are timed once. ``compiled=True`` times them compiled, as they would run in a compiled model
-    (inside a CUDA graph on CUDA): slower to tune, and it often chooses differently.
+    with the same settings and inputs are timed once. ``compiled=True`` times them compiled, as they would run in a
+    compiled model (inside a CUDA graph on CUDA); this takes longer, and often chooses differently.
     """
     check_model(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, FactorizedLayer)}
@@ -37,7 +37,7 @@ def autotune(
             f"{type(model).__name__} has no factorized linear or convolution to tune; call fz.factorize first"
         )
     seen: dict[FactorizedLayer, Tensor] = {}
-    handles = [module.register_forward_pre_hook(partial(_remember, seen), with_kwargs=True) for module in names]
+    handles = [layer.register_forward_pre_hook(partial(_remember, seen, layer), with_kwargs=True) for layer in names]
     try:
         run_once(model, example_input)
     finally:
@@ -56,11 +56,14 @@ def autotune(
 
 
 def _remember(
-    seen: dict[FactorizedLayer, Tensor], module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]
+    seen: dict[FactorizedLayer, Tensor],
+    layer: FactorizedLayer,
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    keywords: dict[str, Tensor],
 ) -> None:
-    assert isinstance(module, FactorizedLayer)
     x = inputs[0] if inputs else keywords["input"]
-    seen.setdefault(module, x.detach())
+    seen.setdefault(layer, x.detach())
 
 
 def _what_matters(layer: FactorizedLayer, x: Tensor) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ Extent = int | tuple[int, ...]
 class FactorizedConv(FactorizedLayer):
     """A convolution whose kernel is held in a format (section 2.2). Abstract: use ``FactorizedConv1d``, ``2d``, ``3d``.
 
-    ``format`` is a ``Format`` for the kernel, or the rank of a product. Of a product, ``kind="spatial"`` splits the
+    ``format`` is a ``Format`` for the kernel, or the rank of a product. For a product, ``kind="spatial"`` splits the
     kernel's spatial dimensions between the factors (the paper's 1×k and k×1); ``kind="channel"`` gives them all to
     ``V`` (k×k to ``rank`` channels, then 1×1).
     """
@@ -63,7 +63,7 @@ class FactorizedConv(FactorizedLayer):
         self.dilation = dense.dilation
         self.groups = groups
         self.padding_mode = padding_mode
-        self.transposed, self.output_padding = dense.transposed, dense.output_padding  # as the dense one has them
+        self.transposed, self.output_padding = dense.transposed, dense.output_padding  # as in the dense layer
         self.geometry = Geometry(
             dense.stride, explicit_padding(dense.padding, made.shape.size, dense.dilation), dense.dilation, padding_mode
         )
@@ -161,7 +161,7 @@ class FactorizedConv(FactorizedLayer):
 
 
 class FactorizedConv1d(FactorizedConv):
-    """A factorized ``nn.Conv1d``; of a product ``V`` spans the length and ``U`` is pointwise."""
+    """A factorized ``nn.Conv1d``; for a product, ``V`` spans the length and ``U`` is pointwise."""
 
     dense_type = nn.Conv1d
     dims = 1

@@ -20,11 +20,11 @@ from factorized.nn.layer import Execution, FactorizedLayer, Lowered
 
 
 class FactorizedConvTranspose(FactorizedLayer):
-    """A transposed convolution whose kernel is held in a format. Abstract: use that of one, two or three dimensions.
+    """A transposed convolution whose kernel is held in a format. Abstract: use a subclass.
 
     Torch keeps its weight as (in, out/groups, *size): the kernel of the convolution that this one transposes. The
-    format is that kernel's. A chain runs backwards, each of its steps transposed: of a product ``U`` first, to ``rank``
-    channels, and then ``V``, with the same multiply-accumulates per position of the input.
+    format describes that kernel. A chain runs backwards with each step transposed: for a product, ``U`` first, to
+    ``rank`` channels, and then ``V``, with the same multiply-accumulates per position of the input.
     """
 
     form_kind = "conv"
@@ -94,7 +94,7 @@ class FactorizedConvTranspose(FactorizedLayer):
             dense.kernel_size,
             format,
             dense.stride,
-            dense.padding,  # type: ignore[arg-type]
+            dense.padding,  # type: ignore[arg-type]  # never a string in a transposed convolution
             dense.output_padding,
             dense.groups,
             dense.bias is not None,
@@ -148,10 +148,10 @@ class FactorizedConvTranspose(FactorizedLayer):
         geometry = self.geometry
         if output_size is not None:
             added = _ConvTransposeNd._output_padding(
-                self,  # type: ignore[arg-type]  # it reads nothing of the layer but its output_padding
+                self,  # type: ignore[arg-type]  # torch reads only its output_padding
                 input,
                 output_size,
-                self.stride,  # type: ignore[arg-type]
+                self.stride,  # type: ignore[arg-type]  # annotated as a list, used as a sequence
                 self.padding,
                 self.kernel_size,
                 self.dims,
@@ -165,7 +165,7 @@ class FactorizedConvTranspose(FactorizedLayer):
         """Return one plain transposed convolution for each step of the chain, the last first."""
         made: list[Lowered] = []
         for place, (step, weight) in reversed(list(enumerate(self.worthwhile(self.format.plain(self.factors))))):
-            # undoes the shuffle that follows the step of the convolution
+            # undoes the shuffle after the step
             made += [(nn.ChannelShuffle(step.outputs // step.shuffle), None, None)] if step.shuffle > 1 else []
             plain = self.plain_convolution(step.outputs, step.inputs, step.spans, step.groups, bias=False)
             made.append((plain, (place, False), weight))
@@ -185,7 +185,7 @@ class FactorizedConvTranspose(FactorizedLayer):
 
 
 class FactorizedConvTranspose1d(FactorizedConvTranspose):
-    """A factorized ``nn.ConvTranspose1d``; of a product ``U`` is pointwise and ``V`` spans the length."""
+    """A factorized ``nn.ConvTranspose1d``; for a product, ``U`` is pointwise and ``V`` spans the length."""
 
     dense_type = nn.ConvTranspose1d
     dims = 1

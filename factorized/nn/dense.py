@@ -33,22 +33,25 @@ def format_of(
         return Product(KernelShape.of(weight_shape, groups, kind), format, depth)
     if format.shape.weight_shape != weight_shape or format.shape.groups != groups:
         raise ValueError(
-            f"the format is for a weight {format.shape} with groups={format.shape.groups}, and the layer's is "
-            f"{'x'.join(map(str, weight_shape))} with groups={groups}; make one for this layer"
+            f"format must be for a weight {'x'.join(map(str, weight_shape))} with groups={groups}, got one for "
+            f"{format.shape} with groups={format.shape.groups}; make one for this layer"
         )
     return format
 
 
 def added_attributes(module: nn.Module, plain: type[nn.Module], *arguments: object) -> dict[str, object]:
-    """Return the attributes set on a module that a fresh layer of its plain class has not."""
+    """Return the attributes set on a module that a fresh layer of its plain class does not have."""
     with torch.device("meta"):
         fresh = plain(*arguments)
-    standard = {*vars(fresh), "_compiled_call_impl"}  # the latter, of module.compile(), would go on calling the old one
+    standard = {
+        *vars(fresh),
+        "_compiled_call_impl",
+    }  # the latter, from module.compile(), would keep calling the old one
     return {name: value for name, value in vars(module).items() if name not in standard}
 
 
 def plain_class(module: nn.Module, known: Collection[type[nn.Module]]) -> type[nn.Module] | None:
-    """Return the one of ``known`` that computes what ``module`` does: its class, or one that inherits everything."""
+    """Return the class in ``known`` that computes what ``module`` does: its own, or one it inherits everything from."""
     for cls in type(module).__mro__:
         if cls in known:
             return cls

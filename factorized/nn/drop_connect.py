@@ -11,7 +11,7 @@ from factorized.nn.model import check_model
 def drop_connect(model: nn.Module, share: float) -> nn.Module:
     """Drop each entry of every product with probability ``share`` in training, scaling up the others; return the model.
 
-    DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion asks for. The layers compose their
+    DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion suggests. The layers compose their
     weight for it in training; in evaluation they run as before. ``share=0`` turns it off.
     """
     check_model(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,11 @@ from factorized.nn.dense import check_dense, format_of
 from factorized.nn.init import Init
 from factorized.nn.layer import FactorizedLayer, Lowered
 
+NO_ROWS = "it renormalizes rows of the table, which the format does not store; keep the layer dense"
+
 
 class FactorizedEmbedding(FactorizedLayer):
-    """A table (entries, dim) in a format; of a product, rows of ``U`` are looked up and ``V`` widens them."""
+    """A table (entries, dim) in a format; for a product, rows of ``U`` are looked up and ``V`` widens them."""
 
     bias: None
     form_kind = "embedding"
@@ -48,7 +51,7 @@ class FactorizedEmbedding(FactorizedLayer):
         self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
-        self.max_norm, self.norm_type = None, 2.0  # what a table has that is not renormalized
+        self.max_norm, self.norm_type = None, 2.0  # of a table that is not renormalized
         self.bias = None
         self._has_thin_rows = made.chain is not None and all(step.groups == 1 for step in made.chain)
         if init is not None:
@@ -61,9 +64,7 @@ class FactorizedEmbedding(FactorizedLayer):
         """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
         check_dense(dense, nn.Embedding)
         if dense.max_norm is not None:
-            raise ValueError(
-                f"max_norm renormalizes rows of the table, which a product does not hold; got {dense.max_norm}"
-            )
+            raise ValueError(f"max_norm must be None, got {dense.max_norm}: {NO_ROWS}")
         layer = cls(
             dense.num_embeddings,
             dense.embedding_dim,
@@ -79,11 +80,11 @@ class FactorizedEmbedding(FactorizedLayer):
         layer.take_over(dense, init)
         return layer
 
-    def dense_skeleton(self) -> nn.Embedding:
+    def dense_skeleton(self) -> nn.Module:
         """Return an ``nn.Embedding`` with this layer's settings on the meta device."""
         return self.plain_table(self.embedding_dim)
 
-    def plain_table(self, dim: int) -> nn.Embedding:
+    def plain_table(self, dim: int) -> nn.Module:
         """Return an ``nn.Embedding`` with this layer's settings and rows of ``dim`` numbers on the meta device."""
         return nn.Embedding(
             self.num_embeddings,
@@ -94,7 +95,7 @@ class FactorizedEmbedding(FactorizedLayer):
             device="meta",
         )
 
-    def chosen_execution(self) -> str:  # type: ignore[override]
+    def chosen_execution(self) -> str:  # type: ignore[override]  # no way of a format looks rows up
         """Return ``"look_up"``, or ``"composed"`` where the whole table has to be formed."""
         return "composed" if self.drops or not self._has_thin_rows else "look_up"
 
@@ -109,7 +110,7 @@ class FactorizedEmbedding(FactorizedLayer):
         return self.looked_up(input)
 
     def composed_table(self) -> Tensor:  # (entries, dim)
-        """Return the table as it is used, in the type of its factors under autocast too."""
+        """Return the table with drop-connect applied, in the type of its factors even under autocast."""
         return self.format.adjusted(self.factors, self.adjust).to(self.factors[0].dtype)
 
     def looked_up(
@@ -121,7 +122,7 @@ class FactorizedEmbedding(FactorizedLayer):
         *wide, thin = self.format.chain_weights(factors)
         x = widened(F.embedding(input, thin, self.padding_idx, sparse=self.sparse), wide, factors[0].dtype)
         scale = self._gradient_scale(input, x.dtype) if torch.is_grad_enabled() else None
-        return x if scale is None else _ScaleGradient.apply(x, scale)  # type: ignore[no-untyped-call]
+        return x if scale is None else _ScaleGradient.apply(x, scale)
 
     def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what the dense layer multiplies the gradient of each looked-up row by.
@@ -133,7 +134,7 @@ class FactorizedEmbedding(FactorizedLayer):
             return None
         scale = torch.ones_like(indices, dtype=dtype)
         if self.scale_grad_by_freq:
-            flat = indices.reshape(-1)  # counted in whole numbers: half types stop at 256
+            flat = indices.reshape(-1)  # counted as integers: bfloat16 is exact up to 256 only
             counts = flat.new_zeros(self.num_embeddings).index_add(0, flat, torch.ones_like(flat))
             scale = scale / counts[indices]
         if self.padding_idx is not None:
@@ -148,8 +149,8 @@ class FactorizedEmbedding(FactorizedLayer):
         if row_core is None:
             if self.padding_idx is not None:
                 raise ValueError(
-                    f"padding_idx={self.padding_idx} wants a row of zeros, which a drawn {self.format.name} cannot "
-                    'give; use init="spectral", or LowRank'
+                    f"padding_idx={self.padding_idx} needs a row of zeros, which a randomly drawn {self.format.name} "
+                    'cannot have; use init="spectral", or LowRank'
                 )
             return
         rows = self.get_parameter(row_core)
@@ -192,17 +193,18 @@ def widened(
     """Multiply thin rows, or sums of them, by the other weights of a chain."""
     for weight in reversed(weights):
         rows = F.linear(rows, weight.mT)
-    return rows if rows.dtype == dtype else rows.to(dtype)  # autocast multiplies in a type of its own
+    return rows if rows.dtype == dtype else rows.to(dtype)  # autocast multiplies in another type
 
 
 class _ScaleGradient(torch.autograd.Function):
     """The identity, whose gradient is multiplied by ``scale``."""
 
+    apply: ClassVar[Callable[..., Tensor]]  # torch leaves it untyped
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor) -> Tensor:
-        return x.detach()  # unlike the output that a view would be, this one can be changed in place
+        return x.detach()  # not a view, so that the output can be changed in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from factorized.formats.format import Format
 from factorized.nn.dense import check_dense
-from factorized.nn.embedding import FactorizedEmbedding, widened
+from factorized.nn.embedding import NO_ROWS, FactorizedEmbedding, widened
 from factorized.nn.init import Init
 from factorized.nn.layer import Lowered
 
 
 class FactorizedEmbeddingBag(FactorizedEmbedding):
-    """A table (entries, dim) in a format, of which the rows of every bag are summed, averaged or maximized.
+    """A table (entries, dim) in a format; the rows of every bag are summed, averaged or maximized.
 
-    Of a product, sums and means of the thin rows of ``U`` are widened by ``V``, once a bag. A maximum needs every row
-    widened first, and so does ``scale_grad_by_freq``, whose counts are right here: torch 2.13 takes those of other
+    For a product, sums and means of the thin rows of ``U`` are widened by ``V``, once per bag. A maximum widens every
+    row first, and so does ``scale_grad_by_freq``. Its counts are correct here, while torch 2.13 uses those of other
     entries on the CPU. A maximum with padding is exported for one batch size only.
     """
 
@@ -55,13 +55,13 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         self.include_last_offset = include_last_offset
 
     @classmethod
-    def from_dense(  # type: ignore[override]
+    def from_dense(  # type: ignore[override]  # takes another dense layer than its base
         cls, dense: nn.EmbeddingBag, format: Format | int, init: Init | None = "spectral", *, depth: int = 0
     ) -> FactorizedEmbeddingBag:
         """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
         check_dense(dense, nn.EmbeddingBag)
         if dense.max_norm is not None:
-            raise ValueError(f"max_norm renormalizes rows of the table, which a product has not; got {dense.max_norm}")
+            raise ValueError(f"max_norm must be None, got {dense.max_norm}: {NO_ROWS}")
         layer = cls(
             dense.num_embeddings,
             dense.embedding_dim,
@@ -79,7 +79,7 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         layer.take_over(dense, init)
         return layer
 
-    def plain_table(self, dim: int) -> nn.EmbeddingBag:  # type: ignore[override]
+    def plain_table(self, dim: int) -> nn.Module:
         """Return an ``nn.EmbeddingBag`` with this layer's settings and rows of ``dim`` numbers on the meta device."""
         return nn.EmbeddingBag(
             self.num_embeddings,
@@ -141,7 +141,7 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         )
 
     def lowered(self) -> list[Lowered]:
-        """Return nothing: a pair in ``nn.Sequential`` would take neither offsets nor weights of single entries."""
+        """Return nothing: a pair in ``nn.Sequential`` would take neither offsets nor per-sample weights."""
         return []
 
     def settings_repr(self) -> list[str]:

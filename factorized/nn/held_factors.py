@@ -1,7 +1,7 @@
 """Modules that hold factors in the place of some of their parameters.
 
 Such a module keeps its class's forward. Its factors are in a child ``factors``, by the names of the parameters they
-stand for; these are composed once per call, and whenever they are read.
+stand for. The weights are composed once per call, and whenever they are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FACTORS = "factors"
 
 
 class FactorizedWeight(FactorizedLayer):
-    """The factors of a weight that a larger module holds; called, it returns the composed weight."""
+    """The factors of a weight that a larger module holds; calling it returns the composed weight."""
 
     known_ways: ClassVar[tuple[Way, ...]] = ("composed",)
     tunable = False
@@ -38,7 +38,7 @@ class FactorizedWeight(FactorizedLayer):
     ) -> None:
         super().__init__(format, "auto", device, dtype)
         self.dense_type = dense_type
-        self.form_kind = dense_type.form_kind  # type: ignore[misc]  # of the kind of weight, not of this class
+        self.form_kind = dense_type.form_kind
         self._dense_shape = dense_shape
         self.bias = None
 
@@ -78,7 +78,7 @@ class FactorizedWeight(FactorizedLayer):
         super().set_weight(weight.reshape(self.shape.weight_shape))
 
     def forward(self) -> Tensor:
-        """Return the weight in the dense shape, with what training does to it."""
+        """Return the weight in the dense shape, with drop-connect and decay applied."""
         weight = self.format.adjusted(self.factors, self.adjust)
         return weight.reshape(self.dense_shape).to(self.factors[0].dtype)  # also under autocast
 
@@ -87,12 +87,12 @@ class FactorizedWeight(FactorizedLayer):
         return self.dense_type(nn.Parameter(torch.empty(self.dense_shape, device="meta")), self.shape.groups)
 
     def carry(self, dense: nn.Module) -> None:
-        """Let every factor have the attributes set on the weight."""
+        """Copy the attributes set on the weight to every factor."""
         for factor in self.factors:
             vars(factor).update(vars(dense.weight))
 
     def lowered(self) -> list[Lowered]:
-        """Return nothing: the module that holds the weight takes it whole."""
+        """Return nothing: the module that holds the weight needs all of it."""
         return []
 
     def settings_repr(self) -> list[str]:
@@ -101,7 +101,7 @@ class FactorizedWeight(FactorizedLayer):
 
 
 class HoldsFactors(nn.Module):
-    """A module some of whose parameters are products. Abstract: ``hold`` makes a class of it and the module's own."""
+    """A module with products for some of its parameters. Abstract: ``hold`` combines it with the module's class."""
 
     dense_type: ClassVar[type[nn.Module]]
     parameter_order: tuple[str, ...]  # of the dense module
@@ -109,15 +109,15 @@ class HoldsFactors(nn.Module):
     @property
     def held(self) -> dict[str, FactorizedWeight]:
         """The factors by the names of the parameters that they stand for."""
-        return cast(dict[str, FactorizedWeight], self._modules[FACTORS]._modules)  # type: ignore[union-attr]
+        return cast(dict[str, FactorizedWeight], self.get_submodule(FACTORS)._modules)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a composed weight, read-only as that of every layer, or what torch finds."""
+        """Return a composed weight, read-only as in every layer, or what torch finds."""
         children = self.__dict__["_modules"].get(FACTORS)
         if children is None or name not in children._modules:
             return super().__getattr__(name)
         layer: FactorizedWeight = children._modules[name]
-        # A compiled forward reads its weights here, as training changes them.
+        # A compiled forward reads its weights here, with drop-connect and decay applied.
         return layer() if torch.compiler.is_compiling() else layer.weight.view(layer.dense_shape)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -130,7 +130,7 @@ class HoldsFactors(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compose the weights once, and call the dense module's forward with them in place."""
-        if torch.compiler.is_compiling():  # which cannot take an attribute away, and composes each weight once anyway
+        if torch.compiler.is_compiling():  # a trace cannot delete attributes, and composes each weight once anyway
             return super().forward(*arguments, **keywords)
         composed = self.composed_weights()
         for key, weight in composed.items():
@@ -142,22 +142,22 @@ class HoldsFactors(nn.Module):
                 object.__delattr__(self, key)
 
     def composed_weights(self) -> dict[str, Tensor]:
-        """Return what takes the place of parameters in a call, by name."""
+        """Return the composed weights that replace parameters during a call, by name."""
         return {key: layer() for key, layer in self.held.items()}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Let copies and pickles find the class, which is made for the dense one."""
-        return _blank, (self.dense_type,), self.__getstate__()  # type: ignore[no-untyped-call]
+        """Let copies and pickles rebuild the class, which is derived at run time."""
+        return _blank, (self.dense_type,), self.__getstate__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 class HoldsGates(HoldsFactors):
-    """A recurrent network some of whose gates are products. Abstract."""
+    """A recurrent network with products for some of its gates. Abstract."""
 
     _flat_weights_names: list[str]
     hidden_size: int
 
     def composed_weights(self) -> dict[str, Tensor]:
-        """Return the weights; on a GPU with the biases in one piece of memory, as cuDNN wants them, or it warns."""
+        """Return the weights; on a GPU in one block of memory with the biases, or else cuDNN warns."""
         composed = super().composed_weights()
         if not next(iter(composed.values())).is_cuda:
             return composed
@@ -218,7 +218,7 @@ def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
         del host._parameters[key]
     host.__class__ = _class_of(dense_type)
     host.__dict__.pop("_flat_weights", None)  # of recurrent networks: the dense parameters
-    assert isinstance(host, HoldsFactors)
+    assert isinstance(host, HoldsFactors)  # by its new class
     host.parameter_order = order
     children = nn.Module()
     for key, layer in layers.items():
@@ -231,7 +231,7 @@ def release(host: HoldsFactors, parameters: Mapping[FactorizedLayer, nn.Paramete
     made = {key: parameters[layer] for key, layer in host.held.items()}
     order = host.parameter_order
     del host._modules[FACTORS], host.parameter_order
-    host.__class__ = host.dense_type  # type: ignore[assignment]
+    host.__class__ = host.dense_type  # type: ignore[assignment]  # the other base of its class
     have = {**host._parameters, **made}
     host._parameters.clear()
     host._parameters.update({key: have[key] for key in (*order, *have) if key in have})

@@ -12,7 +12,7 @@ EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # stacks (exper
 
 
 class HeldWeight(nn.Module):
-    """A parameter of a larger module, seen as a layer: each of some blocks of ``weight`` is a matrix. Abstract."""
+    """A parameter of a larger module, seen as a layer: ``weight`` is a stack of matrices, its blocks. Abstract."""
 
     form_kind: ClassVar[str]  # what a decay calls the product
     weight: nn.Parameter
@@ -25,12 +25,12 @@ class HeldWeight(nn.Module):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The blocks one below the other: (all rows, columns)."""
+        """The shape of the blocks, stacked by rows: (all rows, columns)."""
         return self.weight.shape[:-1].numel(), self.weight.shape[-1]
 
     @abstractmethod
     def positions(self, arguments: Sequence[Any]) -> int:
-        """Return how often all of the weight is applied when the module is called with these arguments."""
+        """Return how often the whole weight is applied when the module is called with these arguments."""
 
 
 class RecurrentWeight(HeldWeight):
@@ -50,14 +50,14 @@ class ExpertWeights(HeldWeight):
     form_kind = "experts"
 
     def positions(self, arguments: Sequence[Any]) -> int:
-        """Return the pairs of tokens and their experts, over the experts; each pair takes one block."""
+        """Return the number of (token, expert) pairs, each of which uses one block, per expert."""
         tensors = [value for value in arguments if isinstance(value, Tensor)]
         chosen = [value.numel() for value in tensors if not value.is_floating_point()]
         return -(-chosen[0] // self.groups) if chosen else tensors[0].shape[:-1].numel()
 
 
 def held_weights(module: nn.Module) -> dict[str, HeldWeight]:
-    """Return the weights that ``module`` holds as parameters of its own, by their names."""
+    """Return the weights that ``module`` itself holds as parameters, by name."""
     parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         gates = {key: p for key, p in parameters.items() if key.startswith("weight_")}

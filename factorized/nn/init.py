@@ -43,7 +43,7 @@ def draw_bias(
 def fill_of(init: Init, shape: KernelShape) -> Fill:
     """Return the function that fills a matrix of a layer of this shape in place.
 
-    ``"kaiming"`` is Kaiming normal on the matrix' own fan-in and ``"normal"`` is N(0, 2/(k²·out)) with the kernel size
+    ``"kaiming"`` is Kaiming normal on the matrix's own fan-in and ``"normal"`` is N(0, 2/(k²·out)) with the kernel size
     and output channels of the whole layer, the paper's choices for ResNet and VGG; ``"default"`` is what torch does to
     a fresh linear or convolution. A callable fills a tensor in place, like those of ``torch.nn.init``.
     """

@@ -28,17 +28,17 @@ Lowered = tuple[nn.Module, tuple[int, bool] | None, Tensor | None]
 class FactorizedLayer(nn.Module):
     """A layer whose weight is held in the cores of a format. Abstract.
 
-    ``execution`` says how it runs: ``"composed"`` forms the weight first, ``"chain"`` applies thin layers one after the
-    other, ``"products"`` (of convolutions) shifts and stacks between two matrix products; ``"auto"`` takes the cheapest
-    by cost. All compute the same.
+    ``execution`` selects how it runs: ``"composed"`` forms the weight first, ``"chain"`` applies thin layers in turn,
+    ``"products"`` (of convolutions) shifts and stacks between two matrix products; ``"auto"`` takes the cheapest by
+    cost. All give the same result.
     """
 
     bias: nn.Parameter | None
     stride: tuple[int, ...] = ()
     geometry: Geometry | None = None  # of convolutions
-    form_kind: ClassVar[str]  # what a decay calls its weight
+    form_kind: str  # what a decay calls its weight
     tunable = True  # whether there is a choice of ways to run
-    known_ways: ClassVar[tuple[Way, ...]] = WAYS  # those of a format's that this kind of layer has
+    known_ways: ClassVar[tuple[Way, ...]] = WAYS  # the ways that this kind of layer supports
 
     def __init__(
         self,
@@ -49,16 +49,18 @@ class FactorizedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.format = format
+        lists: dict[str, nn.ParameterList] = {}
         for name, extents in format.cores.items():
             empty = torch.empty(extents, device=device, dtype=format.core_dtype(name) or dtype)
             core = nn.Parameter(empty, requires_grad=name not in format.frozen)
             holder, _, _ = name.partition(".")
             if holder == name:
                 self.register_parameter(name, core)
-            elif holder in self._modules:
-                self.get_submodule(holder).append(core)  # type: ignore[operator]
+            elif holder in lists:
+                lists[holder].append(core)
             else:
-                self.add_module(holder, nn.ParameterList([core]))
+                lists[holder] = nn.ParameterList([core])
+                self.add_module(holder, lists[holder])
         self._holders = tuple(dict.fromkeys(name.partition(".")[0] for name in format.cores))
         self._has_lists = self._holders != tuple(format.cores)
         self.drop_connect = 0.0  # share of the product's entries dropped in training, see fz.drop_connect
@@ -69,7 +71,7 @@ class FactorizedLayer(nn.Module):
         self._find_ways()
 
     def _find_ways(self) -> None:
-        """Note the ways in which this layer can run, because a cached property would break a trace that reads it."""
+        """Store the ways in which this layer can run; a cached property would break a trace that reads it."""
         machines = [(device, compiled) for device in ("cpu", "cuda") for compiled in (False, True)]
         costs = {
             machine: {w: cost for w, cost in self.format.ways(self.stride, *machine).items() if w in self.known_ways}
@@ -82,13 +84,10 @@ class FactorizedLayer(nn.Module):
         self.check_execution()
 
     def change_ranks(self, format: Format, factors: Sequence[nn.Parameter]) -> None:
-        """Hold other factors, those of the same kind of format at other ranks."""
+        """Replace the factors with those of the same kind of format at other ranks."""
         for name, factor in zip(format.cores, factors, strict=True):
-            holder, _, place = name.partition(".")
-            if place:
-                self.get_submodule(holder)[int(place)] = factor  # type: ignore[operator]
-            else:
-                setattr(self, holder, factor)
+            holder, _, place = name.rpartition(".")
+            setattr(self.get_submodule(holder), place, factor)
         self.format = format
         self._find_ways()
 
@@ -149,7 +148,7 @@ class FactorizedLayer(nn.Module):
             self.share_factors(owner)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; one called ``weight`` is decomposed, for that is where ``layer.weight = W`` ends."""
+        """Register a parameter; one called ``weight`` is decomposed, since ``layer.weight = W`` ends up here."""
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
@@ -175,7 +174,7 @@ class FactorizedLayer(nn.Module):
         """Raise unless this layer can run in the way that is set."""
         if self.execution != "auto" and self.execution not in self.executions:
             known = self.execution in WAYS
-            reason = f"a {self.shape} weight in {self.format.describe()} cannot run so" if known else "unknown"
+            reason = f"a {self.shape} weight in {self.format.describe()} cannot run this way" if known else "unknown"
             choices = ", ".join(f'"{way}"' for way in ("auto", *self.executions))
             raise ValueError(f"execution must be one of {choices}, got {self.execution!r} ({reason})")
 
@@ -196,7 +195,7 @@ class FactorizedLayer(nn.Module):
 
     def _adjusted(self, weight: Tensor) -> Tensor:
         if self.decay_in_backward:
-            weight = _AddToGradient.apply(weight, self.decay_in_backward)  # type: ignore[no-untyped-call]
+            weight = _AddToGradient.apply(weight, self.decay_in_backward)
         return F.dropout(weight, self.drop_connect) if self.drops else weight
 
     @abstractmethod
@@ -208,7 +207,7 @@ class FactorizedLayer(nn.Module):
         """Return the format's chain as plain layers; empty where it has none, or has no fewer weights."""
 
     def worthwhile(self, plain: list[tuple[Step, Tensor]]) -> list[tuple[Step, Tensor]]:
-        """Return a chain, or nothing where it has as many weights as the dense layer."""
+        """Return the chain, or an empty list if it has no fewer weights than the dense layer."""
         return plain if sum(weight.numel() for _, weight in plain) < self.shape.numel else []
 
     @abstractmethod
@@ -256,11 +255,11 @@ class FactorizedLayer(nn.Module):
             raise ValueError(f"weight must be {self.shape} for this layer, got {got}; nothing was changed")
         if any(isinstance(factor, DTensor) for factor in self.factors):
             raise ValueError(
-                "the factors are sharded over processes and cannot be set whole; do this before fully_shard"
+                "the factors are sharded over processes and cannot be set as a whole; do this before fully_shard"
             )
         if weight.is_meta or self.factors[0].is_meta:
             which = "weight is" if weight.is_meta else "the factors are"
-            raise ValueError(f"{which} on the meta device, without values; materialize it first, by to_empty")
+            raise ValueError(f"{which} on the meta device, without values; materialize it first with to_empty")
         if not torch.isfinite(weight).all():
             raise ValueError("weight holds NaN or infinity; nothing was changed")
 
@@ -275,7 +274,7 @@ class FactorizedLayer(nn.Module):
         self.format.draw([factor.detach() for factor in self.factors], fill_of(init, self.shape))
 
     def share_factors(self, other: FactorizedLayer) -> None:
-        """Hold the very factors of ``other``, which has the same format."""
+        """Share the factors of ``other``, which must have the same format."""
         if other.format != self.format:
             own, others = self.format.describe(), other.format.describe()
             raise ValueError(
@@ -313,14 +312,14 @@ class FactorizedLayer(nn.Module):
         self.train(dense.training)
 
     def carry(self, dense: nn.Module) -> None:
-        """Take over the attributes set on a dense layer, and let every factor have those set on its weight."""
+        """Copy the attributes set on a dense layer, and those set on its weight to every factor."""
         self.dense_class = type(dense)
         plain = type(self.dense_skeleton())
         added = added_attributes(dense, plain, *(1,) * (3 if issubclass(plain, _ConvNd) else 2))
         taken = sorted(name for name in added if hasattr(self, name))
         if taken:
             raise ValueError(
-                f"its attribute {taken[0]!r} has the name of one that {type(self).__name__} has; rename it. Nothing "
+                f"its attribute {taken[0]!r} has the same name as one of {type(self).__name__}; rename it. Nothing "
                 "was changed"
             )
         for name, value in added.items():
@@ -330,9 +329,9 @@ class FactorizedLayer(nn.Module):
             vars(factor).update(vars(dense.weight))
 
     def hand_back(self, plain: nn.Module) -> None:
-        """Give the plain module in this layer's place the class of the dense one, what was set on it, and our hooks."""
+        """Give the module that replaces this layer the dense layer's class and attributes, and this layer's hooks."""
         if self.dense_class is not None and issubclass(self.dense_class, type(plain)):
-            plain.__class__ = self.dense_class  # it defines nothing but how it is made, see ``plain_class``
+            plain.__class__ = self.dense_class  # it computes the same, see ``plain_class``
         for name in self.carried:
             setattr(plain, name, getattr(self, name))
         for name in CALL_HOOKS:
@@ -349,11 +348,13 @@ class FactorizedLayer(nn.Module):
         return {**self.__dict__, "decay_in_backward": 0.0}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"  # one line: the lists of factors are in the sizes
+        return f"{type(self).__name__}({self.extra_repr()})"  # one line: nn.Module would list the factors too
 
 
 class _AddToGradient(torch.autograd.Function):
-    """The identity, which adds ``strength`` times its input to the gradient that passes."""
+    """The identity, which adds ``strength`` times its input to the gradient."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # torch leaves it untyped
 
     @staticmethod
     def forward(weight: Tensor, strength: float) -> Tensor:

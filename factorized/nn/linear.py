@@ -14,8 +14,8 @@ from factorized.nn.layer import Execution, FactorizedLayer, Lowered
 class FactorizedLinear(FactorizedLayer):
     """``y = x Wᵀ + b`` with ``W`` in a format: a product of the given rank, or any ``Format`` for (out, in).
 
-    ``dense_type`` is the class it stands for, where that keeps its weight transposed, (in, out), as transformers'
-    ``Conv1D`` does in GPT-2: then ``y = x W + b``, and the format is that of the transposed weight.
+    ``dense_type`` is the class it replaces, if that keeps its weight transposed, (in, out), as transformers' ``Conv1D``
+    does in GPT-2: then ``y = x W + b``, and the format is that of the transposed weight.
     """
 
     form_kind = "linear"

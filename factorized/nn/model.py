@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def check_model(model: object) -> None:
-    """Raise unless ``model`` is a module, with what to give instead."""
+    """Raise unless ``model`` is a module; the message says what to pass instead."""
     if isinstance(model, nn.Module):
         return
     if isinstance(model, type) and issubclass(model, nn.Module):

@@ -1,8 +1,8 @@
 """``fz.ColwiseParallel`` and ``fz.RowwiseParallel``: tensor parallelism by torch's ``parallelize_module``.
 
-A product ``y = U (Vᵀx)`` has a thin tensor in its middle, r numbers a token. One outer factor is split by rows over the
-ranks, the others are replicated, and the thin tensor is what travels. Distributed tensors left to themselves would
-rather send wide ones, or the gradient of the replicated factor; so every rank computes with its own parts here.
+A product ``y = U (Vᵀx)`` has a thin tensor in its middle, r numbers per token. One outer factor is split by rows over
+the ranks, the others are replicated, and only the thin tensor is communicated. DTensor alone would send wide tensors,
+or the gradient of the replicated factor; so here every rank computes with its local parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from factorized.nn.embedding import FactorizedEmbedding, _ScaleGradient
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
 
-# The attribute of a parameter that holds what it was distributed as: layers that share the one then share the other.
+# Attribute of a parameter that holds its distributed version, so that layers that share the one share the other.
 _DISTRIBUTED = "_distributed_as"
 
 
@@ -34,9 +34,9 @@ class ColwiseParallel(style.ColwiseParallel):
     """Split a layer by its outputs, for ``parallelize_module``; a dense layer as torch's ``ColwiseParallel`` does.
 
     The factor on the side of the output is split by rows, with the bias: ``U`` of a linear, ``V`` of an embedding or of
-    a transposed linear. What travels is the gradient of the thin tensor, r numbers a token, in the backward pass. Where
-    the tokens of the input are split (``input_layouts=Shard(1)``, as after ``SequenceParallel``), the thin tensor is
-    what is gathered.
+    a transposed linear. Only the gradient of the thin tensor is communicated, r numbers per token, in the backward
+    pass. Where the tokens of the input are split (``input_layouts=Shard(1)``, as after ``SequenceParallel``), the thin
+    tensor is gathered.
 
     Takes torch's arguments: ``input_layouts``, ``output_layouts``, ``use_local_output``.
     """
@@ -52,7 +52,7 @@ class ColwiseParallel(style.ColwiseParallel):
             x = x.redistribute(placements=[Replicate()])
         first, *middle, last = layer.way
         placed = x.placements[0]
-        split_tokens = not placed.is_replicate()  # then a rank has a part of the sum in a replicated factor's gradient
+        split_tokens = not placed.is_replicate()  # then a rank has a partial sum of a replicated factor's gradient
         h = layer.enter(_own(x), _own(first, split_tokens), 0)
         for M in middle:
             h = h @ layer.turned(_own(M, split_tokens))
@@ -65,9 +65,9 @@ class RowwiseParallel(style.RowwiseParallel):
     """Split a layer by its inputs, for ``parallelize_module``; a dense layer as torch's ``RowwiseParallel`` does.
 
     The factor on the side of the input is split by rows: ``V`` of a linear, ``U`` of a transposed linear or of an
-    embedding (by entries). What travels is the thin tensor, r numbers a token, in the forward pass. Where the
-    tokens of the output are to be split (``output_layouts=Shard(1)``, as for ``SequenceParallel``), a rank gets the
-    sums of its own tokens alone.
+    embedding (by entries). Only the thin tensor, r numbers per token, is communicated, in the forward pass. Where
+    the tokens of the output are to be split (``output_layouts=Shard(1)``, as for ``SequenceParallel``), a rank gets
+    only the sums of its own tokens.
 
     Takes torch's arguments: ``input_layouts``, ``output_layouts``, ``use_local_output``.
     """
@@ -100,7 +100,7 @@ class RowwiseParallel(style.RowwiseParallel):
 
 
 class ParallelLayer(FactorizedLayer):
-    """A product that ranks hold together: one outer factor is split by rows, the others are replicated. Abstract."""
+    """A product split over ranks: one outer factor is split by rows, the others are replicated. Abstract."""
 
     style: ColwiseParallel | RowwiseParallel
     tunable = False
@@ -109,7 +109,7 @@ class ParallelLayer(FactorizedLayer):
     @property
     @abstractmethod
     def from_right(self) -> bool:
-        """Whether an input meets ``V`` first."""
+        """Whether the input is multiplied by ``V`` first."""
 
     @abstractmethod
     def enter(
@@ -118,15 +118,15 @@ class ParallelLayer(FactorizedLayer):
         rows: Tensor,  # (this rank's, rank) of the first factor
         start: int,  # the first of these rows
     ) -> Tensor:  # (..., rank)
-        """Return the thin tensor, or this rank's part of the sum that it is."""
+        """Return the thin tensor, or this rank's partial sum of it."""
 
     def leave(self, y: Tensor, x: DTensor, placed: Placement) -> Tensor:
-        """Return the output ``y``, whose tokens are ``placed`` so, as the layer gives it."""
+        """Return the layer's output from ``y``, whose tokens are ``placed`` like this."""
         return y
 
     @property
     def way(self) -> list[DTensor]:
-        """The factors in the order in which an input meets them."""
+        """The factors in the order in which they are applied."""
         factors = cast(tuple[DTensor, ...], self.factors)
         return list(factors[::-1] if self.from_right else factors)
 
@@ -134,7 +134,7 @@ class ParallelLayer(FactorizedLayer):
         self,
         M: Tensor,  # (rank, rank)
     ) -> Tensor:  # (rank, rank)
-        """Return an inner matrix as a thin tensor is multiplied by it."""
+        """Return an inner matrix, transposed where the thin tensor needs it so."""
         return M.mT if self.from_right else M
 
     def own_bias(self, sums_gradient: bool = False) -> Tensor | None:
@@ -163,7 +163,7 @@ class ParallelLayer(FactorizedLayer):
 
 
 class ParallelLinear(ParallelLayer, FactorizedLinear):
-    """A linear that ranks hold together."""
+    """A linear split over ranks."""
 
     features = 1
 
@@ -178,7 +178,7 @@ class ParallelLinear(ParallelLayer, FactorizedLinear):
 
 
 class ParallelEmbedding(ParallelLayer, FactorizedEmbedding):
-    """An embedding that ranks hold together."""
+    """An embedding split over ranks."""
 
     features = 0
     from_right = False
@@ -197,7 +197,7 @@ class ParallelEmbedding(ParallelLayer, FactorizedEmbedding):
         if scale is None:
             return y
         scale = _travel(scale, x, scale.shape, Replicate(), placed, gradient=placed)
-        return _ScaleGradient.apply(y, scale)  # type: ignore[no-untyped-call]
+        return _ScaleGradient.apply(y, scale)
 
 
 _PARALLEL: dict[type[FactorizedLayer], type[ParallelLayer]] = {
@@ -209,7 +209,7 @@ _PARALLEL: dict[type[FactorizedLayer], type[ParallelLayer]] = {
 def _split(
     layer: FactorizedLayer, mesh: DeviceMesh, style: ColwiseParallel | RowwiseParallel, *, by_outputs: bool
 ) -> ParallelLayer:
-    """Make a layer one that the ranks of ``mesh`` hold together."""
+    """Split a layer over the ranks of ``mesh``, in place."""
     parallel = _parallel_class(layer, mesh, type(style).__name__)
     layer.__class__ = parallel
     made = cast(ParallelLayer, layer)
@@ -224,7 +224,7 @@ def _split(
 
 
 def _parallel_class(layer: FactorizedLayer, mesh: DeviceMesh, style: str) -> type[ParallelLayer]:
-    """Return the class for a layer whose product is split; raise where it cannot be."""
+    """Return the class of the split layer; raise if the layer cannot be split."""
     whole = "leave it out of the parallelize plan, so that every rank runs it whole"
     if any(isinstance(factor, DTensor) for factor in layer.factors):
         raise ValueError(f"{layer} is distributed already; call parallelize_module once, and before fully_shard")
@@ -258,7 +258,7 @@ def _refuse_drops(layer: FactorizedLayer) -> NoReturn:
 
 
 def _distribute(layer: ParallelLayer, name: str, placement: Placement, mesh: DeviceMesh) -> None:
-    """Distribute one parameter of a layer; layers that shared it share what it becomes."""
+    """Distribute one parameter of a layer; layers that shared it still do."""
     parameter = layer.get_parameter(name)
     made: nn.Parameter | None = vars(parameter).get(_DISTRIBUTED)
     if made is None:
@@ -278,7 +278,7 @@ def _distribute(layer: ParallelLayer, name: str, placement: Placement, mesh: Dev
 
 
 def _own(tensor: DTensor, sums_gradient: bool = False) -> Tensor:
-    """Return what this rank has of a tensor; ``sums_gradient`` where other ranks have parts of its gradient."""
+    """Return this rank's part of a tensor; ``sums_gradient`` where its gradient has to be summed over ranks."""
     placed = tensor.placements[0]
     local = tensor.to_local(grad_placements=[Replicate() if placed.is_partial() else placed])
     return _travel(local, tensor, tensor.shape, placed, placed, gradient=Partial()) if sums_gradient else local
@@ -287,9 +287,9 @@ def _own(tensor: DTensor, sums_gradient: bool = False) -> Tensor:
 def _travel(
     local: Tensor, like: DTensor, shape: Sequence[int], before: Placement, after: Placement, *, gradient: Placement
 ) -> Tensor:
-    """Return a tensor, of which ranks have what ``before`` says, as ``after`` says; ``gradient`` is how its comes back.
+    """Move a tensor from placement ``before`` to ``after``; ``gradient`` is the placement of its gradient.
 
-    ``like`` says which ranks, ``shape`` is that of the whole.
+    ``like`` has the mesh, ``shape`` is the shape of the whole tensor.
     """
     if before == after == gradient:
         return local
@@ -298,7 +298,7 @@ def _travel(
 
 
 def _placed(local: Tensor, like: DTensor, shape: Sequence[int], placement: Placement) -> DTensor:
-    """Return the tensor of ``shape`` of which this rank has ``local``."""
+    """Return the distributed tensor of ``shape`` whose part on this rank is ``local``."""
     stride = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return DTensor.from_local(
         local, like.device_mesh, [placement], run_check=False, shape=torch.Size(shape), stride=tuple(stride)

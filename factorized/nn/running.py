@@ -27,7 +27,7 @@ def run_once(model: nn.Module, example_input: ExampleInput) -> None:
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Return the entries of all parameters; those of lazy layers, which have no size yet, count nothing."""
+    """Return the entries of all parameters; those of lazy layers, which have no size yet, count as zero."""
     return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 
@@ -48,7 +48,7 @@ def _as_call(example_input: ExampleInput, device: torch.device) -> tuple[list[An
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` in evaluation mode, and then every module of it back as it was."""
+    """Put ``model`` in evaluation mode, and restore the mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,14 +82,14 @@ class ComposedWeight(Tensor):
         return _read_only(result, values)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do the same for callers that know no ``__torch_function__``: C++ code, and what autograd saves."""
+        """Do the same for callers that bypass ``__torch_function__``: C++ code, and what autograd saves."""
         if func is torch.ops.aten.detach.default:
             return args[0].source.detached()
         result, _ = _call_with_plain(func, args, kwargs or {})
@@ -97,12 +97,12 @@ class ComposedWeight(Tensor):
 
 
 class _Source:
-    """What a ``ComposedWeight`` stands for: a plain tensor, formed once, in the gradient mode of the reading."""
+    """What a ``ComposedWeight`` stands for: a plain tensor, formed once, in the gradient mode in which it was read."""
 
     def __init__(
         self,
         form: Callable[[], Tensor],
-        inputs: Sequence[Tensor],  # what the gradient goes to
+        inputs: Sequence[Tensor],  # that receive the gradient
         extents: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
@@ -122,16 +122,12 @@ class _Source:
 
     def weight(self) -> Tensor:
         """Return a ``ComposedWeight`` of this source, in the graph of the inputs where gradients are recorded."""
-        made: ComposedWeight = (
-            _InGraph.apply(self, *self.inputs)  # type: ignore[no-untyped-call]
-            if self.records
-            else self.outside_graph()
-        )
+        made = _InGraph.apply(self, *self.inputs) if self.records else self.outside_graph()
         made.source = self
         return made
 
     def outside_graph(self) -> ComposedWeight:
-        """Return a ``ComposedWeight`` that autograd knows nothing of."""
+        """Return a ``ComposedWeight`` that is not in autograd's graph."""
         made: ComposedWeight = Tensor._make_wrapper_subclass(
             ComposedWeight, self.extents, dtype=self.dtype, device=self.device
         )
@@ -146,8 +142,8 @@ class _Source:
         if self._is_as_when_read():
             formed = self.form()
         else:
-            # Inference mode is left because its tensors do not count the writes to them. A checkpoint that began after
-            # the reading must not see what is saved here: it would miss that when it runs again.
+            # Leave inference mode, whose tensors do not count writes. A checkpoint that began after the weight was read
+            # must not see what is saved here: it would not find it when it runs again.
             hooks = self.hooks or (lambda tensor: tensor, lambda tensor: tensor)
             with torch.inference_mode(False), torch.set_grad_enabled(self.records), saved_tensors_hooks(*hooks):
                 formed = self.form()
@@ -160,7 +156,7 @@ class _Source:
         return same_mode and _saving_hooks() == self.hooks
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient that the plain tensor was told to retain, or None."""
+        """Return the gradient that the plain tensor retains, or None."""
         return self._formed.grad if self._formed is not None and self._formed.retains_grad else None
 
     def detached(self) -> Tensor:
@@ -174,7 +170,9 @@ def _saving_hooks() -> tuple[Any, Any] | None:
 
 
 class _InGraph(torch.autograd.Function):
-    """A ``ComposedWeight`` with its place in the graph, for custom functions, which are given the very tensor."""
+    """A ``ComposedWeight`` with its place in the graph, for custom functions, which receive this very tensor."""
+
+    apply: ClassVar[Callable[..., ComposedWeight]]  # torch leaves it untyped
 
     @staticmethod
     def forward(ctx: Any, source: _Source, *inputs: Tensor) -> Tensor:
@@ -222,7 +220,7 @@ def _plain(argument: Any, used: list[Tensor]) -> Any:
 def _read_only(result: Any, values: list[Tensor]) -> Any:
     """Return a result whose tensors refuse to be written to where they share memory with one of ``values``."""
     if isinstance(result, Tensor):
-        if not any(torch._C._is_alias_of(result, value) for value in values):  # type: ignore[attr-defined]
+        if not any(torch._C._is_alias_of(result, value) for value in values):  # type: ignore[attr-defined]  # no stub
             return result
         inputs = (result,) if result.requires_grad else ()
         return _Source(lambda: result, inputs, result.shape, result.dtype, result.device, result.requires_grad).weight()
