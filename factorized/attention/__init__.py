@@ -1,1 +1,1 @@
-"""Attention: reading the families, their QK and OV forms, heads of other sizes."""
+"""Attention: reading the families of modules, their QK and OV forms, and heads of other sizes."""

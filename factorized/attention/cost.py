@@ -63,7 +63,7 @@ class AttentionCost:
             count += projection.heads * size * projection.long
             if projection is not unit.output and projection.bias is not None:
                 count += projection.heads * size
-        # A value bias without an output bias to be folded into gets one, once values are shrunk.
+        # Shrinking the values folds their bias into the output bias, which is added where there is none.
         has_bias = unit.has_output_bias or (unit.value.bias is not None and ov < self.full_rank)
         return count + (unit.output.long if has_bias else 0)
 
@@ -78,7 +78,7 @@ class AttentionCost:
         for call in self.calls:
             total += call.batch * call.queries * (query * qk + output * ov)
             total += call.batch * call.keys * (key * qk + value * ov)
-            attended = call.keys if unit.sums_to_one else call.keys + 1  # one more, of zeros
+            attended = call.keys if unit.sums_to_one else call.keys + 1  # one more key, of zeros
             total += call.batch * call.queries * attended * unit.query.heads * between
         return total
 
@@ -131,7 +131,7 @@ def _record_multihead(
 def _record_projection(
     calls: list[AttentionCall], seen: dict[str, Shape], role: str, module: nn.Module, inputs: Any, output: Tensor
 ) -> None:
-    """Note the shape of the projected queries or keys; with both, whichever comes first, a call is complete."""
+    """Note the shape of the projected queries or keys; once both are there, in any order, the call is complete."""
     seen[role] = tuple(output.shape)
     if len(seen) == 2:
         batch, length = _batch_and_length(seen["queries"], batch_first=True)

@@ -71,7 +71,7 @@ GPT2_CROSS = replace(GPT2_SELF, query="q_attn")
 
 
 def read_gpt2(module: nn.Module) -> AttentionUnit:
-    """Read a GPT-2 attention; between encoder and decoder the query has a layer of its own."""
+    """Read a GPT-2 attention; between encoder and decoder the query has a separate layer."""
     return (GPT2_CROSS if module.is_cross_attention else GPT2_SELF)(module)
 
 
@@ -79,7 +79,7 @@ SHRUNK = Family("q_proj", "k_proj", "v_proj", "out_proj", heads="num_heads", one
 
 
 def read_shrunk(module: nn.Module) -> AttentionUnit:
-    """Read what a shrunk ``nn.MultiheadAttention`` has become."""
+    """Read a shrunk ``nn.MultiheadAttention``."""
     return replace(SHRUNK(module), sums_to_one=not module.add_zero_attn)
 
 
@@ -87,7 +87,7 @@ def read_multihead(module: nn.MultiheadAttention) -> AttentionUnit:
     """Read an ``nn.MultiheadAttention``."""
     if module.bias_k is not None or module.bias_v is not None:
         raise UnreadableAttention(
-            "add_bias_kv=True appends a learned key and value, which are no product of two matrices"
+            "add_bias_kv=True appends a learned key and value, which are not a product of two matrices"
         )
     heads, size, width = module.num_heads, module.head_dim, module.embed_dim
     packed = module._qkv_same_embed_dim

@@ -1,4 +1,4 @@
-"""Reading an attention module whose projections are layers with names."""
+"""Reading an attention module whose projections are named layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UnreadableAttention(ValueError):
 class Family:
     """Where a class of attention modules keeps its projections: dotted names inside the module.
 
-    Naming one layer as ``query``, ``key`` and ``value``, or as the last two, says that it packs them, in this order.
+    One layer named as ``query``, ``key`` and ``value``, or as the last two, packs them in this order.
     """
 
     query: str
@@ -32,8 +32,8 @@ class Family:
     kv_heads: str | None = None  # the same for keys and values, where they are fewer
     head_size: str | None = None  # the head size that ``forward`` reads, if it may be changed
     scale: str | None = None  # the softmax scale that ``forward`` reads, if it is not computed from the head size
-    all_heads: str | None = None  # an attribute that is heads times head size, and has to stay so
-    width: str | None = None  # an attribute that heads times head size has to equal in a module that is whole
+    all_heads: str | None = None  # an attribute that must always equal heads times head size
+    width: str | None = None  # an attribute that equals heads times head size unless heads were pruned
     rotary: bool = False
     one_size: bool = True  # whether ``forward`` has one head size for queries, keys and values
 
@@ -97,7 +97,7 @@ def is_transposed(layer: nn.Module) -> bool:
 def plain_weight(layer: nn.Module, path: str) -> nn.Parameter:
     """Return the weight parameter of a projection; raise where its layer is not a plain one."""
     if isinstance(layer, FactorizedLayer):
-        raise UnreadableAttention(f"{path} is factorized as a layer of its own")
+        raise UnreadableAttention(f"{path} is already factorized as a layer")
     weight = layer._parameters.get("weight")
     known = isinstance(layer, nn.Linear) or is_transposed(layer) or is_around_heads(layer)
     if weight is None or not known:
@@ -140,7 +140,7 @@ def _whole_number(module: nn.Module, path: str) -> int:
 
 
 def _check_sizes(unit: AttentionUnit) -> None:
-    """Raise unless the weights have room for exactly the heads that the module says it has."""
+    """Raise unless the weights fit the number and size of heads that the module reports."""
     used: dict[str, int] = {}
     for projection in unit.projections:
         used[projection.path] = used.get(projection.path, 0) + projection.size

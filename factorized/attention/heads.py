@@ -1,4 +1,4 @@
-"""Linear layers around heads that are narrower than the attention between them takes them for."""
+"""Linear layers around heads that are padded, because the attention between them expects wider ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def plain_type_of(layer: nn.Module) -> type[nn.Module]:
 class HeadsIn(nn.Module):
     """A linear layer whose output, head by head, is padded with zeros to ``size``.
 
-    For attention that has one head size for queries, keys and values, where they have different ranks. Zeros add
-    nothing to a score, and what they give in the values is cut off again by ``HeadsOut``.
+    For attention modules with one head size for queries, keys and values whose ranks differ. Zeros add nothing to a
+    score, and ``HeadsOut`` cuts off what they add to the values.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HeadsIn(nn.Module):
         return padded[0] if len(padded) == 1 else torch.cat(padded, dim=-1)
 
     def lowered(self) -> nn.Sequential | None:
-        """Return plain layers that compute the same with the very parameters; None where the ranks differ."""
+        """Return plain layers that compute the same and share the parameters; None where the ranks differ."""
         heads, (rank, *other) = sum(heads for heads, _ in self.parts), {rank for _, rank in self.parts}
         if other:
             return None
@@ -110,7 +110,7 @@ class HeadsOut(nn.Module):
         return F.linear(kept.flatten(-2), self.weight, self.bias)
 
     def lowered(self) -> nn.Sequential:
-        """Return plain layers that compute the same with the very parameters."""
+        """Return plain layers that compute the same and share the parameters."""
         cut = nn.ConstantPad1d((0, self.rank - self.size), 0.0)
         return nn.Sequential(nn.Unflatten(-1, (self.heads, self.size)), cut, nn.Flatten(-2), _linear(self))
 

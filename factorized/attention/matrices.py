@@ -54,8 +54,8 @@ def spectral_matrices(
 ) -> Matrices:
     """Return the matrices with these ``forms`` rebalanced, and truncated to the sizes given (section 3.1).
 
-    Query and key biases are rows of the augmented matrices. A value bias is folded into the output bias, where
-    attention weights sum to one and there is such a bias or ``may_add_bias``; else it is a row as well.
+    Query and key biases are rows of the augmented matrices. A value bias is folded into the output bias if attention
+    weights sum to one and there is an output bias, or one may be added; else it is a row as well.
     """
     old = new = read_matrices(unit)
     groups = unit.groups
@@ -82,9 +82,9 @@ def spectral_matrices(
 
 @torch.no_grad()
 def drawn_matrices(unit: AttentionUnit, qk: int, ov: int, forms: Collection[FormName], init: Init) -> Matrices:
-    """Return the matrices with those of these ``forms`` drawn anew, each as if it were a layer's weight.
+    """Return the matrices, redrawing those of these ``forms``, each as if it were a layer's weight.
 
-    The input biases of these forms become zero, the output bias stays.
+    The input biases of these forms become zero; the output bias stays.
     """
     check_init(init)
     new = read_matrices(unit)
@@ -108,8 +108,8 @@ def drawn_matrices(unit: AttentionUnit, qk: int, ov: int, forms: Collection[Form
 def padded_matrices(unit: AttentionUnit, size: int) -> Matrices:
     """Return the matrices with zeros added to every head up to ``size``: the same function.
 
-    An output bias that shrinking added goes back to where the class has one: as attention weights sum to one, a value
-    of the first head that is always 1, in a dimension that was free, carries it.
+    An output bias that shrinking added has no place in the dense class. A free dimension of the first head carries it:
+    its value is always 1, which attention weights that sum to one leave unchanged.
     """
     old = read_matrices(unit)
 
@@ -127,7 +127,7 @@ def padded_matrices(unit: AttentionUnit, size: int) -> Matrices:
 
 @torch.no_grad()
 def write_matrices(unit: AttentionUnit, matrices: Matrices) -> None:
-    """Copy matrices of the unit's own sizes into its parameters."""
+    """Copy matrices, which must have the unit's sizes, into its parameters."""
     pairs = zip(unit.projections, (matrices.query, matrices.key, matrices.value), strict=False)
     for projection, (weight, bias) in pairs:
         projection.view(projection.weight.detach()).copy_(weight)
@@ -150,7 +150,7 @@ def _split(
     augmented: Tensor,  # (heads, m or m + 1, size)
     old: Heads,
 ) -> Heads:
-    """Return a matrix and its bias row; where there never was a bias the row is zero, and is left out."""
+    """Return a matrix and its bias row; where there was no bias the row is zero, and is left out."""
     weight, bias = old
     rows = weight.shape[1]
     return augmented[:, :rows], None if bias is None else augmented[:, rows]
@@ -167,8 +167,8 @@ def rebalance(
 ) -> tuple[Tensor, Tensor]:  # (..., m, rank), (..., n, rank)
     """Return the spectral factors of ``U Vᵀ``: its best approximation of that rank, with equal shares of √Σ.
 
-    The SVD is that of the k×k core between two thin QR decompositions; nothing m×n is formed. Half types are computed
-    in float32.
+    The SVD is that of the k×k core between two thin QR decompositions; nothing m×n is formed. Half precision is
+    computed in float32.
     """
     half = U.dtype in (torch.float16, torch.bfloat16)
     (Q, R), (P, T) = (torch.linalg.qr(factor.float() if half else factor) for factor in (U, V))
@@ -198,7 +198,7 @@ def stacked_by_group(
     factor: Tensor,  # (heads, m, k)
     groups: int,
 ) -> Tensor:  # (heads / groups, groups·m, k)
-    """Return the matrices of the query heads that share one K/V head, one below the other.
+    """Return the matrices of the query heads that share one K/V head, stacked by rows.
 
     The SVD of the stack times the shared matrix is the best choice for all of them together.
     """

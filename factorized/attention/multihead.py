@@ -11,14 +11,14 @@ from factorized.attention.unit import Shrunk
 
 
 class ShrunkMultiheadAttention(nn.Module):
-    """Attention with the signature of ``nn.MultiheadAttention``, whose heads have any size, and two of them.
+    """Attention with the signature of ``nn.MultiheadAttention``, and any head size for queries and keys and for values.
 
-    ``qk_size`` is that of queries and keys, ``ov_size`` that of values; ``scale`` multiplies the scores. Its state dict
-    holds ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, each a weight and a bias, where that of the dense module
-    holds ``in_proj_weight`` and ``in_proj_bias`` for the first three.
+    ``qk_size`` is the head size of queries and keys, ``ov_size`` that of values; ``scale`` multiplies the scores. The
+    state dict holds a weight and a bias for each of ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``; that of the
+    dense module holds ``in_proj_weight`` and ``in_proj_bias`` for the first three.
     """
 
-    # Torch's encoder layer asks for these before it takes a fast path that knows no such module.
+    # Torch's encoder layer checks these before it takes a fast path that does not support this module.
     in_proj_weight = None
     in_proj_bias = None
     _qkv_same_embed_dim = False
@@ -87,7 +87,9 @@ class ShrunkMultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, as ``nn.MultiheadAttention`` does."""
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal is a hint about attn_mask: give that mask as well, as to nn.MultiheadAttention")
+            raise ValueError(
+                "is_causal is a hint about attn_mask: pass that mask as well, as for nn.MultiheadAttention"
+            )
         is_batched = _is_batched(query, key, value)
         if not is_batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -96,12 +98,12 @@ class ShrunkMultiheadAttention(nn.Module):
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         if not key.shape[:-1] == value.shape[:-1] == (query.shape[0], key.shape[1]):
             raise ValueError(
-                "query, key and value must be of one batch, and key and value of one length, got "
+                "query, key and value must have the same batch size, and key and value the same length, got "
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)} with the batch first"
             )
         q, k, v = self._by_head(self.q_proj(query)), self._by_head(self.k_proj(key)), self._by_head(self.v_proj(value))
         mask = self._merged(attn_mask, key_padding_mask, q, k)
-        # As in nn.MultiheadAttention: the hint then counts, and not the mask, for a zero to attend to as well.
+        # As in nn.MultiheadAttention, the hint then replaces the mask, also with add_zero_attn.
         only_causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if only_causal else mask
         if self.add_zero_attn:
@@ -156,7 +158,7 @@ class ShrunkMultiheadAttention(nn.Module):
 
 
 def is_shrunk_multihead(module: nn.Module) -> bool:
-    """Return whether a module is what ``nn.MultiheadAttention`` became."""
+    """Return whether a module is a shrunk ``nn.MultiheadAttention``."""
     return isinstance(module, ShrunkMultiheadAttention)
 
 
@@ -188,11 +190,11 @@ def _is_batched(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _check_mask(name: str, mask: Tensor, *allowed: tuple[int, ...]) -> None:
-    """Raise where adding ``mask`` to the scores would broadcast, or mean something else, in silence."""
+    """Raise where adding ``mask`` to the scores would silently broadcast or mean something else."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"{name} must be bool (True: not attended to) or floating point (added to the scores), got "
-            f"{str(mask.dtype).removeprefix('torch.')}; of ones where attention is allowed, give mask == 0"
+            f"{str(mask.dtype).removeprefix('torch.')}; if it is 1 where attention is allowed, pass mask == 0"
         )
     if tuple(mask.shape) not in allowed:
         raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {tuple(mask.shape)}")
@@ -204,7 +206,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype)
 
 
-_KEPT_OFF = "nested_before_shrinking"  # the mark of an encoder that took nested tensors before its attention could not
+_KEPT_OFF = "nested_before_shrinking"  # marks an encoder that used nested tensors before its attention was shrunk
 
 
 def keep_off_nested_tensors(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from factorized.attention.unit import AttentionUnit
 
 Adapter = Callable[[Any], AttentionUnit]  # of a module of its class
 
-# Of transformers, by name, so that it is not imported.
+# Classes of transformers, by name, so that it is not imported.
 KNOWN: dict[str, Adapter] = {
     "transformers.models.bert.modeling_bert.BertAttention": BERT,
     "transformers.models.roberta.modeling_roberta.RobertaAttention": BERT,
@@ -26,14 +26,14 @@ KNOWN: dict[str, Adapter] = {
     "transformers.models.mistral.modeling_mistral.MistralAttention": LLAMA,
     "transformers.models.vit.modeling_vit.ViTAttention": VIT,
 }
-# Of torch, and what its class becomes.
+# The class of torch, and its shrunk version.
 TORCH: dict[type[nn.Module], Adapter] = {
     nn.MultiheadAttention: read_multihead,
     ShrunkMultiheadAttention: read_shrunk,
 }
 _registered: dict[type[nn.Module], Adapter] = {}  # by calls of ``register_attention`` alone
 
-CALLED = ("attention", "attn", "mha")  # words in the names of classes that are attention
+CALLED = ("attention", "attn", "mha")  # words in the names of attention classes
 FIVE_LINES = """fz.register_attention(
     {name},
     query="...", key="...", value="...", output="...",  # of its linears: {linears}
@@ -43,7 +43,7 @@ FIVE_LINES = """fz.register_attention(
 
 @dataclass(frozen=True)
 class Found:
-    """An attention module of a model: read, or with the reason why it cannot be."""
+    """An attention module of a model: read, or with the reason why it could not be."""
 
     name: str
     module: nn.Module
@@ -64,26 +64,26 @@ def register_attention(
     scale: str | None = None,
     rotary: bool = False,
 ) -> None:
-    """Tell the library where an attention class of yours keeps its matrices; subclasses are read alike.
+    """Tell the library where an attention class of yours keeps its matrices; this holds for subclasses too.
 
-    All arguments but the last are dotted names inside the module. Calling it again for a class replaces what was said.
-    Before heads of the class are first cut, one module is run with and without its heads cut, on noise or on the
-    ``example_input`` of ``fz.plan``: a registration that does not fit is refused.
+    All arguments but the last are dotted names inside the module. Calling it again for a class replaces the
+    registration. Before heads of the class are first cut, one module is run with and without its heads cut, on noise or
+    on the ``example_input`` of ``fz.plan``; a registration that does not fit raises.
 
     Args:
         cls: the attention class.
-        query: its ``nn.Linear``; the same name for ``query``, ``key`` and ``value`` means one that packs them: all
-            queries first, then all keys, then all values, and not head by head.
+        query: its ``nn.Linear``; the same name for ``query``, ``key`` and ``value`` means one layer that packs
+            them: all queries first, then all keys, then all values, not head by head.
         key: likewise.
         value: likewise.
         output: the linear after the heads.
         heads: the attribute with the number of query heads.
         kv_heads: the attribute with the number of key and value heads, where those are shared.
         head_size: the attribute that ``forward`` splits heads by. Given with ``scale``, shrunk heads are narrower
-            everywhere; otherwise they are padded between the projections, which shrinks the weights alone.
+            everywhere; otherwise they are padded between the projections, which shrinks only the weights.
         scale: the attribute with the softmax scale; leave it out where ``forward`` computes the scale itself.
-        rotary: whether queries and keys are turned by their positions, or changed in another way between the two
-            matrices (a norm), so that QK is no single form.
+        rotary: whether queries and keys are rotated by position, or changed in another way (such as a norm), between
+            the two matrices, so that QK is not a single form.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"cls must be a class of nn.Module, got {cls!r}")
@@ -102,7 +102,7 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return whether the library itself has the adapter of this very class: not by registration, not of a parent."""
+    """Return whether the library has an adapter for exactly this class, neither registered nor for a parent class."""
     return type(module) not in _registered and _known_adapter(type(module)) is not None
 
 
@@ -111,7 +111,7 @@ def _known_adapter(cls: type) -> Adapter | None:
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Return whether a class is called attention and holds projections, and nothing inside it is attention instead."""
+    """Return whether a class is named like attention and holds projections, and no module inside is the attention."""
     if not any(word in type(module).__name__.lower() for word in CALLED):
         return False
     linears, inside = len(_linears(module)), [child for child in module.modules() if child is not module]
@@ -121,10 +121,10 @@ def looks_like_attention(module: nn.Module) -> bool:
 
 
 def _lacks_output(inner: nn.Module, linears: int) -> bool:
-    """Return whether ``inner``, called attention too, leaves the output to the module around it, as BERT's does.
+    """Return whether ``inner``, also named like attention, leaves the output to the module around it, as in BERT.
 
-    The module around it then has one linear more. Two and four linears are whole by themselves: packed inputs and an
-    output, or three and an output.
+    The outer module then has one more linear. Two linears (packed inputs and an output) and four (three inputs and an
+    output) are complete.
     """
     count = len(_linears(inner))
     return count not in (2, 4) and linears == count + 1
@@ -137,7 +137,7 @@ def _linears(module: nn.Module) -> list[str]:
 
 
 def read_attention(name: str, module: nn.Module) -> Found | None:
-    """Return ``module`` as an attention module, or None where it is none that has an adapter."""
+    """Return ``module`` as an attention module, or None if it has no adapter."""
     adapter = adapter_of(module)
     if adapter is None:
         return None
@@ -158,7 +158,10 @@ def find_attention(model: nn.Module) -> Iterator[Found]:
             cls = type(module)
             call = FIVE_LINES.format(name=cls.__name__, linears=", ".join(_linears(module)))
             found = Found(
-                name, module, None, f"nobody registered {cls.__qualname__} of {cls.__module__}; do so with\n{call}"
+                name,
+                module,
+                None,
+                f"{cls.__qualname__} of {cls.__module__} is not registered; register it with\n{call}",
             )
         if found is not None:
             inside.append(name)

@@ -1,4 +1,4 @@
-"""Attention modules of other head sizes: built beside the old one, which is not touched."""
+"""Attention modules with other head sizes: new modules, which leave the old one unchanged."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SMALLEST: dict[type[nn.Module], tuple[object, ...]] = {
 
 
 def shrunk_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | None) -> nn.Module:
-    """Return a module like the unit's with heads of these sizes, holding ``matrices``; None leaves them unfilled.
+    """Return a module like the unit's with heads of these sizes, holding ``matrices`` (None leaves them unfilled).
 
-    ``nn.MultiheadAttention`` becomes a ``ShrunkMultiheadAttention``. Every other class stays what it is: where its
+    ``nn.MultiheadAttention`` becomes a ``ShrunkMultiheadAttention``. Every other class stays the same: where its
     ``forward`` has one head size for all, the smaller of the two ranks is padded between the projections.
     """
     if isinstance(unit.module, nn.MultiheadAttention):
@@ -38,7 +38,7 @@ def shrunk_module(unit: AttentionUnit, qk: int, ov: int, matrices: Matrices | No
 
 
 def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> nn.Module:
-    """Return the plain module of a shrunk unit: one head ``size`` for all, which must be the dense one for some."""
+    """Return the plain module of a shrunk unit: one head ``size`` for all, which some classes fix to the dense one."""
     dense = dense_multihead(unit.module)
     if dense is not None:
         return _filled(materialized(dense, unit.output.weight), unit, matrices)
@@ -50,9 +50,9 @@ def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> n
 
 
 def lowered_module(unit: AttentionUnit) -> nn.Module | None:
-    """Return the module of a shrunk unit with plain layers around its heads, whose sizes stay; None where it cannot be.
+    """Return the module of a shrunk unit with plain layers around its heads, whose sizes stay; None if impossible.
 
-    Zeros that a head is padded with are plain layers of their own.
+    Padding heads with zeros is done by plain layers too.
     """
     if isinstance(unit.module, ShrunkMultiheadAttention):
         return None
@@ -71,12 +71,12 @@ def lowered_module(unit: AttentionUnit) -> nn.Module | None:
 
 
 def plain_size(unit: AttentionUnit) -> int:
-    """Return the smallest head size at which the unit's own class holds what is in the unit now."""
+    """Return the smallest head size at which the unit's class can hold its present matrices."""
     return max(unit.query.head_size, unit.value.head_size) if unit.resizable else unit.head_size
 
 
 def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn.Module:
-    trains: dict[nn.Parameter, bool] = {}  # a packed parameter does if one of those that go into it did
+    trains: dict[nn.Parameter, bool] = {}  # a packed parameter trains if any of its parts did
     for part, was in zip(read_unit(new).projections, old.projections, strict=True):
         trains[part.weight] = trains.get(part.weight, False) or was.weight.requires_grad
         if part.bias is not None:
@@ -89,7 +89,7 @@ def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn
         vars(part.weight).update(vars(was.weight))
         if part.bias is not None and was.bias is not None:
             vars(part.bias).update(vars(was.bias))
-    if type(new) is not type(old.module):  # nn.MultiheadAttention; a copy of any other class has them
+    if type(new) is not type(old.module):  # nn.MultiheadAttention; copies of other classes have them
         _copy_added(old.module, new)
     new.training = old.module.training
     for parameter, does in trains.items():
@@ -106,7 +106,7 @@ def _copy_added(old: nn.Module, new: nn.Module) -> None:
 
 
 def read_unit(module: nn.Module) -> AttentionUnit:
-    """Return an attention module, read; raise where that cannot be done."""
+    """Read an attention module; raise if that is not possible."""
     found = read_attention("", module)
     if found is None or found.unit is None:
         raise ValueError(f"{type(module).__name__} cannot be read as attention: {found and found.reason}")
@@ -114,7 +114,7 @@ def read_unit(module: nn.Module) -> AttentionUnit:
 
 
 def _resized(unit: AttentionUnit, qk: int, ov: int, size: int, note: Shrunk) -> nn.Module:
-    """Return a copy of the unit's module with new projections; all else in it is shared, not copied."""
+    """Return a copy of the unit's module with new projections; everything else is shared, not copied."""
     layers: dict[str, nn.Module] = {}
     for path in dict.fromkeys(projection.path for projection in (unit.query, unit.key, unit.value)):
         held = [p for p in (unit.query, unit.key, unit.value) if p.path == path]
@@ -154,7 +154,7 @@ def _plain_layer(
 
 
 def materialized(layer: nn.Module, like: torch.Tensor) -> nn.Module:
-    """Give the parameters of a layer on the meta device memory where, and of the type that, ``like`` is."""
+    """Allocate the parameters of a layer on the meta device, with the device and type of ``like``."""
     for module in layer.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -166,11 +166,11 @@ def materialized(layer: nn.Module, like: torch.Tensor) -> nn.Module:
 def grafted(module: nn.Module, changes: Mapping[str, object]) -> nn.Module:
     """Return a copy of ``module`` with the attributes at dotted paths changed; everything else is shared with it."""
     new = type(module).__new__(type(module))
-    # The containers are the copy's own, so that nothing put into it reaches the original; but for those of hooks, which
-    # the handles that were given out for them refer to.
+    # The copy has its own containers, so that nothing put into it reaches the original. Those of hooks are shared,
+    # because the handles that were given out refer to them.
     own = {k for k, v in module.__dict__.items() if isinstance(v, (dict, set)) and "_hooks" not in k}
     new.__dict__ = {k: v.copy() if k in own else v for k, v in module.__dict__.items()}
-    new.__dict__.pop("_compiled_call_impl", None)  # of module.compile(): it would go on calling the original
+    new.__dict__.pop("_compiled_call_impl", None)  # of module.compile(): it would keep calling the original
     inner: dict[str, dict[str, object]] = {}
     for path, value in changes.items():
         first, _, rest = path.partition(".")

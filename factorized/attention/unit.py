@@ -1,4 +1,4 @@
-"""What an adapter gives: the four projections of an attention module, as views over heads."""
+"""The result of an adapter: the four projections of an attention module, as views over heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMS: tuple[FormName, ...] = ("qk", "ov")
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The note that ``fz.factorize_attention`` leaves on a module: its head size before, and what its heads have now.
+    """The note that ``fz.factorize_attention`` leaves on a module: its head size before, and its sizes now.
 
     The module holds it as its attribute ``shrunk``.
     """
@@ -22,7 +22,7 @@ class Shrunk:
     head_size: int
     qk: int
     ov: int
-    added_bias: bool = False  # whether the output has got a bias, for value biases to be folded into
+    added_bias: bool = False  # whether an output bias was added, into which value biases are folded
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +34,9 @@ class Projection:
     bias: nn.Parameter | None
     heads: int
     head_size: int
-    dim: int  # along which the heads lie in the weight: 0 for the rows of a Linear, 1 for its columns
+    dim: int  # of the weight, along which the heads lie: 0 for the rows of a Linear, 1 for its columns
     start: int = 0  # where this projection begins along that dimension, in a packed weight
-    bias_start: int | None = None  # where it begins in the bias, if not there: a bias may be packed by itself
+    bias_start: int | None = None  # the same in the bias, if different: it may be packed where weights are not
 
     @property
     def size(self) -> int:
@@ -71,7 +71,7 @@ class AttentionUnit:
     key: Projection
     value: Projection
     output: Projection
-    rotary: bool  # queries and keys are turned by position between the two matrices
+    rotary: bool  # queries and keys are rotated by position between the two matrices
     head_size: int
     resizable: tuple[str, ...] = ()  # dotted attributes: the head size that ``forward`` reads, the size of all heads
     one_size: bool = True  # whether ``forward`` has one head size for queries, keys and values
@@ -84,7 +84,7 @@ class AttentionUnit:
 
     @property
     def shrunk(self) -> Shrunk | None:
-        """What was done to the module, if anything."""
+        """The note of how the module was shrunk, if it was."""
         return shrunk_note(self.module)
 
     @property

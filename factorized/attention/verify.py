@@ -1,4 +1,4 @@
-"""Checking a registration: an attention module is run as it is and with its heads cut, where that loses nothing."""
+"""Checking a registration by running a module as it is and with its heads cut, in a case where that loses nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from factorized.attention.resize import plain_module, read_unit, shrunk_module
 from factorized.attention.unit import FORMS, AttentionUnit, FormName
 from factorized.nn.running import ExampleInput, evaluation_mode, run_once
 
-EXACT = 1e-3  # a wrong registration changes the output by about its own size
+EXACT = 1e-3  # a wrong registration changes the output by about 100 %
 TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.05}
-UNCHECKED = "its registration could not be checked; give example_input= for that"
+UNCHECKED = "its registration could not be checked; pass example_input= to check it"
 
 
 @dataclass
@@ -36,9 +36,9 @@ def check_registrations(
 ) -> set[type[nn.Module]]:
     """Raise where a class is registered in a way that does not fit its ``forward``.
 
-    One module of every class is tried: called as it is when ``model`` runs on ``example_input``, with noise for the
-    sequences, or with these alone if its ``forward`` takes nothing else. Returns the classes for which neither could be
-    done. Classes that the library knows are not tried.
+    One module of every class is tried, with noise for its sequences: called as when ``model`` runs on
+    ``example_input``, or with the sequences alone if its ``forward`` takes nothing else. Returns the classes for which
+    neither was possible. Classes that the library knows are not tried.
     """
     firsts: dict[type[nn.Module], str] = {}
     for name, unit in units.items():
@@ -73,8 +73,10 @@ def _refusal(name: str, unit: AttentionUnit, call: Call | None, error: float) ->
     if not wrong:
         look = "head_size= and scale=: leave scale= out if forward computes the scale itself"
     elif wrong == ["qk"]:
-        look = "rotary=: it is True if queries and keys are turned by position, or normed, between their two matrices"
-    effect = f"change its output by {error:.0%}, and should change nothing" if isfinite(error) else "make it fail"
+        look = (
+            "rotary=: set it to True if queries and keys are rotated by position, or normed, between their two matrices"
+        )
+    effect = f"change its output by {error:.0%} instead of leaving it as it was" if isfinite(error) else "make it fail"
     return (
         f"{name or 'the model'}: {type(unit.module).__name__} is registered in a way that does not fit its forward: "
         f"with forms of half the rank, heads of half the size {effect}. Look at {look}. Nothing was changed"
@@ -85,8 +87,8 @@ def _refusal(name: str, unit: AttentionUnit, call: Call | None, error: float) ->
 def _error(unit: AttentionUnit, forms: Collection[FormName], call: Call | None) -> float | None:
     """Return how far the output moves when ``forms`` of half the rank get heads of half the size; None if unknown.
 
-    It is unknown too if the output does not depend on the queries, as that of a sequence of length one. The module has
-    matrices of its own for this, drawn so that scores are neither all alike nor all of one key.
+    It is also unknown if the output does not depend on the queries, as for a sequence of length one. A copy of the
+    module is used, with matrices drawn so that scores are neither all alike nor all on one key.
     """
     if call is None or unit.output.weight.is_meta or type(unit.output.weight) is not nn.Parameter:
         return None
@@ -99,13 +101,13 @@ def _error(unit: AttentionUnit, forms: Collection[FormName], call: Call | None) 
     cut = shrunk_module(read, qk, ov, spectral_matrices(read, qk, ov, forms, may_add_bias=ov < size))
     try:
         expected, unlike = _output(whole, call), _output(other, call)
-    except Exception:  # whatever the forward of a strange class raises where it is given the wrong thing
+    except Exception:  # the forward of an unknown class may raise anything when given the wrong arguments
         return None
     if expected is None or unlike is None or not (expected - unlike).norm() > 0.05 * expected.norm() > 0:
         return None
     try:
         found = _output(cut, call)
-    except Exception:  # a forward that finds other sizes than the registration says
+    except Exception:  # a forward that finds other sizes than those registered
         return float("inf")
     if found is None or found.shape != expected.shape:
         return float("inf")
@@ -113,9 +115,9 @@ def _error(unit: AttentionUnit, forms: Collection[FormName], call: Call | None) 
 
 
 def _output(module: nn.Module, call: Call) -> Tensor | None:
-    given = deepcopy(call)  # a cache among them is written to
+    given = deepcopy(call)  # the call may write to a cache among them
     with evaluation_mode(module):
-        # Not the module itself, which would call hooks that others put there.
+        # Not module(...), which would call other people's hooks.
         return next(_tensors(module.forward(*given.arguments, **given.keywords)), None)
 
 
@@ -170,7 +172,7 @@ def _noise(unit: AttentionUnit) -> Call | None:
 
 
 def _or_noise(value: object, widths: Collection[int]) -> object:
-    """Return noise in the place of a sequence: that of an example may be all zeros."""
+    """Return noise in place of a sequence, because an example may be all zeros."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[-1] in widths):
         return value
     return torch.randn(value.shape, generator=torch.Generator().manual_seed(2)).to(value)
