@@ -13,15 +13,15 @@ from factorized.planning.ranks import Choices, total_cost
 from factorized.planning.solve import Problem
 
 STARVED = 0.05  # of full rank
-DENSE_AFTER, DENSE_BEFORE = 0.5, 0.1  # shares of the model that stay dense, after and before, that starve the rest
-WORTH_NAMING = 0.005  # of the model: what an argument must bring to be named in a warning
+DENSE_AFTER, DENSE_BEFORE = 0.5, 0.1  # dense shares of the model, after and before, from which the rest is starved
+WORTH_NAMING = 0.005  # share of the model that an argument must save to be named in a warning
 
-Change = Mapping[str, Any]  # arguments of fz.plan, to be given instead
+Change = Mapping[str, Any]  # other values for arguments of fz.plan
 Pose = Callable[[Change], Problem]  # the problem with some arguments changed
 
 
 def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose: Pose) -> str:
-    """Return the message for a budget below the floor, with the floors that other arguments would reach."""
+    """Return the message for a budget below the lowest share, with the shares that other arguments would reach."""
     scheme, budget, lowest = problem.scheme, problem.budget, problem.lowest
     allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
     floor = "full rank everywhere, the lowest of Overcomplete," if scheme.least_scale else "rank 1 everywhere"
@@ -76,12 +76,12 @@ def starved(
     return (
         f"{problem.budget} leaves {len(tiny)} layers of {type(model).__name__} below {STARVED:.0%} of full rank, such "
         f"as {tied[0].name!r} at rank {rank} of {item.reference}, because {dense / plan.params:.0%} of the model stays "
-        f'dense. {spread}of="selected" counts it over the factorized layers alone{_unregistered(problem)}'
+        f'dense. {spread}of="selected" counts it over the factorized layers only{_unregistered(problem)}'
     )
 
 
 def _reached(problem: Problem, changes: list[Change], pose: Pose) -> Iterator[tuple[Change, float]]:
-    """Yield the changes that lower the floor, with the floor they reach; several together where none is enough."""
+    """Yield the changes that lower the floor, with the floor they reach; all together where no single one is enough."""
     if not problem.scheme.compresses:
         return
     alone = [(change, low) for change in changes if (low := _floor(pose, change)) < problem.lowest]
@@ -92,7 +92,7 @@ def _reached(problem: Problem, changes: list[Change], pose: Pose) -> Iterator[tu
 
 
 def _floor(pose: Pose, change: Change) -> float:
-    """Return the floor with some arguments changed; 1 where they are refused."""
+    """Return the floor with some arguments changed; 1 where they raise."""
     try:
         return pose(change).lowest
     except ValueError:  # heads whose registration does not fit, say
@@ -106,7 +106,7 @@ def _written(change: Change) -> str:
 
 
 def _unregistered(problem: Problem) -> str:
-    """Return a sentence on attention modules that stay dense because nobody registered their classes, or nothing."""
+    """Return a sentence on attention modules that stay dense because their classes are not registered, or nothing."""
     modules = [c.module for c in problem.candidates if c.reason is not None and looks_like_attention(c.module)]
     names = sorted({type(module).__name__ for module in modules if adapter_of(module) is None})
-    return f". Nobody registered {' and '.join(names)}: see fz.register_attention" if names else ""
+    return f". Not registered as attention: {' and '.join(names)}; see fz.register_attention" if names else ""

@@ -19,12 +19,12 @@ from factorized.planning.plan import AttentionEntry, Entry, Plan, PlanEntry
 from factorized.planning.ranks import Choice
 
 Cost = LayerCost | AttentionCost
-Tied = list[Selected]  # layers that share one weight, the first of them in front; mostly one
-Solved = dict[str, tuple[Cost, Choice | None]]  # cost and choice (None: dense) by the name of the first of the tied
+Tied = list[Selected]  # layers that share one weight, in order; usually just one
+Solved = dict[str, tuple[Cost, Choice | None]]  # cost and choice (None: dense) by the name of the first tied layer
 
 
 def cost_of(tied: Tied, measured: Measured | None) -> Cost:
-    """Return what the weight of some tied layers costs, with the calls of all of them; or what attention does."""
+    """Return the cost of the weight of some tied layers, with the calls of all of them, or the cost of attention."""
     first = tied[0]
     if isinstance(first, AttentionCandidate):
         return _attention_cost(first, measured)
@@ -145,7 +145,7 @@ def attention_entry(candidate: AttentionCandidate, cost: AttentionCost, head_ran
 def attention_plan(
     model: nn.Module, candidates: Sequence[AttentionCandidate], ranks: Mapping[str, tuple[int, int]]
 ) -> Plan:
-    """Return a plan of nothing but attention modules, at the ranks per head given by name."""
+    """Return a plan of attention modules only, at the ranks per head given by name."""
     entries = [attention_entry(c, AttentionCost(c.unit, c.forms), ranks[c.name]) for c in candidates]
     params = count_parameters(model)
     saved = sum(entry.params - entry.params_after for entry in entries)

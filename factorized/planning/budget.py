@@ -1,4 +1,4 @@
-"""The budget of a plan: exactly one of five, checked."""
+"""The budget of a plan: exactly one of five arguments, checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Budget:
     name: str
     value: float
     of: Of = "model"  # what a ratio or macs is a share of
-    multiple_of: int | None = None  # of which ranks are multiples; None: chosen where a budget leaves room
+    multiple_of: int | None = None  # ranks are multiples of it; None: chosen where a budget leaves room
 
     @property
     def is_share(self) -> bool:
@@ -43,7 +43,7 @@ class Budget:
 def read_budget(
     scheme: Scheme, allocate: str, has_example: bool, given: dict[str, float | None], of: Of, multiple_of: int | None
 ) -> Budget:
-    """Return the one budget that was given, or the scheme's own; raise when it makes no sense."""
+    """Return the one budget that was given, or the scheme's default; raise if it is invalid."""
     if not isinstance(scheme, Scheme):
         known = ", ".join(f"{known.__name__}()" for known in SCHEMES)
         raise ValueError(f"scheme must be one of {known}, got {scheme!r}")
@@ -78,7 +78,7 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
             f"{budget.name} must be one number for all layers, got {value!r}; the ranks of one tensor are for "
             "from_dense of a layer, with scheme.at_rank(shape, ranks)"
         )
-    if isinstance(value, int) and abs(value) > LARGEST:  # too long to be shown
+    if isinstance(value, int) and abs(value) > LARGEST:  # too long to show
         raise ValueError(f"{budget.name} must be below {LARGEST:.0e}, got a number of more than 18 digits")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
         raise ValueError(f"{budget.name} must be a number, got {value!r}")
@@ -89,7 +89,7 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
     if value <= 0:
         raise ValueError(f"{budget} is not positive; {_allowed(scheme, budget)}")
     if budget.name == "rank_scale" and value > LARGEST_SCALE:
-        raise ValueError(f"{budget} is above {LARGEST_SCALE}, and multiplies full rank; ask for less")
+        raise ValueError(f"{budget} is above {LARGEST_SCALE}, the largest multiple of full rank; ask for less")
     if budget.name in ("energy", "macs") and not scheme.by_spectrum:
         none = ", or none" if scheme.rank_scale is not None else ""
         raise ValueError(f"{budget} is for LowRank; {type(scheme).__name__} takes ratio=, rank_scale= or rank={none}")

@@ -1,4 +1,4 @@
-"""The modules of a model that a plan lists: layers, attention modules whose heads are cut, and what is neither."""
+"""The modules of a model that a plan lists: layers, attention modules whose heads are cut, and others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from factorized.formats.kernel import KernelShape
 
 @dataclass(kw_only=True)
 class Candidate:
-    """A module with weight matrices, and why it stays as it is; with none, it is of one of the two classes below."""
+    """A module with weight matrices, and why it stays as it is; one without a reason is of a class below."""
 
     name: str
     module: nn.Module
@@ -40,7 +40,7 @@ class AttentionCandidate(Candidate):
 
     unit: AttentionUnit
     forms: tuple[FormName, ...] = ()  # those to shrink
-    note: str | None = None  # what is not certain about it
+    note: str | None = None  # a caveat for the plan
 
     tied_to: ClassVar[None] = None  # attention with tied weights stays dense
 

@@ -23,7 +23,7 @@ from factorized.formats.kernel import KernelShape
 from factorized.nn.held_weight import HeldWeight
 from factorized.nn.running import ExampleInput, run_once
 
-# Torch's counter knows attention on every device but this one, where it would count nothing.
+# Torch's counter supports attention on every device except the CPU, where it would count nothing.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -60,7 +60,7 @@ def measure(
     shapes: Mapping[nn.Module, KernelShape],
     units: Mapping[nn.Module, AttentionUnit] | None = None,
 ) -> Measured:
-    """Run ``model`` once on ``example_input``, without gradients and in evaluation mode, and count."""
+    """Count the MACs of one run of ``model`` on ``example_input``, without gradients and in evaluation mode."""
     _refuse_lazy(model)
     calls: dict[nn.Module, list[Call]] = {module: [] for module in shapes}
     handles = [
@@ -116,7 +116,8 @@ def _refuse_lazy(model: nn.Module) -> None:
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ValueError(
-            f"{lazy} is not initialized yet, and counting on example_input= would do that; run the model once first"
+            f"{lazy} is not initialized yet, and counting MACs on example_input= would initialize it; run the model "
+            "once first"
         )
 
 
@@ -132,12 +133,12 @@ def _record(
     if isinstance(module, nn.Embedding):
         calls.append(Call(x.numel(), looked_up=True))
         return
-    if isinstance(module, nn.EmbeddingBag):  # sums and means are widened once a bag
+    if isinstance(module, nn.EmbeddingBag):  # sums and means are widened once per bag
         by_bag = module.mode != "max" and not module.scale_grad_by_freq
         calls.append(Call(len(y) if by_bag else x.numel(), looked_up=True))
         return
     if is_transposed(module) or isinstance(module, _ConvTransposeNd):
-        x, y = y, x  # it costs what the layer that it transposes costs on its output
+        x, y = y, x  # it costs as much as the layer that it transposes, run on its output
     dims = len(shape.size)
     before, after = (tuple(t.shape[t.dim() - dims :]) for t in (x, y))
     calls.append(Call(y.numel() // shape.out_channels // prod(after), before, after))

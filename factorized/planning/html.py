@@ -10,7 +10,7 @@ from factorized.planning.table import everything_else, short_count
 if TYPE_CHECKING:
     from factorized.planning.plan import Entry, Plan
 
-# All rules are inside one class, so that a notebook's own page is left as it is.
+# All rules are inside one class, so that they do not affect a notebook's page.
 STYLE = """
 .factorized-plan { color-scheme: light dark; --page: #fbfbfa; --text: #1d1f23; --soft: #686d76; --line: #e6e6e3;
   --dense: #d6e0ee; --kept: #2f6db5; --idle: #e4e4e1;
@@ -78,7 +78,7 @@ html { background: #fbfbfa; }
 
 
 def plan_page(plan: Plan) -> str:
-    """Return one HTML page that draws the plan: its totals, then a bar per layer; it loads nothing and runs nothing."""
+    """Return one HTML page that draws the plan: its totals, then a bar per layer; it loads nothing and runs no code."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -98,7 +98,7 @@ def plan_page(plan: Plan) -> str:
 
 
 def plan_fragment(plan: Plan) -> str:
-    """Return the same for a cell of a notebook, its layers folded away, with rules that reach nothing outside it."""
+    """Return the same for a notebook cell, with its layers collapsed and styles that affect nothing outside it."""
     return f"""<style>{STYLE}</style>
 <div class="factorized-plan">
 {_heading(plan)}

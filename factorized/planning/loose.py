@@ -1,4 +1,4 @@
-"""Matrices that no layer holds: parameters of somebody's module, stacks of experts."""
+"""Matrices that no layer holds: parameters of custom modules, stacks of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are multiples of a number, which matrix products on GPUs are faster with."""
+"""Ranks that are multiples of a number, for faster matrix products on GPUs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from factorized.planning.ranks import Choice, Choices, Item
 
-WIDE = 512  # the longer side from which on a matrix's rank is rounded unasked
-# Multiples that are chosen, and the least rank for each, so that layers stay near the common scale. A multiple of 8 is
-# what counts: at rank 500, an H200 takes 2.5 times as long as at 512 (benchmarks/multiples.py). Larger ones add little.
+WIDE = 512  # the longer side from which a matrix's rank is rounded by default
+# Multiples that are chosen, and the least rank for each, so that layers stay near the common scale. A multiple of 8
+# matters most: at rank 500 an H200 takes 2.5 times as long as at 512 (benchmarks/multiples.py). Larger ones add
+# little.
 CHOSEN = {64: 512, 32: 256, 16: 128, 8: 16}
-OF_BUDGET = 0.01  # the cheapest step costs at most this share of the budget: what rounding can leave unspent
+OF_BUDGET = 0.01  # the cheapest step costs at most this share of the budget, which rounding can leave unspent
 
 
 def chosen_multiples(items: Sequence[Item], exact: Choices, budget: int) -> list[int]:
@@ -35,9 +36,9 @@ def _step(item: Item, choice: Choice) -> int:
 
 
 def in_multiples(item: Item, multiple: int) -> Item:
-    """Return the item with ranks that are multiples, by which a budget is then spent.
+    """Return the item with ranks restricted to multiples.
 
-    A layer that only ranks below the first multiple make smaller keeps all of its ranks.
+    A layer that shrinks only at ranks below the first multiple keeps all of its ranks.
     """
     with_rank = item.with_rank
     if with_rank is None or multiple == 1:
@@ -58,7 +59,7 @@ def in_multiples(item: Item, multiple: int) -> Item:
 
 
 def to_multiple(item: Item, choice: Choice, multiple: int, divide: Callable[[float], int] = round) -> Choice:
-    """Return a choice with its rank rounded to a multiple, by ``divide`` to the nearest unless it is ``math.ceil``."""
+    """Return a choice with its rank rounded to a multiple: to the nearest, or up if ``divide`` is ``math.ceil``."""
     rounded = in_multiples(item, multiple)
     if rounded is item or item.with_rank is None:
         return choice

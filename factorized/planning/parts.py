@@ -1,4 +1,4 @@
-"""Where the parameters of a model are: every one of them is in one entry of a plan, or in the last part."""
+"""Where the parameters of a model are: each is in one entry of a plan, or in the last part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = ("embeddings", "attention", "other layers", REST)
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a model: what it holds before and after."""
+    """One part of a model: its parameters before and after."""
 
     name: str
     params: int

@@ -1,4 +1,4 @@
-"""Patterns that name modules in ``include=`` and ``exclude=``: names, globs, and types, of containers too."""
+"""Patterns that name modules in ``include=`` and ``exclude=``: names, globs and types of layers or of containers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def matches(patterns: Sequence[Pattern], names: Iterable[str], modules: Modules)
 
 
 def _places(name: str) -> list[str]:
-    """Return the dotted names of a module and of all containers around it, the model's own included."""
+    """Return the dotted names of a module and of all containers around it, including the model."""
     return [name, *(name[:index] for index, letter in enumerate(name) if letter == "."), ""]
 
 

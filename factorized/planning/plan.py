@@ -1,4 +1,4 @@
-"""What a plan is: one entry per layer, with its rank or the reason why it is left alone."""
+"""The plan: one entry per layer, with its rank or the reason why it stays dense."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PlanEntry:
 
     @property
     def rank_text(self) -> str:
-        """The rank as tables show it, of a tensor all of them."""
+        """The rank as tables show it; all ranks of a tensor."""
         return "x".join(map(str, self.rank)) if isinstance(self.rank, tuple) else str(self.rank or "")
 
 
@@ -65,14 +65,14 @@ class AttentionEntry:
     type: str  # of the dense module
     shape: tuple[int, int]  # heads, head size
     head_ranks: tuple[int, int]  # the sizes of a head's QK and OV
-    forms: tuple[str, ...] = ()  # those that are shrunk; none where it stays dense
+    forms: tuple[str, ...] = ()  # those that are shrunk; empty where it stays dense
     reason: str | None = None  # why it stays dense
     aliases: tuple[str, ...] = ()  # other names under which the model holds the same module
     params: int = 0  # of the four projections and their biases
     params_after: int = 0
     macs: int | None = None  # None without an example input
     macs_after: int | None = None
-    note: str | None = None  # what is not certain about it
+    note: str | None = None  # a caveat, such as a registration that could not be checked
 
     is_attention: ClassVar[bool] = True
     tied_to: ClassVar[None] = None  # attention with tied weights stays dense
@@ -84,7 +84,7 @@ class AttentionEntry:
 
     @property
     def rank_text(self) -> str:
-        """The size of a head as tables show it, of both forms where they differ."""
+        """The head size as tables show it; both sizes where the forms differ."""
         qk, ov = self.head_ranks
         return str(qk) if qk == ov else f"qk {qk}, ov {ov}"
 
@@ -94,7 +94,7 @@ Entry = PlanEntry | AttentionEntry
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers of a model are factorized and at which ranks; ``print`` it, or give it to ``fz.factorize``."""
+    """Which layers of a model are factorized and at which ranks; ``print`` it, or pass it to ``fz.factorize``."""
 
     model: str  # the class the plan was made for
     scheme: Scheme
@@ -181,7 +181,7 @@ def _entry_to_dict(entry: Entry) -> dict[str, Any]:
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     if isinstance(entry, PlanEntry) and entry.format is not None:
         shape = entry.format.shape
-        # a stack of matrices is read as one below the other
+        # a stack of matrices is read as one matrix, stacked by rows
         stacked = {} if shape.weight_shape == entry.shape else {"stacked": True}
         own = {"groups": shape.groups, "row_dims": shape.row_dims, **stacked}
         plain["format"] = {**own, **entry.format.to_dict()}

@@ -36,7 +36,7 @@ Allocate = Literal["uniform", "spectrum"]
 class PlanOptions(TypedDict, total=False):
     """The keyword arguments of ``fz.plan``, for functions that pass them on as ``**options: Unpack[PlanOptions]``.
 
-    That keeps the list in one place, beside the signature that documents it; type checkers know the names.
+    This keeps the list in one place, next to the signature that documents it, and type checkers see the names.
     """
 
     ratio: float | None
@@ -79,29 +79,29 @@ def plan(
     Exactly one of ``ratio``, ``rank_scale``, ``rank``, ``energy`` and ``macs`` is given; ``Overcomplete`` needs none.
 
     Args:
-        model: any ``nn.Module``, on the meta device too.
+        model: any ``nn.Module``, also one on the meta device.
         scheme: ``LowRank()`` unless given.
-        ratio: parameters of the whole model after over before; never exceeded, and met to one rank step.
-        rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))`` else;
-            of tensors as ``TensorTrain`` and ``Tucker`` say.
+        ratio: parameters of the whole model after, relative to before; never exceeded, and met to one rank step.
+        rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))``
+            otherwise; for tensors see ``TensorTrain`` and ``Tucker``.
         rank: the same rank everywhere; layers that it would not make smaller stay dense.
         energy: share of each layer's squared singular values to keep.
-        macs: multiply-accumulates of the whole model after over before, on ``example_input``.
-        of: what ``ratio`` and ``macs`` are a share of: the whole ``"model"``, or the ``"selected"`` layers alone.
+        macs: multiply-accumulates of the whole model after, relative to before, on ``example_input``.
+        of: what ``ratio`` and ``macs`` are a share of: the whole ``"model"``, or only the ``"selected"`` layers.
         example_input: what the model's forward takes (a tensor, a tuple, a dict); fills the plan's MACs.
         allocate: ``"uniform"`` spends a budget at one rank scale (the paper), ``"spectrum"`` where the singular values
-            of the weights at hand earn most.
-        multiple_of: round ranks to multiples of this number, within the budget (``energy`` rounds up). Unless given,
+            of the given weights gain most.
+        multiple_of: round ranks to multiples of this number, within the budget (``energy`` rounds up). By default,
             a ``ratio`` or ``macs`` rounds the ranks of matrices with a side of 512 or more to multiples of 8 to 64, as
             far as that leaves less than 1 % of the budget unspent: GPUs multiply those faster. 1 rounds nothing.
         include: only these layers: names, globs or types, of the layers or of containers around them.
         exclude: not these.
-        min_size: leave layers with fewer parameters dense; unless given, those with less than 1/50,000 of the model's.
+        min_size: leave layers with fewer parameters dense; by default those with less than 1/50,000 of the model's.
         keep_first_and_last: leave the first and last layer dense, as the paper does, unless ``include`` names them.
-        attention: ``"layers"``, which is the default, takes every projection for a layer like any other; ``"heads"``
-            gives the heads of every attention module fewer dimensions (the paper), by both of its forms (OV alone under
-            rotary embeddings) or by those given, ``("qk", "ov")`` or one of them; ``False`` leaves attention as it is,
-            but for projections that ``include`` names.
+        attention: ``"layers"``, the default, treats every projection as a layer like any other; ``"heads"`` gives the
+            heads of every attention module fewer dimensions (the paper), in both forms (only OV under rotary
+            embeddings) or in those given, ``("qk", "ov")`` or one of them; ``False`` leaves attention as it is, except
+            for projections that ``include`` names.
     """
     check_model(model)
     scheme = LowRank() if scheme is None else scheme
@@ -119,7 +119,7 @@ def plan(
     )
 
     def posed(change: Change) -> Problem:
-        changed: PlanOptions = {**options, **change}  # type: ignore[typeddict-item]
+        changed: PlanOptions = {**options, **change}  # type: ignore[typeddict-item]  # its keys are options
         own = replace(budget, multiple_of=changed["multiple_of"])
         return pose(model, scheme, own, _candidates(model, scheme, changed, example_input), example_input)
 
@@ -166,7 +166,7 @@ def _candidates(
 
 
 def _made(model: nn.Module, problem: Problem, choices: Choices) -> Plan:
-    """Return the plan: an entry for every candidate and every matrix that none of them holds, and the model's parts."""
+    """Return the plan: an entry for every candidate and every matrix outside them, and the model's parts."""
     zipped = zip(problem.weights, problem.costs, choices, strict=True)
     solved = {tied[0].name: (cost, choice) for tied, cost, choice in zipped}
     made = assemble(model, problem.scheme, problem.budget, problem.candidates, solved, problem.measured)
@@ -175,7 +175,7 @@ def _made(model: nn.Module, problem: Problem, choices: Choices) -> Plan:
 
 
 def _changes(scheme: Scheme, options: PlanOptions) -> list[Change]:
-    """Return the changes of arguments that can let a budget reach further, one at a time."""
+    """Return the argument changes that may bring a lower budget within reach, one at a time."""
     changes: list[Change] = []
     if options["attention"] not in (None, "layers"):
         changes.append({"attention": "layers"})

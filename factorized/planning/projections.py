@@ -1,4 +1,4 @@
-"""What ``attention=`` means: projections that are layers like any other, heads that are cut, or neither."""
+"""The meaning of ``attention=``: projections as ordinary layers, heads that are cut, or neither."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from factorized.planning.pattern import Modules, Pattern, matches, names_part
 from factorized.planning.replaceable import why_not_shrunk, why_tied
 
 AttentionOption = Literal["layers", "heads", False] | Sequence[FormName]  # as the user writes it; None: "layers"
-Attention = Literal["layers"] | tuple[FormName, ...]  # as it is meant: the forms to shrink, none where it is False
+Attention = Literal["layers"] | tuple[FormName, ...]  # after reading: the forms to shrink, none for False
 
-ALREADY = "already factorized; fz.truncate lowers its rank, and to choose it anew fz.compose the model first"
+ALREADY = "already factorized; fz.truncate lowers its rank; to choose another one, call fz.compose on the model first"
 
 
 def read_option(attention: AttentionOption | None, scheme: Scheme) -> Attention:
-    """Return what ``attention=`` asks for; raise when it makes no sense."""
+    """Return what ``attention=`` asks for; raise if it is invalid."""
     if attention is None or attention == "layers":
         return "layers"
     if attention is False:
@@ -42,12 +42,12 @@ def opens(
     include: Sequence[Pattern] | None,
     modules: Modules,
 ) -> bool:
-    """Return whether the layers inside an attention module are candidates, and not the module as a whole.
+    """Return whether the layers inside an attention module are candidates, rather than the module as a whole.
 
-    ``include`` opens it by a name or glob of a projection, unless it names the whole module too.
+    ``include`` opens it by naming a projection (by name or glob), unless it also names the whole module.
     """
     if isinstance(read.module, nn.MultiheadAttention) or shrunk_note(read.module) is not None:
-        return False  # projections that are parameters of the module, or no dense layers any more
+        return False  # projections that are parameters of the module, or no longer dense layers
     if attention == "layers":
         return True
     names = [name for name, module in modules.items() if module is read.module]
@@ -64,7 +64,7 @@ def attention_candidate(read: Found, names: Sequence[str], attention: Attention)
     elif not attention:
         reason = "attention=False leaves attention as it is"
     elif adapter_of(read.module) is None:
-        reason = 'nobody registered this class of attention: see fz.register_attention, or use attention="layers"'
+        reason = 'this class of attention is not registered: see fz.register_attention, or use attention="layers"'
     elif read.unit is None:
         reason = f"its heads cannot be shrunk: {read.reason}"
     if read.unit is None:
@@ -78,7 +78,7 @@ def choose_forms(
     forms: tuple[FormName, ...],
     example_input: ExampleInput | None = None,
 ) -> None:
-    """Note which forms of every attention module are shrunk, or why none is; refuse a wrong registration."""
+    """Set which forms of every attention module are shrunk, or why none is; raise for a wrong registration."""
     tied = why_tied(model, [candidate.unit for candidate in candidates])
     for candidate in candidates:
         unit = candidate.unit
@@ -86,7 +86,7 @@ def choose_forms(
             continue
         candidate.forms = tuple(form for form in forms if not (form == "qk" and unit.rotary))
         if not candidate.forms:
-            candidate.reason = "rotary embeddings turn its queries and keys, so that QK is no single form"
+            candidate.reason = "rotary embeddings rotate its queries and keys, so that QK is not a single form"
         else:
             candidate.reason = why_not_shrunk(unit) or tied.get(unit.module)
     chosen = [candidate for candidate in candidates if candidate.reason is None]

@@ -12,7 +12,7 @@ from typing import Any
 
 Choice = Any  # a format, or the rank of an attention head
 Choices = list[Choice | None]  # None: the layer stays dense
-ENOUGH_NEAR = 3000  # ranks of one tensor to choose from, where others than the common scale's are needed
+ENOUGH_NEAR = 3000  # most ranks of one tensor to try around those of the common scale
 Step = tuple[int, int, Choice | None]  # extra cost, of which layer, its new choice
 
 
@@ -20,16 +20,16 @@ Step = tuple[int, int, Choice | None]  # extra cost, of which layer, its new cho
 class Item:
     """One layer to spend the budget on, and what it may become."""
 
-    cost: Callable[[Choice | None], int]  # of a choice, growing with its ranks; of the dense layer for None
-    at_scale: Callable[[float], Choice]  # the scheme's choice at a rank scale, growing with it
+    cost: Callable[[Choice | None], int]  # of a choice, increasing with its ranks; None is the dense layer
+    at_scale: Callable[[float], Choice]  # the scheme's choice at a rank scale, increasing with it
     reference: int  # what the scale multiplies, before rounding
-    may_stay_dense: bool  # a choice that costs more than the dense layer is no use, unless overcomplete
+    may_stay_dense: bool  # True unless overcomplete: a choice that costs more than the dense layer is useless
     higher: Callable[[Choice], Sequence[Choice]]  # the next choices up
     lower: Callable[[Choice], Sequence[Choice]]  # and down
     ranks: Callable[[Choice], tuple[int, ...]]  # of a choice
-    coarse: bool = False  # a step of its ranks may cost much, so that it takes part in exchanges
+    coarse: bool = False  # one rank step may cost much, so it takes part in exchanges
     with_rank: Callable[[int], Choice] | None = None  # the choice of one rank; None where a choice has several
-    wide: bool = False  # a matrix so wide that its rank may be rounded unasked
+    wide: bool = False  # a matrix so wide that its rank may be rounded by default
 
     @property
     def lowest(self) -> Choice:
@@ -37,7 +37,7 @@ class Item:
         return self.at_scale(0.0)
 
     def height(self, choice: Choice | None) -> int:
-        """Return all ranks of a choice together."""
+        """Return the sum of a choice's ranks."""
         return 0 if choice is None else sum(self.ranks(choice))
 
     def is_highest(self, rank: Choice | None) -> bool:
@@ -49,9 +49,9 @@ class Item:
         return None if self.may_stay_dense and self.cost(rank) >= self.cost(None) else rank
 
     def next_step(self, rank: Choice | None, budget: float = inf) -> tuple[Choice | None, int] | None:
-        """Return the next rank up, or dense where that is no dearer, with its extra cost; None at the end.
+        """Return the next rank up, or dense if that costs no more, with its extra cost; None at the end.
 
-        Of a tensor each of several ranks can be the next: the dearest within ``budget`` is.
+        A tensor has several next ranks: the most expensive within ``budget`` is taken.
         """
         if rank is None:
             return None
@@ -76,12 +76,12 @@ def scaled_ranks(items: Sequence[Item], scale: float) -> Choices:
 
 
 def spend_uniformly(items: Sequence[Item], budget: int) -> Choices:
-    """Return the ranks of the largest rank scale within ``budget``, then spend what is left one rank at a time.
+    """Return the ranks of the largest rank scale within ``budget``, then spend the remainder one rank at a time.
 
-    What the common scale leaves is less than one rank step of all layers together; it goes to the layers whose rank
-    the rounding had cut most.
+    The remainder is less than one rank step of all layers together. It goes to the layers whose rank was rounded down
+    most.
     """
-    alike = Counter(items)  # a model has many equal layers: each is costed once
+    alike = Counter(items)  # a model has many equal layers: the cost of each is computed once
 
     def cost_at(scale: float) -> int:
         return sum(count * item.cost(item.settle(item.at_scale(scale))) for item, count in alike.items())
@@ -104,8 +104,8 @@ def spend_uniformly(items: Sequence[Item], budget: int) -> Choices:
 def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]], budget: int) -> Choices:
     """Return ranks that buy singular directions, the most energy per cost first, until ``budget`` is spent.
 
-    ``energies[i][k]`` is the squared k-th singular value of layer i. Taking the best next step again and again is
-    nearly the best; where whole steps mislead it so that the uniform ranks lose less energy, those are returned.
+    ``energies[i][k]`` is the squared k-th singular value of layer i. Always taking the best next
+    step is nearly optimal; where the uniform ranks happen to lose less energy, those are returned.
     """
     ranks: Choices = [item.settle(item.lowest) for item in items]
     spent = total_cost(items, ranks)
@@ -149,10 +149,10 @@ def _spend_remainder(items: Sequence[Item], ranks: Choices, budget: int, order: 
 
 
 def _exchange(items: Sequence[Item], ranks: Choices, budget: int, scale: float) -> Choices:
-    """Give tensors other ranks near the common scale, one or two of them at a time, until 1 % of the budget is left.
+    """Give tensors other ranks near the common scale, one or two at a time, until at most 1 % of the budget is left.
 
-    A step of one rank of a tensor can cost more than that, while several up and down together do not. The nearest
-    ranks come first, so that no tensor is further from the common scale than it takes.
+    One rank step of a tensor can cost more than that, while steps up and down together do not. The nearest ranks come
+    first, so that no tensor moves further from the common scale than necessary.
     """
     ranks, left = list(ranks), budget - total_cost(items, ranks)
     rings = [_rings(item, scale) if item.coarse else iter(()) for item in items]
@@ -163,7 +163,10 @@ def _exchange(items: Sequence[Item], ranks: Choices, budget: int, scale: float) 
             break
         choices = [ring | choice for ring, choice in zip(grown, choices, strict=True)]
         while left > budget // 100:
-            steps: list[Step] = [(0, -1, None), (0, -2, None)]  # two that change nothing, beside one of a layer
+            steps: list[Step] = [
+                (0, -1, None),
+                (0, -2, None),
+            ]  # two that change nothing, so that a single step counts as a pair
             for index, (item, rank) in enumerate(zip(items, ranks, strict=True)):
                 now = item.cost(rank)
                 steps += [(cost - now, index, other) for cost, other in choices[index].items()]
@@ -180,9 +183,9 @@ def _exchange(items: Sequence[Item], ranks: Choices, budget: int, scale: float) 
 
 
 def _rings(item: Item, scale: float) -> Iterator[dict[int, Choice | None]]:
-    """Yield ranks of a tensor by their cost, ring after ring around those at a scale, of one cost the nearest.
+    """Yield ranks of a tensor by their cost, in rings around those at a scale; the nearest wins among equal costs.
 
-    Each rank is within a third of that at the scale, or two steps.
+    Each rank is within a third, or two steps, of that at the scale.
     """
     start = item.at_scale(scale)
     bounds = [(here - max(2, here // 3), here + max(2, here // 3)) for here in item.ranks(start)]
@@ -200,7 +203,7 @@ def _within(ranks: Sequence[int], bounds: Sequence[tuple[int, int]]) -> bool:
 
 
 def _best_pairs(steps: Sequence[Step], left: int) -> Iterator[tuple[Step, Step]]:
-    """Yield, for each of some steps in the order of their cost, the dearest of another layer that ``left`` allows."""
+    """Yield, for each step (sorted by cost), the most expensive step of another layer that ``left`` allows."""
     costs = [step[0] for step in steps]
     for one in steps:
         place = bisect_right(costs, left - one[0]) - 1

@@ -1,4 +1,4 @@
-"""Whether a layer or an attention module can be replaced, and if not, what would be lost."""
+"""Whether a layer or an attention module can be replaced, and what would be lost if not."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STATE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that can be decomposed and multiplied
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # types that can be decomposed and multiplied
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 KNOWN_TENSORS = (*PLAIN_TENSORS, DTensor, FakeTensor)
-# Attributes by which Megatron, DeepSpeed and muP describe the very tensor: its shards, its shape.
+# Attributes by which Megatron, DeepSpeed and muP describe the tensor itself: its shards, its shape.
 OF_THE_TENSOR = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "infshape", "ds_")
 PLAIN_LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second is torch's own, in nn.MultiheadAttention
 
@@ -32,7 +32,7 @@ PLAIN_LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second is to
 def why_not_replaced(module: nn.Module) -> str | None:
     """Return what a factorized layer in the place of a plain one would lose, or None."""
     if isinstance(module._parameters.get("weight"), DTensor):
-        return "its weight is sharded over processes and would be needed whole; factorize the model before fully_shard"
+        return "its weight is sharded over processes and cannot be decomposed; factorize the model before fully_shard"
     if any(getattr(module, hooks) for hooks in (*HOOKS, *STATE_HOOKS)):
         return "has hooks that a replacement would lose"
     if "forward" in module.__dict__:
@@ -45,7 +45,7 @@ def why_not_replaced(module: nn.Module) -> str | None:
 
 
 def why_not_decomposed(weight: Tensor) -> str | None:
-    """Return why a weight has no singular value decomposition here, by its class and type, or None."""
+    """Return why a weight of this class and type cannot be decomposed, or None."""
     if type(weight) not in KNOWN_TENSORS:
         return f"its weight is a {type(weight).__name__}, not a plain parameter"
     if weight.dtype not in FLOATS:
@@ -58,7 +58,7 @@ def why_not_decomposed(weight: Tensor) -> str | None:
 def why_weight_stays(weight: Tensor) -> str | None:
     """Return why other tensors cannot take the place of a weight, or None.
 
-    Attributes that are plain values (``weight.no_weight_decay = True``) say how to train it, and go to the new tensors.
+    Plain values as attributes (``weight.no_weight_decay = True``) describe how to train it; new tensors get them too.
     """
     if (reason := why_not_decomposed(weight)) is not None:
         return reason
@@ -85,7 +85,7 @@ def _is_plain(value: object) -> bool:
 
 
 def why_not_shrunk(unit: AttentionUnit) -> str | None:
-    """Return why the heads of ``unit`` cannot be shrunk, by the module alone, or None."""
+    """Return why the heads of ``unit`` cannot be shrunk, judging by the module alone, or None."""
     module = unit.module
     if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention:
         return f"{type(module).__name__} is not MultiheadAttention itself, and a replacement would lose its forward"
@@ -105,7 +105,7 @@ def why_not_shrunk(unit: AttentionUnit) -> str | None:
 
 
 def _places_on_the_way(paths: Iterable[str]) -> list[str]:
-    """Return the dotted names of all modules that are copied or replaced: a unit, its projections, those between."""
+    """Return the dotted names of all modules that are copied or replaced: a unit, its projections, and any between."""
     places = {""}
     for path in paths:
         parts = path.split(".")
@@ -114,9 +114,9 @@ def _places_on_the_way(paths: Iterable[str]) -> list[str]:
 
 
 def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module, str]:
-    """Return, by module, why new matrices cannot go into it: a projection is also something else in ``model``.
+    """Return, by module, why it cannot get new matrices: one of its parameters is used elsewhere in ``model``.
 
-    That may be its layer, its weight or its bias. A unit that is itself at several places is changed at all of them.
+    A unit that is itself in several places is changed in all of them.
     """
     places, names = module_names(model), parameter_names(model)
     reasons = {}
@@ -127,6 +127,6 @@ def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module
         ):
             own = {f"{place}.{inside[parameter][0]}".removeprefix(".") for place in places[unit.module]}
             if set(names[parameter]) != own:
-                reasons[unit.module] = f"its weights are tied: {' and '.join(names[parameter])} are one"
+                reasons[unit.module] = f"its weights are tied: {' and '.join(names[parameter])} are one parameter"
                 break
     return reasons

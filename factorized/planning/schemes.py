@@ -44,6 +44,6 @@ def read_format(shape: KernelShape, data: Mapping[str, Any]) -> Format:
 
 
 def scheme_of(formats: Sequence[Format]) -> Scheme:
-    """Return the first scheme that makes all of these formats; low rank for none, or for a mixture."""
+    """Return the first scheme that makes all of these formats; low rank if there are none, or a mixture."""
     made = (scheme() for scheme in SCHEMES if formats and all(isinstance(f, scheme.formats) for f in formats))
     return next(made, LowRank())

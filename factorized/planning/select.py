@@ -1,4 +1,4 @@
-"""Finding the layers of a model that can be factorized, and saying why the others cannot."""
+"""Finding the layers of a model that can be factorized, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def find_candidates(
     """Return every module of ``model`` with a weight matrix, in order; those to factorize have no ``reason``.
 
     With ``attention="layers"`` the projections of attention are layers like any other; else each attention module is
-    one candidate, and ``attention`` names the forms of it to shrink. ``refuse`` says why a scheme leaves a layer alone
-    that others would not. ``example_input`` is for checking how attention was registered.
+    one candidate, and ``attention`` names the forms of it to shrink. ``refuse`` returns why the scheme leaves a layer
+    dense. ``example_input`` is for checking how attention was registered.
     """
     given = {"include": include or (), "exclude": exclude}
     for argument, patterns in given.items():
@@ -80,7 +80,7 @@ def _walk(
     whole: Mapping[nn.Module, Found],
     attention: Attention,
 ) -> tuple[list[Candidate], list[str]]:
-    """Return the candidates, and the names of everything inside those that are one thing: attention, or factorized."""
+    """Return the candidates, and the names of everything inside those taken as a whole: attention, or factorized."""
     names: dict[nn.Module, list[str]] = {}
     units: list[str] = []
     parts: dict[str, nn.Module] = {}
@@ -145,7 +145,7 @@ def _why_never(module: nn.Module) -> str | None:
     if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-        return "max_norm renormalizes rows of the table, which a product has not"
+        return "max_norm renormalizes rows of the table, which factors do not store"
     return why_not_replaced(module)
 
 
@@ -158,7 +158,7 @@ def _keep_ends(candidates: list[Candidate], include: Sequence[Pattern] | None) -
 
 
 def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
-    """Let layers that share one weight be factorized together, or not at all."""
+    """Make layers that share one weight be factorized together or stay dense together."""
     by_name = {candidate.name: candidate for candidate in candidates}
     for owners in _shared_parameters(model):
         members = {owner: by_name[owner] for owner, key in owners if key == "weight" and owner in by_name}
@@ -178,7 +178,7 @@ def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return (module name, parameter name) of every place that holds a parameter which another module holds too."""
+    """Return (module name, parameter name) of every place that holds a parameter shared with another module."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     held = {name for name, module in named_layers(model).items() if isinstance(module, HeldWeight)}
     for name, module in model.named_modules():

@@ -32,7 +32,7 @@ from factorized.planning.spectrum import rank_for_energy, squared_spectrum
 
 @dataclass(frozen=True)
 class Problem:
-    """The weights that a budget is spent on, and what it counts besides."""
+    """The weights that a budget is spent on, and the rest of what it counts."""
 
     scheme: Scheme
     budget: Budget
@@ -42,11 +42,11 @@ class Problem:
     items: list[Item]  # one for each weight
     measured: Measured | None
     whole: int  # what the budget is a share of
-    rest: int  # of it, what no choice changes
+    rest: int  # the part of it that no choice changes
 
     @property
     def target(self) -> int:
-        """What the weights may cost together."""
+        """The most that all weights may cost together."""
         return _largest_within(self.budget.value, self.whole) - self.rest
 
     @property
@@ -101,7 +101,7 @@ def solve(problem: Problem, allocate: str) -> Choices:
 
 
 def _spend(problem: Problem, allocate: str) -> Choices:
-    """Spend a share on exact ranks; then, of layers whose ranks are rounded unasked, once more in multiples."""
+    """Spend a share on exact ranks, then again in multiples on the layers whose ranks are rounded by default."""
     energies = [squared_spectrum(t[0]).tolist() for t in problem.weights] if allocate == "spectrum" else None
 
     def spend(items: Mapping[int, Item], budget: int) -> Choices:
@@ -186,7 +186,7 @@ def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
 
 
 def _at_one_rank(scheme: Scheme, weights: list[Tied], rank: int) -> Choices:
-    """Return every weight at one rank; None, dense, where that is above its full rank, unless it is so everywhere."""
+    """Return every weight at one rank; None (dense) where that is above full rank. Raise if it is so everywhere."""
     found: Choices = []
     refused: list[ValueError] = []
     for tied in weights:
@@ -208,7 +208,7 @@ def _at_rank(candidate: Selected, scheme: Scheme, rank: int) -> Choice:
         if rank > full:
             raise ValueError(
                 f"rank must be in 1..{full} for the heads of {candidate.name!r}, got {rank}; exclude= it, or shrink "
-                "attention by a call of its own: fz.factorize_attention(model, rank_scale=...)"
+                "attention in a separate call: fz.factorize_attention(model, rank_scale=...)"
             )
         return rank
     with named(candidate.name):
@@ -216,7 +216,7 @@ def _at_rank(candidate: Selected, scheme: Scheme, rank: int) -> Choice:
 
 
 def _warn_if_clipped(scheme: Scheme, budget: Budget, weights: list[Tied]) -> None:
-    """Warn, once for all layers, where a rank or a rank scale asks for more than some allow."""
+    """Warn once if a rank or a rank scale is above what some layers allow."""
     scale = budget.value if budget.name == "rank_scale" else None
     rank = int(budget.value) if budget.name == "rank" else None
     shapes = {first.name: first.shape for first, *_ in weights if isinstance(first, LayerCandidate)}

@@ -1,4 +1,4 @@
-"""The singular values of the weights at hand, for budgets that ask for them."""
+"""The singular values of the given weights, for budgets that need them."""
 
 from __future__ import annotations
 

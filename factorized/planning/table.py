@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from factorized.planning.plan import Entry, Plan
 
 HEADINGS = ("layer", "type", "shape", "rank", "params", "MACs")
-FIRST_TO_GO = ("type", "MACs", "shape")  # columns given up, in this order, where the terminal is narrow
+FIRST_TO_GO = ("type", "MACs", "shape")  # columns dropped, in this order, in a narrow terminal
 NARROWEST_NAME = 12
 NARROWEST_NOTE = 24
 GAP = "  "
@@ -19,7 +19,7 @@ Row = tuple[str, ...]
 
 
 def plan_table(plan: Plan, width: int | None = None) -> str:
-    """Return the plan as lines no longer than ``width``, the terminal's unless given; names and reasons are whole."""
+    """Return the plan as lines no longer than ``width``, by default the terminal's; names and reasons are never cut."""
     width = width or shutil.get_terminal_size((120, 24)).columns
     rows = [_row(entry) for entry in plan.entries]
     rest = ("", "", "", "", short_count(everything_else(plan)), "")
@@ -31,7 +31,7 @@ def plan_table(plan: Plan, width: int | None = None) -> str:
     lines = [*_lines(HEADINGS, widths, width), rule]
     for entry, row in zip(plan.entries, rows, strict=True):
         lines += _lines(row, widths, width, _note(entry))
-    label, (line,) = "everything else", _lines(rest, widths, width)  # across columns that have nothing to say
+    label, (line,) = "everything else", _lines(rest, widths, width)  # across columns that are empty
     lines.append(label + line[len(label) :])
     lines += [rule, *_lines(total, widths, width), *_parts(plan), *textwrap.wrap(_summary(plan), width)]
     return "\n".join(line[:width].rstrip() for line in lines)
@@ -85,7 +85,7 @@ def _length(widths: dict[str, int]) -> int:
 
 
 def _lines(row: Row, widths: dict[str, int], width: int, note: str = "") -> list[str]:
-    """Return one row; a name or a note that does not fit beside the rest takes lines of its own."""
+    """Return one row; a name or a note that does not fit beside the rest goes on separate lines."""
     cells = {heading: cell for heading, cell in zip(HEADINGS, row, strict=True) if heading in widths}
     above = []
     if len(cells["layer"]) > widths["layer"]:
