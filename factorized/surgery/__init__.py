@@ -1,1 +1,1 @@
-"""Rewiring models: factorize, truncate, compose, lower, heads of other sizes; all planned layers or none."""
+"""Changing models: factorize, truncate, compose, lower, and resize heads; all planned layers or none."""

@@ -23,7 +23,7 @@ ToPlainAttention = Callable[[list[str], AttentionUnit], nn.Module]
 
 
 class SharedWeights:
-    """The plain parameters made so far, so that layers with the same factors get the very same parameter."""
+    """The plain parameters made so far, so that layers that share factors share the parameter too."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[nn.Parameter, ...], object], nn.Parameter] = {}
@@ -36,7 +36,7 @@ class SharedWeights:
 
 
 def is_factorized(model: nn.Module) -> bool:
-    """Return whether ``model`` holds what ``compose`` undoes: factorized layers, or shrunk attention."""
+    """Return whether ``model`` holds factorized layers or shrunk attention, which ``compose`` undoes."""
     return any(isinstance(module, FactorizedLayer) for module in model.modules()) or bool(shrunk_attention(model))
 
 
@@ -44,14 +44,14 @@ def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
     """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
 
     The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunk attention gets its dense head size
-    back, filled up with zeros, in the class it came from. The given model is not touched, and nothing of this package
-    is left in the copy. Weights that are not finite are refused unless ``allow_nonfinite``.
+    back, padded with zeros, in the class it came from. The given model is not changed, and the copy holds nothing of
+    this package. Weights that are not finite raise, unless ``allow_nonfinite``.
     """
     return convert(model, _dense_layer, _dense_attention, allow_nonfinite=allow_nonfinite)
 
 
 def compose_in_place(model: nn.Module) -> nn.Module:
-    """Do what ``compose`` does to ``model`` itself, and return it, or what stands for it if it is a layer."""
+    """Do what ``compose`` does to ``model`` itself, and return it, or its replacement if it is itself a layer."""
     return _replace_all(model, _dense_layer, _dense_attention)
 
 
@@ -64,7 +64,7 @@ def _dense_attention(names: list[str], unit: AttentionUnit) -> nn.Module:
 
 
 def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
-    """Return the dense ``torch.nn`` layer for ``layer``, with its very bias."""
+    """Return the dense ``torch.nn`` layer for ``layer``, which shares its bias."""
     dense = layer.dense_skeleton()
     dense.weight = shared.parameter(layer, "weight", layer.weight.reshape(layer.dense_shape))
     if layer.bias is not None:
@@ -79,16 +79,16 @@ def convert(
     *,
     allow_nonfinite: bool,
 ) -> nn.Module:
-    """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names.
+    """Return a copy of ``model`` with every factorized layer replaced by ``to_plain``, under all of its names.
 
-    ``to_plain_attention`` has replaced shrunk attention. Weights must be finite, before and after, unless
+    ``to_plain_attention`` replaces shrunk attention. Weights must be finite, before and after, unless
     ``allow_nonfinite``.
     """
     check_model(model)
     if is_sharded(model):
         raise ValueError(
-            f"{type(model).__name__} is sharded over processes and cannot be copied; fz.save it, which gathers, and "
-            "fz.load it in one process"
+            f"{type(model).__name__} is sharded over processes and cannot be copied; call fz.save, which gathers it, "
+            "and fz.load in one process"
         )
     if not allow_nonfinite:
         check_finite(model, "pass allow_nonfinite=True to convert the model as it is")

@@ -10,7 +10,7 @@ from torch import Tensor
 from factorized.nn.layer import FactorizedLayer
 from factorized.surgery.progress import Count
 
-# Weights of one shape are decomposed together, as long as their stack stays below this many entries.
+# Weights of one shape are decomposed together while their stack stays below this many entries.
 STACKED_ENTRIES = 2**25
 
 
@@ -25,7 +25,7 @@ def refuse_not_finite(weights: Mapping[str, Tensor]) -> None:
 def decompose_all(
     weights: Mapping[str, Tensor], layers: Mapping[str, FactorizedLayer], count: Count
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Return the factors of every weight for the layer of the same name; weights of one shape in a batch."""
+    """Return the factors of every weight for the layer of the same name, decomposing equal shapes in batches."""
     refuse_not_finite(weights)
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""The plan that would rebuild a factorized model as it stands."""
+"""The plan that would rebuild a factorized model as it is."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from factorized.surgery.state import plain_name
 
 
 def describe(model: nn.Module) -> Plan:
-    """Return a plan with one entry per factorized layer or shrunk attention of ``model``, from these themselves.
+    """Return a plan with one entry per factorized layer or shrunk attention module of ``model``, read from the model.
 
-    It holds however the layers came to be: by several calls of ``fz.factorize``, or by hand.
+    It does not matter how the layers were made: by several calls of ``fz.factorize``, or by hand.
     """
     check_model(model)
     places = {
@@ -46,12 +46,12 @@ def describe(model: nn.Module) -> Plan:
 
 
 def _check_parameters(name: str, layer: FactorizedLayer) -> None:
-    """Refuse a layer that ``fz.load`` could not fill: it makes parameters of all that a layer holds."""
+    """Raise for a layer that ``fz.load`` could not fill, because it fills only parameters."""
     tensors = (*layer.factors, *(() if layer.bias is None else (layer.bias,)))
     if any(not isinstance(tensor, nn.Parameter) for tensor in tensors):
         raise ValueError(
             f"{name or 'the model'}: a parametrization, a weight norm, pruning or FSDP1 computes its factors or bias, "
-            "and a checkpoint holds parameters only. Make them parameters again first, by "
+            "and a checkpoint holds parameters only. Make them parameters again first, with "
             "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove"
         )
 

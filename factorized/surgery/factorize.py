@@ -20,7 +20,7 @@ from factorized.nn.conv_transpose import (
     FactorizedConvTranspose2d,
     FactorizedConvTranspose3d,
 )
-from factorized.nn.dense import plain_class
+from factorized.nn.dense import dense_weight, plain_class
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.embedding_bag import FactorizedEmbeddingBag
 from factorized.nn.held_factors import FactorizedWeight, hold
@@ -66,14 +66,14 @@ def factorize(
     """Replace layers of ``model`` by factorized ones, in place, and return it.
 
     Takes a plan, or a scheme and the keyword arguments of ``fz.plan``, which then plans first. ``init`` fills the
-    factors: ``"spectral"`` from the weights the layers have, random or trained (the default but for ``Overcomplete``);
-    ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for
-    ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance these give a dense one). Every
-    new layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself
-    one layer cannot be changed in place: use what is returned. Attributes set on a layer go to the new one, and plain
-    values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
+    factors: ``"spectral"`` from the weights of the layers, random or trained (the default except for
+    ``Overcomplete``); ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default
+    for ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance of a dense one). Every new
+    layer is built before the first is installed, so that a failure leaves the model unchanged. A model that is itself
+    one layer cannot be changed in place: use what is returned. Attributes set on a layer are copied to the new one, and
+    plain values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
 
-    ``progress`` is called with the number of layers that are decomposed and of all; without it a bar by tqdm appears
+    ``progress`` is called with the number of layers decomposed so far and the total; without it a tqdm bar appears
     after two seconds, in a terminal or a notebook.
     """
     check_model(model)
@@ -87,13 +87,13 @@ def factorize(
 
 
 def _refuse_options(options: PlanOptions) -> None:
-    """Raise if anything is asked of a plan that is already made."""
-    signature(make_plan).bind_partial(**options)  # a misspelt name is a TypeError with a plan as without one
+    """Raise if options for planning are given together with a finished plan."""
+    signature(make_plan).bind_partial(**options)  # a misspelt name is a TypeError, with or without a plan
     given = {name for name, value in options.items() if value is not None}
     if given.intersection(BUDGETS):
-        raise ValueError("the plan already holds the budget: give a plan, or a scheme with a budget, not both")
+        raise ValueError("the plan already holds the budget: pass a plan, or a scheme with a budget, not both")
     if given:
-        raise ValueError("the plan already says which layers: give include=, exclude= and the like to fz.plan instead")
+        raise ValueError("the plan already selects the layers: pass include=, exclude= and the like to fz.plan instead")
 
 
 def build_layers(
@@ -102,20 +102,20 @@ def build_layers(
     """Return the new module of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
     dense = _matching_layers(model, plan, same_ties=init is not None)
     layers: dict[str, FactorizedLayer] = {}
-    for entry in plan.layers:
-        with named(entry.name):
-            layers[entry.name] = _build(dense[entry.name], entry.format)
-            layers[entry.name].carry(dense[entry.name])
+    for name, format in {entry.name: entry.format for entry in plan.layers if entry.format is not None}.items():
+        with named(name):
+            layers[name] = _build(dense[name], format)
+            layers[name].carry(dense[name])
     leaders = [entry.name for entry in plan.layers if entry.tied_to is None and init is not None]
     filled = {name: layers[name] for name in leaders if not layers[name].factors[0].is_meta}
-    weights = {name: _weight(dense[name]) for name in filled}
+    weights = {name: dense_weight(dense[name]) for name in filled}
     count = Count(progress, len(filled) + len(plan.attention))
     if init == "spectral":
         factors = decompose_all(weights, filled, count)
         for name, layer in filled.items():
             layer.set_factors(*factors[name])
     elif init is not None:
-        refuse_not_finite(weights)  # they are not used, yet a model that holds them is not what its user thinks
+        refuse_not_finite(weights)  # they are not used, but the user should know of them
         for layer in filled.values():
             layer.draw_factors(init)
             count.add(1)
@@ -130,7 +130,7 @@ def build_layers(
 
 
 def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Put built modules into ``model`` under all of their names, layers with the very bias of those they replace."""
+    """Install built modules in ``model`` under all of their names; layers share the bias of those they replace."""
     held: dict[nn.Module, dict[str, FactorizedWeight]] = {}
     for entry in plan.selected:
         layer = layers[entry.name]
@@ -140,7 +140,7 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
             continue
         replaced = model.get_submodule(entry.name)
         if isinstance(layer, FactorizedLayer) and layer.bias is not None:
-            layer.bias = replaced.bias  # type: ignore[assignment]
+            layer.bias = replaced.get_parameter("bias")
         for name in (entry.name, *entry.aliases):
             model = replace_module(model, name, layer)
     for module, weights in held.items():
@@ -151,12 +151,11 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
 
 
 def tie(follower: FactorizedLayer, leader: FactorizedLayer) -> None:
-    """Let ``follower`` hold the very factors of ``leader``."""
+    """Make ``follower`` share the factors of ``leader``."""
     follower.share_factors(leader)
 
 
-def _build(dense: nn.Module, format: Format | None) -> FactorizedLayer:
-    assert format is not None
+def _build(dense: nn.Module, format: Format) -> FactorizedLayer:
     if is_transposed(dense):
         return FactorizedLinear.from_dense(dense, format, init=None, transposed=True)
     layer: FactorizedLayer = LAYERS[plain_class(dense, LAYERS) or type(dense)].from_dense(dense, format, init=None)
@@ -164,9 +163,9 @@ def _build(dense: nn.Module, format: Format | None) -> FactorizedLayer:
 
 
 def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str, nn.Module]:
-    """Return the dense layers a plan names, or say what differs between the model and the one it was made for.
+    """Return the dense layers a plan names; raise with what differs from the model that the plan was made for.
 
-    With ``same_ties`` they must share weights as the plan says: else a weight would be dropped, or untied, in silence.
+    With ``same_ties`` they must share weights as in the plan: else a weight would silently be dropped or untied.
     """
     refuse_wrapped(model)
     modules = named_layers(model)
@@ -190,7 +189,7 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     ]
     if sharded:
         raise ValueError(
-            f"{sharded[0]}: its weight is sharded over processes and would be needed whole; factorize the model before "
+            f"{sharded[0]}: its weight is sharded over processes and cannot be decomposed; factorize the model before "
             "fully_shard. Nothing was changed"
         )
     for entry in plan.selected:
@@ -224,10 +223,10 @@ def _difference(entry: Entry, modules: dict[str, nn.Module], places: dict[nn.Mod
 
 
 def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], same_ties: bool) -> list[str]:
-    planned: dict[str, set[str]] = {}  # by the first of them, the layers that share one weight
+    planned: dict[str, set[str]] = {}  # the layers that share one weight, by the first of them
     for entry in plan.layers:
         planned.setdefault(entry.tied_to or entry.name, set()).add(entry.name)
-    holders: dict[Tensor, set[str]] = {}  # of every parameter: modules that hold it as their weight, or its full name
+    holders: dict[Tensor, set[str]] = {}  # by parameter: modules that hold it as their weight, or its full name
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -235,19 +234,13 @@ def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module],
                 holders.setdefault(parameter, set()).add(name if key == "weight" else full)
     wrong = []
     for entry in plan.layers:
-        has, wants = holders[_weight(modules[entry.name])], planned[entry.tied_to or entry.name]
+        has, wants = holders[dense_weight(modules[entry.name])], planned[entry.tied_to or entry.name]
         if (entry.tied_to or entry.name) not in wants:
             wrong.append(f"{entry.name} is tied to {entry.tied_to}, which the plan does not factorize")
         elif same_ties and has != wants:
             shared, listed = _listed(has - {entry.name}), _listed(wants - {entry.name})
             wrong.append(f"{entry.name} shares its weight with {shared}; in the plan, with {listed}")
     return wrong
-
-
-def _weight(dense: nn.Module) -> Tensor:
-    weight = dense.weight
-    assert isinstance(weight, Tensor)
-    return weight
 
 
 def _listed(names: set[str]) -> str:

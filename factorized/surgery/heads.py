@@ -21,13 +21,13 @@ from factorized.surgery.state import Shapes, named_slots
 
 
 def shrunk_attention(model: nn.Module) -> list[AttentionUnit]:
-    """Return every shrunk attention module of ``model``, read."""
+    """Read every shrunk attention module of ``model``."""
     found = []
     for read in find_attention(model):
         if shrunk_note(read.module) is None:
             continue
         if read.unit is None:
-            raise ValueError(f"{read.name or 'the model'}: its heads are shrunk, and cannot be read: {read.reason}")
+            raise ValueError(f"{read.name or 'the model'}: its heads are shrunk, but it cannot be read: {read.reason}")
         found.append(read.unit)
     return found
 
@@ -40,7 +40,7 @@ def plain_attention(unit: AttentionUnit, size: int) -> nn.Module:
 def with_plain_attention(
     model: nn.Module, shrunk: Iterable[AttentionUnit], to_plain: Callable[[list[str], AttentionUnit], nn.Module]
 ) -> nn.Module:
-    """Put what ``to_plain`` gives in the place of shrunk attention; return the model."""
+    """Replace shrunk attention by what ``to_plain`` returns; return the model."""
     places = module_names(model)
     for unit in shrunk:
         plain = to_plain(places[unit.module], unit)
@@ -51,7 +51,7 @@ def with_plain_attention(
 
 
 def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[AttentionEntry]:
-    """Return the plan entries that would shrink a dense model's attention as this model's is."""
+    """Return the plan entries that would shrink a dense model's attention to that of this model."""
     places = module_names(model)
     entries = []
     for unit in shrunk_attention(model):
@@ -75,10 +75,10 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[A
 
 
 class DenseAttention:
-    """A shrunk attention module and the dense one whose checkpoint it is to be filled from."""
+    """A shrunk attention module, and the dense one whose checkpoint fills it."""
 
     def __init__(self, unit: AttentionUnit, names: Sequence[str]) -> None:
-        self.unit, self.names = unit, names  # all of the places where the model holds it
+        self.unit, self.names = unit, names  # under all of which the model holds it
         self.dense = plain_module(unit, unit.head_size, None)
         self.read = read_unit(self.dense)
         own = {id(tensor) for p in self.read.projections for tensor in (p.weight, p.bias) if tensor is not None}
@@ -95,7 +95,7 @@ class DenseAttention:
         return [_inside(name, key) for name in self.names if name != given for key in self.slots]
 
     def owns(self, tensor: Tensor) -> bool:
-        """Return whether a tensor of the shrunk module is one of its projections'."""
+        """Return whether a tensor of the shrunk module belongs to one of its projections."""
         return any(tensor is mine for p in self.unit.projections for mine in (p.weight, p.bias))
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ def build_attention(model: nn.Module, entry: AttentionEntry, init: Init | None) 
 
 
 def refuse_unregistered(entries: Iterable[AttentionEntry], modules: Mapping[str, nn.Module]) -> None:
-    """Raise where a plan shrinks attention of a class that had an adapter when the plan was made and has none now."""
+    """Raise if a plan shrinks attention of a class that no longer has an adapter."""
     for entry in entries:
         module = modules.get(entry.name)
         if module is not None and type(module).__name__ == entry.type and adapter_of(module) is None:

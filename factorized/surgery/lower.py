@@ -33,28 +33,28 @@ def lower(
     layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tensor train gives
     two plain layers, a Tucker tensor three (1×1, k×k, 1×1) and a separable convolution its depthwise one before them;
     where its dimensions mix outputs and inputs, the tensor is composed. Heads of shrunk attention keep their sizes,
-    padded by plain layers where their class has one size for all; ``nn.MultiheadAttention``, which has no other, gets
-    its dense one back. A tied embedding and output layer go on sharing ``U``; ``V`` stands transposed in one of them
-    and is copied.
+    padded by plain layers where their class has one size for all; ``nn.MultiheadAttention`` gets its dense head size
+    back. A tied embedding and output layer keep sharing ``U``; ``V`` is transposed in one of them, and
+    so is copied.
 
     A pair has the settings of its dense layer (``in_features``, ``stride``) as attributes, and no ``weight``. Layers
-    whose weight the model's own code reads are composed: without ``example_input`` those that the source of
-    its classes names, with it those that a run asks for. Torch's own encoder reads weights on its fast paths and is
-    kept off them; like in training, its output at padded positions is then no longer zero. A warning names every layer
-    that is composed though its factors are smaller, and attention that grows, and says why.
+    whose weight the model's own code reads are composed: without ``example_input`` those that the source of its classes
+    names, with it those that a run asks for. Torch's encoder reads weights on its fast paths, which are disabled; as in
+    training, its output at padded positions is then not zero. A warning names every layer that is composed although its
+    factors are smaller, and attention that grows, with the reason.
 
     Args:
-        model: a factorized model; it is not touched.
+        model: a factorized model; it is not changed.
         exclude: names or globs of layers and attention modules to compose, or of containers of them.
         example_input: what the model's forward takes; the lowered model is run on it once.
-        allow_nonfinite: convert weights that are not finite, too, instead of refusing them.
+        allow_nonfinite: also convert weights that are not finite, instead of raising.
     """
     check_model(model)
     composed = _excluded(model, exclude)
     read = weights_read(model, _places(model))
     if example_input is None:
         composed |= {
-            name: "the model's code reads its weight; give example_input= to check by a run whether it does here"
+            name: "the model's code reads its weight; pass example_input= to check by a run whether it does so here"
             for name, what in read.items()
             if "" in what
         }
@@ -70,7 +70,7 @@ def lower(
         places = "; ".join(lowering.grown[:3])
         more = f"; and {len(lowering.grown) - 3} more" if len(lowering.grown) > 3 else ""
         warnings.warn(
-            f"lowered, {type(model).__name__} has {count_parameters(lowered):,} parameters, and factorized "
+            f"lowered, {type(model).__name__} has {count_parameters(lowered):,} parameters, more than the factorized "
             f"{count_parameters(model):,}: {places}{more}",
             stacklevel=2,
         )
@@ -84,7 +84,7 @@ class _Lowering:
         self.model, self.composed, self.read = model, composed, read
         self.grown: list[str] = []
         self._counted: set[nn.Parameter] = set()
-        # Layers that share their factors are composed together: a dense weight beside the pair would be both.
+        # Layers that share factors are composed together: else the model would hold the dense weight and the pair.
         names = {layer: name for name, layer in model.named_modules() if isinstance(layer, FactorizedLayer)}
         reasons = {layer.factors: composed[name] for layer, name in names.items() if name in composed}
         self._reasons = {names[layer]: reasons[layer.factors] for layer in names if layer.factors in reasons}
@@ -109,13 +109,13 @@ class _Lowering:
         sequence = nn.Sequential(*(part for part, _, _ in chain)).train(layer.training)
         _describe(sequence, layer.dense_skeleton())
         read = {what for name in names for what in self.read.get(name, ())}
-        if read and "" not in read:  # its type or device alone, which every factor has
-            sequence.__dict__["weight"] = last.weight  # not as a parameter: it is one already
+        if read and "" not in read:  # only its type or device, which every factor has
+            sequence.__dict__["weight"] = last.weight  # not registered: it is a parameter already
         self._chains[names[0]] = sequence
         return sequence
 
     def attention(self, names: list[str], unit: AttentionUnit) -> nn.Module:
-        """Return a plain module with the sizes of the unit's heads, or the smallest that its class can hold."""
+        """Return a plain module with the unit's head sizes, or the smallest that its class can hold."""
         reason = next((self.composed[name] for name in names if name in self.composed), None)
         inside = [f"{name}.{projection.path}".strip(".") for name in names for projection in unit.projections]
         plain = None if reason is not None or weights_read(self.model, inside) else lowered_module(unit)
@@ -126,7 +126,7 @@ class _Lowering:
         return plain
 
     def asked_of(self, lowered: nn.Module, example_input: ExampleInput) -> Reasons:
-        """Run the lowered model; where its code asks a chain for what it has not, return all layers of that place."""
+        """Run the lowered model; if its code reads an attribute that a chain lacks, return all layers like it."""
         try:
             run_once(lowered, example_input)
         except ValueError as error:
@@ -134,14 +134,14 @@ class _Lowering:
             asked = (cause.obj, cause.name) if isinstance(cause, AttributeError) else (None, None)
             place = next((name for name, chain in self._chains.items() if chain is asked[0]), None)
             if place is None:
-                run_once(self.model, example_input)  # raises, where it is the input that does not fit
+                run_once(self.model, example_input)  # raises if it is the input that does not fit
                 raise ValueError(
-                    f"the lowered model does not run on example_input: {cause}. Name the layers that it cannot do with "
+                    f"the lowered model does not run on example_input: {cause}. Name the layers that it cannot use "
                     "as pairs in exclude=, or use fz.compose"
                 ) from error
             owner, child = _owner(self.model, place)
             like = [name for name in self._chains if _owner(self.model, name) == (owner, child)]
-            return dict.fromkeys(like, f"{owner.__name__} asks for its {asked[1]}")
+            return dict.fromkeys(like, f"{owner.__name__} reads its {asked[1]}")
         return {}
 
     def _note(self, name: str, before: int, after: int, reason: str) -> None:
@@ -149,14 +149,14 @@ class _Lowering:
             self.grown.append(f"{name or 'the model'} {before:,} → {after:,} ({reason})")
 
     def _count(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the entries of those parameters that were not counted before: tied layers hold the same ones."""
+        """Return the entries of those parameters that were not counted before, because tied layers share them."""
         new = {parameter for parameter in parameters if parameter not in self._counted}
         self._counted |= new
         return sum(parameter.numel() for parameter in new)
 
 
 def _describe(sequence: nn.Sequential, dense: nn.Module) -> None:
-    """Set the attributes that say what layer a sequence stands for: sizes, stride, padding."""
+    """Set the attributes of the layer that a sequence replaces: sizes, stride, padding."""
     known = vars(nn.Sequential())
     for name, value in vars(dense).items():
         if name not in known and not name.startswith("_"):
@@ -198,9 +198,9 @@ def _owner(model: nn.Module, place: str) -> tuple[type[nn.Module], str]:
 def _keep_off_fast_paths(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and _has_pair(module):
-            module.activation_relu_or_gelu = 0  # torch's own switch for "not on the fast path"
+            module.activation_relu_or_gelu = 0  # torch's switch that disables the fast path
         elif isinstance(module, nn.TransformerEncoder) and _has_pair(module.layers[0]):
-            module.use_nested_tensor = False  # the same for the whole encoder, which asks its first layer
+            module.use_nested_tensor = False  # the same for the whole encoder, which checks its first layer
 
 
 def _has_pair(encoder_layer: nn.Module) -> bool:

@@ -13,9 +13,9 @@ PATIENCE = 2.0  # seconds; below this, a bar would only flicker
 
 
 class Count:
-    """Counts layers that are done, and reports them: to ``progress``, or where that is None to a bar by tqdm.
+    """Counts finished layers and reports them: to ``progress`` or, if that is None, to a tqdm bar.
 
-    The bar appears after two seconds, where somebody looks: in a terminal or a notebook, and tqdm is installed.
+    The bar appears after two seconds in a terminal or a notebook, if tqdm is installed.
     """
 
     def __init__(self, progress: Progress | None, total: int) -> None:
@@ -24,13 +24,13 @@ class Count:
         self.progress, self.total, self.done = progress, total, 0
 
     def add(self, layers: int) -> None:
-        """Report that so many more layers are done."""
+        """Report that this many more layers are done."""
         self.done += layers
         self.progress(self.done, self.total)
 
 
 def late(show: Progress, seconds: float = PATIENCE) -> Progress:
-    """Return ``show`` without what it is told in the first seconds from now."""
+    """Return ``show``, ignoring calls in the first ``seconds`` from now."""
     begun = time.monotonic()
 
     def after_a_while(done: int, total: int) -> None:
@@ -41,13 +41,13 @@ def late(show: Progress, seconds: float = PATIENCE) -> Progress:
 
 
 class _Bar:
-    """A bar by tqdm, which knows terminals and notebooks; gone when all is done."""
+    """A tqdm bar for terminals and notebooks, which disappears when all is done."""
 
     bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
         if self.bar is None:
-            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]  # it ships no types
 
             self.bar = tqdm(desc="decomposing", total=total, unit="layer", leave=False)
         self.bar.update(done - self.bar.n)
@@ -56,8 +56,8 @@ class _Bar:
 
 
 def _is_watched() -> bool:
-    somebody = sys.stderr is not None and sys.stderr.isatty()
-    return (somebody or "ipykernel" in sys.modules) and find_spec("tqdm") is not None
+    in_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return (in_terminal or "ipykernel" in sys.modules) and find_spec("tqdm") is not None
 
 
 def _nothing(done: int, total: int) -> None:

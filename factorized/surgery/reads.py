@@ -1,7 +1,7 @@
 """What the code of a model reads of its layers' weights and biases, found in the source of its classes.
 
-A lowered layer is a sequence of plain layers and has no weight of its own: code that computes with
-``self.dense.weight`` would fail. Which layers these are is written in the methods that ``forward`` leads to.
+A lowered layer is a sequence of plain layers without a weight: code that computes with ``self.dense.weight`` would
+fail. The methods that ``forward`` calls show which layers these are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 
 from torch import nn
 
-PROPERTIES = ("dtype", "device", "isinstance")  # of a weight, which are the same for each of its factors
+PROPERTIES = ("dtype", "device", "isinstance")  # of a weight, shared by all of its factors
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Read:
 
 
 def weights_read(model: nn.Module, names: list[str]) -> dict[str, set[str]]:
-    """Return, of the layers of ``names`` whose weight ``forward`` reads, what it reads: see ``Read.of_the_weight``.
+    """Return what ``forward`` reads of the weights of the layers ``names``: see ``Read.of_the_weight``.
 
-    Classes whose source is not at hand are taken to read nothing.
+    Classes whose source is not available are assumed to read nothing.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     classes = frozenset(cls for module in modules.values() for cls in type(module).__mro__ if _may_read(cls))
@@ -72,11 +72,11 @@ class _Function:
 
 @cache
 def _reads(classes: frozenset[type[nn.Module]]) -> list[Read]:
-    """Return every read of a weight in the functions that the ``forward`` of these classes leads to."""
+    """Return every read of a weight in the functions that the ``forward`` of these classes calls, directly or not."""
     functions: dict[str, list[_Function]] = {}
     for function in _functions(classes):
         functions.setdefault(function.body.name, []).append(function)
-    reached: dict[str, list[ast.Call]] = {"forward": []}  # by name, with the calls that lead there
+    reached: dict[str, list[ast.Call]] = {"forward": []}  # by name, with the calls to it
     waiting = ["forward"]
     while waiting:
         for function in functions.get(waiting.pop(), ()):
@@ -92,7 +92,7 @@ def _reads(classes: frozenset[type[nn.Module]]) -> list[Read]:
 
 
 def _functions(classes: frozenset[type[nn.Module]]) -> Iterator[_Function]:
-    """Yield the methods of the classes, and the functions beside them."""
+    """Yield the methods of the classes, and the functions in their modules."""
     for module in {cls.__module__ for cls in classes}:
         try:
             tree = ast.parse(inspect.getsource(sys.modules[module]))
@@ -125,14 +125,14 @@ def _reads_in(function: _Function, calls: list[ast.Call]) -> Iterator[Read]:
 
 
 def _what(parent: ast.AST) -> str:
-    """Return which of PROPERTIES is read of a weight, given the expression around it; empty where more is."""
+    """Return which of PROPERTIES of a weight an expression reads; empty if it reads more."""
     if isinstance(parent, ast.Call) and _last(parent.func) == "isinstance":
         return "isinstance"
     return parent.attr if isinstance(parent, ast.Attribute) and parent.attr in PROPERTIES else ""
 
 
 def _may_be(variable: str, function: ast.FunctionDef, calls: list[ast.Call]) -> set[str]:
-    """Return the names of attributes that a variable of ``function`` may hold, or the elements of which."""
+    """Return the names of attributes that a variable of ``function``, or its elements, may hold."""
     sources: list[ast.AST] = []
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and any(_names(target, variable) for target in node.targets):
@@ -160,7 +160,7 @@ def _last(node: ast.AST) -> str:
 
 
 def _path(node: ast.AST) -> list[str]:
-    """Return the names of an expression such as ``self.mlp.dense``; nothing where it is another one."""
+    """Return the names in an expression such as ``self.mlp.dense``; empty for other expressions."""
     if isinstance(node, ast.Name):
         return [node.id]
     inner = _path(node.value) if isinstance(node, ast.Attribute) else []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-COMPILED = "_orig_mod"  # what torch.compile calls the module inside it, and so a part of every name in there
+COMPILED = "_orig_mod"  # torch.compile's name for the module inside it, a part of every dotted name in there
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise if ``model`` is wrapped for data-parallel training, whose gradients are synchronized by parameter."""
+    """Raise if ``model`` is wrapped for data-parallel training, which synchronizes gradients by parameter."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, which would not synchronize new parameters; change the "

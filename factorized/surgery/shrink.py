@@ -32,7 +32,7 @@ def factorize_attention(
     """Give every head of every attention module of ``model`` fewer dimensions, in place, and return the model.
 
     ``"spectral"`` keeps the best approximation of each head's forms by truncated SVD; other inits draw new matrices.
-    Biases are kept right and the softmax scale stays. All modules are changed, or none. A model that is itself one
+    Biases are adjusted and the softmax scale stays. All modules are changed, or none. A model that is itself one
     attention module cannot be changed in place: use what is returned.
 
     Args:
@@ -65,8 +65,8 @@ def factorize_attention(
 def spectral_init_attention(model: nn.Module, forms: Sequence[FormName] = FORMS) -> nn.Module:
     """Rebalance the factors of every head in place, so that both carry √Σ of their product; return the model.
 
-    The model computes what it did: only the split of each form into its two factors is chosen (section 3.1). Value
-    biases end up in the output bias.
+    The model computes the same function: only the split of each form into its two factors changes (section 3.1). Value
+    biases move into the output bias.
     """
     chosen = _checked_forms(forms)
     units = _units(model, chosen)
@@ -105,14 +105,14 @@ def _checked_scales(rank_scale: float | Mapping[FormName, float], forms: Sequenc
 
 
 def _units(model: nn.Module, forms: Sequence[FormName]) -> list[AttentionUnit]:
-    """Return every attention module of ``model``, read, or raise with what stands against changing one of them."""
+    """Read every attention module of ``model``; raise with the reason if one of them cannot be changed."""
     check_model(model)
     refuse_wrapped(model)
     found = list(find_attention(model))
     if not found:
         raise ValueError(
-            f"{type(model).__name__} holds no attention that is known here. If it does under another name, say where "
-            "its matrices are: fz.register_attention"
+            f"{type(model).__name__} holds no attention of a known class. If it holds one of another class, register "
+            "where its matrices are: fz.register_attention"
         )
     return [_checked_unit(read, forms) for read in found]
 
@@ -124,7 +124,7 @@ def _checked_unit(read: Found, forms: Sequence[FormName]) -> AttentionUnit:
         raise ValueError(f"{name}: {read.reason}\nNothing was changed")
     if unit.rotary and "qk" in forms:
         raise ValueError(
-            f"{name}: rotary embeddings turn queries and keys by position, so that Q Kᵀ is no single form and its "
+            f"{name}: rotary embeddings rotate queries and keys by position, so that Q Kᵀ is not a single form and its "
             'factors cannot be mixed (docs/attention.md); use forms=("ov",). Nothing was changed'
         )
     if any(isinstance(projection.weight, DTensor) for projection in unit.projections):

@@ -1,4 +1,4 @@
-"""State dicts: reading them without wrappers, telling shared tensors apart, and saying how two of them differ."""
+"""State dicts: reading them without wrappers, finding shared tensors, and comparing two of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plain_name(name: str) -> str:
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of ``model`` under plain names, the very parameters; shards stay shards."""
+    """Return the state dict of ``model`` under plain names, with its actual parameters; shards stay shards."""
     state = {plain_name(key): value for key, value in model.state_dict(keep_vars=True).items()}
     odd = [key for key, value in state.items() if not isinstance(value, Tensor)]
     if odd:
@@ -47,7 +47,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return every tensor once, and which names are aliases of which."""
+    """Return every tensor once, and the names that are aliases of others."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[object, str] = {}
@@ -64,7 +64,7 @@ def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Yield ``tensors`` one after the other, each whole; of shards, every rank must take every one."""
+    """Yield ``tensors`` one at a time, each whole; if they are sharded, every rank must iterate over all."""
     for tensor in tensors.values():
         with torch.no_grad():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -73,12 +73,12 @@ def gathered(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
 
 
 def check_finite(model: nn.Module, remedy: str) -> None:
-    """Raise where a parameter of ``model`` is not finite; all ranks of a sharded one raise alike.
+    """Raise if a parameter of ``model`` is not finite; all ranks of a sharded model raise together.
 
     Buffers may hold infinities, as masks do, but no NaN; the running statistics of normalization must be finite.
     """
     wrong = [text for slot in named_slots(model) if (text := _not_finite(*slot)) is not None]
-    if is_sharded(model):  # a rank sees its own shards only
+    if is_sharded(model):  # a rank sees only its own shards
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, wrong)
         wrong = list(dict.fromkeys(text for texts in found for text in texts))
@@ -88,7 +88,7 @@ def check_finite(model: nn.Module, remedy: str) -> None:
 
 
 def check_same(what: str, expected: Shapes, found: Shapes, optional: Iterable[str] = ()) -> None:
-    """Raise unless ``found`` has the expected names and shapes; say what is missing, unexpected or different."""
+    """Raise unless ``found`` has the expected names and shapes, with what is missing, unexpected or different."""
     missing = sorted(expected.keys() - found.keys() - set(optional))
     surplus = sorted(found.keys() - expected.keys())
     shapes = [
@@ -131,7 +131,7 @@ def fill(
 
 
 def _identity(tensor: Tensor) -> object:
-    """Return what two tensors have in common if they are one; equal on all ranks or different on all."""
+    """Return a key that is equal for two names of one tensor; all ranks agree on whether it is."""
     if isinstance(tensor, DTensor) or not tensor.numel():
         return id(tensor)
     place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -143,7 +143,7 @@ def _not_finite(name: str, module: nn.Module, attribute: str, tensor: Tensor) ->
     values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if values.is_meta or not (values.is_floating_point() or values.is_complex()):
         return None
-    if values.dtype.itemsize == 1:  # torch does not ask float8 whether it is finite
+    if values.dtype.itemsize == 1:  # torch cannot check float8 for finite values
         values = values.float()
     may_be_infinite = attribute in module._buffers and not isinstance(module, _NormBase)
     good = ~values.isnan() if may_be_infinite else values.isfinite()

@@ -25,22 +25,22 @@ from factorized.surgery.heads import shrunk_attention
 from factorized.surgery.replace import refuse_wrapped, replace_module
 from factorized.surgery.state import is_sharded, plain_name
 
-Install = Callable[[nn.Module], nn.Module]  # puts what was cut into a model, and returns that
+Install = Callable[[nn.Module], nn.Module]  # installs the result in a model, and returns the model
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One product, or the heads of one attention module: the choices from now down to the least, and their use."""
+    """One product, or the heads of one attention module: its choices, from the present one down, and their use."""
 
-    name: str  # as a plan has it
+    name: str  # as in a plan
     item: Item
     choices: Sequence[Choice]  # formats, or sizes of a head
     energies: Callable[[], torch.Tensor]  # squared singular values
-    planned: Callable[[PlanEntry | AttentionEntry], Choice]  # what a plan's entry asks for
+    planned: Callable[[PlanEntry | AttentionEntry], Choice]  # the choice of a plan's entry
     cut: Callable[[Choice], Install]
 
     def at_most(self, rank: int) -> Choice:
-        """Return the first choice none of whose ranks is above ``rank``, or the least."""
+        """Return the first choice with no rank above ``rank``, or the lowest."""
         low = (choice for choice in self.choices if max(self.item.ranks(choice)) <= rank)
         return next(low, self.choices[-1])
 
@@ -56,15 +56,15 @@ def truncate(
 ) -> nn.Module:
     """Cut the products of a factorized ``model`` to lower ranks, in place, and return it.
 
-    Each keeps the best approximation of what it is now: a product by an SVD of its rank × rank core, a tensor train by
-    rounding, a Tucker tensor by the HOSVD of its core, another format by decomposing its weight anew. Shrunk attention
-    gets smaller heads still. Everything else stays, tied layers stay tied, and all layers are cut or none. The
-    parameters are new: make the optimizer and the decay anew. Give exactly one of:
+    Each becomes the best approximation of its present weight: a product by an SVD of its rank × rank core, a tensor
+    train by rounding, a Tucker tensor by the HOSVD of its core, another format by decomposing its weight again. Shrunk
+    attention gets even smaller heads. Everything else stays, tied layers stay tied, and all layers are cut or none. The
+    parameters are new, so make a new optimizer and decay. Give exactly one of:
 
     Args:
         model: a model that ``fz.factorize`` or ``fz.load`` returned.
-        plan: a plan for the dense model, whose ranks are at most those of the layers it names; others stay.
-        ratio: parameters after over those that the factorized model has now; never exceeded.
+        plan: a plan for the dense model, with ranks of at most those of the layers it names; other layers stay.
+        ratio: parameters after, relative to those of the factorized model now; never exceeded.
         rank_scale: share of every rank that stays.
         rank: the highest rank that stays.
         energy: share of each product's squared singular values to keep.
@@ -81,7 +81,7 @@ def truncate(
             raise ValueError(f"{name} must be in (0, 1], got {value!r}")
     if is_sharded(model):
         raise ValueError(
-            f"{type(model).__name__} is sharded over processes and its factors are needed whole; truncate before "
+            f"{type(model).__name__} is sharded over processes, but truncating needs whole factors; truncate before "
             "fully_shard. Nothing was changed"
         )
     cuts = _cuts(model)
@@ -95,7 +95,7 @@ def truncate(
         check_whole("rank", rank)
         choices = [cut.at_most(rank) for cut in cuts]
     else:
-        assert energy is not None
+        assert energy is not None  # the one that is left
         choices = [_by_energy(cut, energy) for cut in cuts]
     installs = []
     for cut, choice in zip(cuts, choices, strict=True):
@@ -128,7 +128,7 @@ def _cuts(model: nn.Module) -> list[Cut]:
 
 
 def _path(format: Format) -> list[Format]:
-    """Return formats from ``format`` down to the least, one step each, with ranks in the same proportion."""
+    """Return formats from ``format`` down to the lowest, one step at a time, keeping ranks in proportion."""
     start, path = _ranks(format), [format]
     while (lower := path[-1].lowered()) and not format.frozen:
         path.append(min(lower, key=lambda f: max(now / first for now, first in zip(_ranks(f), start, strict=True))))
@@ -153,7 +153,7 @@ def _item(path: Sequence[Any], cost: Callable[[Any], int], ranks: Callable[[Any]
 
 
 def _is_smaller(format: Format, now: Format) -> bool:
-    """Return whether a format is of the same kind as the one now, and no core of it is larger."""
+    """Return whether a format is of the same kind as ``now``, and none of its cores is larger."""
     if (format.name, format.shape, list(format.cores)) != (now.name, now.shape, list(now.cores)):
         return False
     pairs = zip(format.cores.values(), now.cores.values(), strict=True)
@@ -174,8 +174,8 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
         if format is None or not _is_smaller(format, now):
             asked = "no layer" if format is None else f"one of {format.shape} in {format.name}, {format.describe()}"
             raise ValueError(
-                f"{name} is a weight of {now.shape} in {now.name}, {now.describe()}; the plan has {asked}, which is no "
-                "smaller. Nothing was changed"
+                f"{name} is a weight of {now.shape} in {now.name}, {now.describe()}; the plan has {asked}, which is "
+                "not smaller. Nothing was changed"
             )
         return format
 
@@ -203,20 +203,16 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
 
 
 def _heads_cut(name: str, unit: AttentionUnit, places: dict[nn.Module, list[str]]) -> Cut:
-    note = unit.shrunk
-    assert note is not None
-    kinds = tuple(k for k, size in zip(FORMS, (note.qk, note.ov), strict=True) if size < note.head_size)
+    kinds, now = unit.shrunk_forms, (unit.query.head_size, unit.value.head_size)
     cost = AttentionCost(unit, kinds)
-    sizes = [size for kind, size in zip(FORMS, (note.qk, note.ov), strict=True) if kind in kinds]
+    sizes = [size for kind, size in zip(FORMS, now, strict=True) if kind in kinds]
     path = list(range(max(sizes), 0, -1))
 
     def planned(entry: PlanEntry | AttentionEntry) -> int:
-        if not isinstance(entry, AttentionEntry) or cost.ranks(entry.rank) != entry.head_ranks:
-            raise ValueError(
-                f"{name} has heads of {(note.qk, note.ov)}, which the plan does not cut. Nothing was changed"
-            )
-        assert entry.rank is not None
-        return min(entry.rank, path[0])
+        rank = entry.rank if isinstance(entry, AttentionEntry) else None
+        if not isinstance(entry, AttentionEntry) or rank is None or cost.ranks(rank) != entry.head_ranks:
+            raise ValueError(f"{name} has heads of {now}, which the plan does not cut. Nothing was changed")
+        return min(rank, path[0])
 
     def cut(size: int) -> Install:
         qk, ov = cost.ranks(size)
@@ -238,7 +234,7 @@ def _by_plan(cuts: Sequence[Cut], plan: Plan) -> list[Choice]:
     entries = {name: entry for entry in plan.selected for name in (entry.name, *entry.aliases)}
     unknown = sorted({e.name for e in plan.selected if e.tied_to is None} - {cut.name for cut in cuts})
     if unknown:
-        raise ValueError(f"{unknown[0]} is not factorized, and the plan cuts it; nothing was changed")
+        raise ValueError(f"{unknown[0]} is in the plan, but it is not factorized; nothing was changed")
     return [cut.planned(entries[cut.name]) if cut.name in entries else cut.choices[0] for cut in cuts]
 
 
