@@ -19,12 +19,12 @@ from factorized.decay.forms import Factor, Form
 class _Padded:
     """Factors of similar size in one batch (count, rows, rank), filled by one gather."""
 
-    index: Tensor  # where each entry lies among all factors; of padding, where the zero lies
+    index: Tensor  # where each entry is among all factors; padding points to the zero
     values: Tensor
     results: Tensor
     grams: Tensor  # a slice of all Gram matrices of this rank
     all_grams: Tensor
-    partners: Tensor  # where the Gram matrices of the other factors are
+    partners: Tensor  # indices of the Gram matrices of the other factors
 
 
 class Arena:
@@ -43,7 +43,7 @@ class Arena:
         self.starts = [sum(sizes[:position]) for position in range(len(sizes))]
         self.batches: list[_Padded] = []
         self.results = torch.empty(0, dtype=dtype, device=like.device)
-        self.back = torch.empty(sum(sizes), dtype=torch.int64)  # where each factor's entries lie among the results
+        self.back = torch.empty(sum(sizes), dtype=torch.int64)  # where each factor's entries are among the results
         self._lay_out()
         self.back = self.back.to(like.device)
 
@@ -59,7 +59,7 @@ class Arena:
         return self.parts
 
     def _lay_out(self) -> None:
-        """Assign every factor to the batch of its padded rank; split by rows what would be mostly padding."""
+        """Assign every factor to the batch of its padded rank; one that would be mostly padding is split by rows."""
         classes: dict[tuple[int, int], list[int]] = {}
         for position, (_, rows, rank) in enumerate(self.shapes):
             padded = -(-rank // 8) * 8
@@ -71,7 +71,7 @@ class Arena:
         grams = {
             rank: self.flat.new_empty(sum(counts[k] for k in classes if k[0] == rank), rank, rank) for rank in ranks
         }
-        place, used = {}, dict.fromkeys(ranks, 0)  # of each factor's first Gram matrix, among those of its rank
+        place, used = {}, dict.fromkeys(ranks, 0)  # index of each factor's first Gram matrix among those of its rank
         for (rank, _), held in classes.items():
             for position in held:
                 place[position] = used[rank]
@@ -81,7 +81,9 @@ class Arena:
             rank, rows, count = key[0], extents[key], counts[key]
             size = count * rows * rank
             first = place[held[0]]
-            partners = [place[p ^ 1] + g for p in held for g in range(self.shapes[p][0])]  # U and V stand side by side
+            partners = [
+                place[p ^ 1] + g for p in held for g in range(self.shapes[p][0])
+            ]  # U and V are next to each other
             self.batches.append(
                 _Padded(
                     index=self._index(held, count, rows, rank, start).to(self.flat.device),
@@ -101,7 +103,7 @@ class Arena:
         return (rows - 1).bit_length() // 2 if wasteful else 0
 
     def _index(self, held: Sequence[int], count: int, rows: int, rank: int, start: int) -> Tensor:
-        """Return where the entries of one padded batch come from, and note where they go back to."""
+        """Return where the entries of one padded batch come from, and record where they go back to."""
         index = torch.full((count, rows, rank), self.flat.numel() - 1)
         places = torch.arange(start, start + index.numel()).view_as(index)
         entry = 0

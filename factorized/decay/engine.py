@@ -1,6 +1,6 @@
 """Computes the Frobenius gradients of forms and adds them to tensors.
 
-On the CPU each product is computed by itself, on a GPU many are computed together in a few launches.
+On the CPU each product is computed alone; on a GPU many are computed together in a few launches.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from factorized.formats.frobenius import product_is_cheaper
 
 # What the gradient of a factor is added to, shaped like its parameter; None leaves the factor out.
 Target = Callable[[Factor], Tensor | None]
-Place = tuple[torch.device, torch.dtype, torch.Size]  # of a parameter: what workers depend on
-# Computing forms together takes a copy of their factors. Above this many entries it does not pay: on a GPU the launches
-# saved are too few, on the CPU the copy is too slow. On the CPU only tensors are stacked, whose contractions are many
+Place = tuple[torch.device, torch.dtype, torch.Size]  # of a parameter; workers depend on it
+# Computing forms together takes a copy of their factors. Above this many entries it is not worth it: on a GPU it saves
+# too few launches, on the CPU the copy is too slow. On the CPU only tensors are stacked, whose contractions are many
 # small operations; a product takes four, and stacking products saved 0.1 % of a training step.
 LARGEST_BATCHED = {"cuda": 2**20, "cpu": 2**15}
 
 
 class Engine:
-    """Computes the Frobenius gradients of some forms, again and again."""
+    """Computes the Frobenius gradients of some forms, at every step."""
 
     def __init__(self, found: Sequence[Form]) -> None:
         self.form_of: dict[Factor, Form] = {factor: form for form in found for factor in form.factors}
@@ -41,13 +41,13 @@ class Engine:
         self._turn = _turns(self.form_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of copies and pickles: no workers, which are made anew for the device in use."""
+        """Return the state for copies and pickles: without workers, which are made again for the device in use."""
         return {**self.__dict__, "workers": [], "_made_for": []}
 
     def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
         """Add ``coefficient(factor)`` times every factor's gradient to its ``target``.
 
-        ``to_factors`` says that the targets are the factors themselves: then none is changed before all are read.
+        ``to_factors`` means that the targets are the factors themselves: then none is changed before all are read.
         """
         if self._places() != self._made_for:  # parameters were moved, or changed their type or shape
             self.workers, self._made_for = make_workers(list(dict.fromkeys(self.form_of.values()))), self._places()
@@ -83,7 +83,7 @@ def _turns(factors: Iterable[Factor]) -> dict[Factor, int]:
     seen: Counter[nn.Parameter] = Counter()
     turns = {}
     for factor in factors:
-        turns[factor] = seen[factor.parameter] if factor.projection is None else 0  # projections are parts that differ
+        turns[factor] = seen[factor.parameter] if factor.projection is None else 0  # projections are different parts
         seen[factor.parameter] += 1
     return turns
 
@@ -100,7 +100,7 @@ def gradient_of(factor: Factor) -> Tensor | None:
             "decoupled=True, or sparse=False in the embedding"
         )
     placed = placed_like(gradient, parameter)
-    if placed is not gradient:  # what every rank adds to a partial sum would count several times
+    if placed is not gradient:  # added to a partial sum, the decay would count once per rank
         parameter.grad = placed
     return placed
 
@@ -134,7 +134,7 @@ class Alike:
     def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[float]) -> None:
         """Add ``numbers`` times the gradients of a plain pair of matrices to ``targets``, without temporary results.
 
-        The targets are shaped like the parameters. They must not be the parameters, which are still read meanwhile.
+        The targets are shaped like the parameters, but must not be the parameters, which are read meanwhile.
         """
         U, V = (factor.parameter for factor in self.factors)
         left, right = targets
@@ -149,7 +149,7 @@ Worker = Alike | Fused | Arena | Sharded | ShardedHeads
 
 
 def make_workers(found: Sequence[Form]) -> list[Worker]:
-    """Group forms that are computed together: sharded ones, those that the kernels take, other small ones on a GPU."""
+    """Group forms that are computed together: sharded ones, those for the kernels, other small ones on a GPU."""
     products = [form for form in found if form.is_product]
     sharded = [form for form in products if any(is_sharded(factor.parameter) for factor in form.factors)]
     by_rows = [form for form in sharded if is_sharded_by_rows(form)]
@@ -186,11 +186,11 @@ def _check_matrices(form: Form) -> None:
     shapes = [tuple(factor.parameter.shape) for factor in form.factors]
     if any(len(shape) != 2 for shape in shapes):
         raise ValueError(
-            f"the factors of {form.name!r} must be matrices, got shapes {shapes}; FSDP1 flattens parameters so: use "
+            f"the factors of {form.name!r} must be matrices, got shapes {shapes}; FSDP1 flattens parameters; use "
             "torch.distributed.fsdp.fully_shard, which does not"
         )
     if len({rank for _, rank in shapes}) > 1:
-        raise ValueError(f"the factors of {form.name!r} must have as many columns as each other, got shapes {shapes}")
+        raise ValueError(f"the factors of {form.name!r} must have the same number of columns, got shapes {shapes}")
 
 
 def _gains_from_batching(form: Form) -> bool:
@@ -214,7 +214,7 @@ def _forms_product(form: Form) -> bool:
 
 
 def _like_target(factor: Factor, gradient: Tensor) -> Tensor:
-    """Return a gradient shaped like what it is added to: this rank's part, or without the batch where that is one."""
+    """Return a gradient shaped like its target: this rank's part, or without a batch dimension of one."""
     if is_sharded(factor.parameter):
         return own_gradient(gradient, factor)
     return gradient[0] if factor.is_whole else gradient

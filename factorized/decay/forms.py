@@ -1,4 +1,4 @@
-"""``fz.forms``: every product in a model, whatever modules hold its factors."""
+"""``fz.forms``: every product in a model, whichever modules hold its factors."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Factor:
 
     @property
     def value(self) -> Tensor:
-        """The factor as it stands, without gradient history; of a sharded one, the rows that this rank has."""
+        """The factor's present value, without gradient history; for a sharded one, the rows that this rank has."""
         return self.part(self.parameter.detach())
 
     @property
     def is_whole(self) -> bool:
-        """Whether the factor is its parameter, as it is, and no view of it is needed."""
+        """Whether the factor is its parameter itself, so that no view of it is needed."""
         return self.batch == 1 and self.view is _one_group and not isinstance(self.parameter, DTensor)
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return the factor's part of a tensor shaped like its parameter, such as the gradient, to be changed in place.
 
-        It is (batch, long, rank), or of a sharded tensor the local part of it in two dimensions, with groups or heads
-        not told apart.
+        It is (batch, long, rank), or for a sharded tensor its local part in two dimensions, with groups or heads not
+        separated.
         """
         if not isinstance(tensor, DTensor):
             return self.view(tensor)
@@ -60,7 +60,7 @@ class Factor:
 
     @property
     def whole(self) -> Tensor:
-        """The factor with its gradient history; a sharded one is gathered, so all ranks must ask."""
+        """The factor with its gradient history; a sharded one is gathered, so all ranks must read it."""
         parameter: Tensor = self.parameter
         return self.view(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
 
@@ -69,18 +69,18 @@ class Factor:
 class Form:
     """One weight that is decayed as a whole: that of a factorized layer, or all heads of an attention form.
 
-    A product ``U M₁…M_d Vᵀ`` is batched over groups or heads. Of attention, ``"qk"`` is ``Q_h K_hᵀ`` and ``"ov"`` is
+    A product ``U M₁…M_d Vᵀ`` is batched over groups or heads. In attention, ``"qk"`` is ``Q_h K_hᵀ`` and ``"ov"`` is
     ``V_h O_hᵀ``. Where query heads share a K/V head, the batch is (K/V heads, query heads of each), with 1 in the
-    second place for the shared matrix. Of other formats the factors are their cores, of a separable convolution those
-    of its pointwise part.
+    second place for the shared matrix. For other formats the factors are their cores; for a separable convolution,
+    those of its pointwise part.
     """
 
-    name: str  # of the module it belongs to; of attention with its kind: "encoder.0.self_attn.ov"
+    name: str  # of the module it belongs to; for attention with its kind: "encoder.0.self_attn.ov"
     kind: str  # "linear", "conv", "embedding", "qk" or "ov"
     factors: tuple[Factor, ...]  # in the order of the product, or of the format
     format: Format | None = None  # None for attention, which is a product
-    layer: FactorizedLayer | None = None  # where one module holds the whole product
-    rotary: bool = False  # of "qk": positions turn queries and keys, so that this is no single bilinear form
+    layer: FactorizedLayer | None = None  # the module that holds the whole product, if one does
+    rotary: bool = False  # for "qk": queries and keys are rotated by position, so this is not one bilinear form
 
     @property
     def is_product(self) -> bool:
@@ -127,30 +127,30 @@ class Form:
 
     @property
     def values(self) -> list[Tensor]:
-        """All factors in order, differentiable; sharded ones are gathered, so all ranks must ask."""
+        """All factors in order, differentiable; sharded ones are gathered, so all ranks must read them."""
         return [factor.whole for factor in self.factors]
 
     def compose(self, values: Sequence[Tensor]) -> Tensor:  # (batch, m, n)
-        """Return the weight of ``values``, which stand for the factors, as the matrices that low rank reads it as."""
+        """Return the weight of ``values``, given in place of the factors, as the matrices that low rank reads it as."""
         if self.format is None or self.format.is_product:
             return compose(values[0], values[-1], values[1:-1]).flatten(0, -3)
         return to_matrix(self.format.compose(values), self.format.shape)
 
-    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # (batch,), or () where it is no product
-        """Return the squared Frobenius norm of the weight of ``values``, which stand for the factors."""
+    def norm_squared(self, values: Sequence[Tensor]) -> Tensor:  # (batch,), or () if it is not a product
+        """Return the squared Frobenius norm of the weight of ``values``, given in place of the factors."""
         if self.format is None or self.format.is_product:
             return frobenius_norm_squared(values[0], values[-1], values[1:-1])
         return self.format.norm_squared(values)
 
     def gradients(self, values: Sequence[Tensor]) -> list[Tensor]:  # like values
-        """Return the gradients of half the squared norm; of a format, ``values`` may have a leading batch dimension."""
+        """Return the gradients of half the squared norm; ``values`` of a format may have a leading batch dimension."""
         if self.format is None or self.format.is_product:
             dU, dV, d_inner = frobenius_gradients(values[0], values[-1], values[1:-1])
             return [dU, *d_inner, dV]
         return list(self.format.gradients(values))
 
     def spectrum(self, values: Sequence[Tensor]) -> Tensor:  # (batch, singular values)
-        """Return the singular values of the weight of ``values``, of a product without forming it."""
+        """Return the singular values of the weight of ``values``; a product is not formed."""
         if self.is_product:
             return factor_spectrum(values[0], values[-1], values[1:-1])
         return torch.linalg.svdvals(self.compose(values))
@@ -162,11 +162,11 @@ Names = Mapping[Tensor, str]  # of parameters
 def forms(model: nn.Module) -> list[Form]:
     """Return every product in ``model``, each once, however many layers are tied to its factors.
 
-    A factorized layer is one form. Attention is two products a module, of the kinds ``"qk"`` and ``"ov"``, where an
-    adapter can read it: see ``fz.register_attention``.
+    A factorized layer is one form. An attention module is two products, of the kinds ``"qk"`` and ``"ov"``, if
+    an adapter can read it: see ``fz.register_attention``.
 
-    Every factor must be a parameter of the model: one that a parametrization or pruning computes is refused. So are
-    factors of one product that are not distributed over the same ranks.
+    Every factor must be a parameter of the model: one that a parametrization or pruning computes raises. So do factors
+    of one product that are not distributed over the same ranks.
     """
     check_model(model)
     found: dict[tuple[object, ...], Form] = {}
@@ -187,13 +187,13 @@ def forms(model: nn.Module) -> list[Form]:
 
 
 def unread_attention(model: nn.Module) -> str:
-    """Return a sentence to end an error with, about attention of ``model`` that cannot be read; or nothing."""
+    """Return a sentence for the end of an error, about attention of ``model`` that cannot be read; or an empty one."""
     read = next((read for read in find_attention(model) if read.unit is None), None)
     return "" if read is None else f". Its attention {read.name or 'itself'!r} cannot be read: {read.reason}"
 
 
 def is_attention(form: Form) -> bool:
-    """Return whether a form is one of attention."""
+    """Return whether a form belongs to attention."""
     return form.kind in FORMS
 
 
@@ -223,7 +223,7 @@ def _check_parameters(name: str, factors: Mapping[str, Tensor], names: Names) ->
             raise ValueError(
                 f"{f'{name}.{part}'.lstrip('.')} is not a parameter of the model: a parametrization, a weight norm, "
                 "pruning or FSDP1 computes it, and a gradient of the product cannot be added to it. Make it a "
-                "parameter again, by torch.nn.utils.parametrize.remove_parametrizations or "
+                "parameter again, with torch.nn.utils.parametrize.remove_parametrizations or "
                 "torch.nn.utils.prune.remove, or leave this layer dense"
             )
 
@@ -241,4 +241,4 @@ def _attention_form(name: str, unit: AttentionUnit, kind: FormName, names: Names
 
 
 def _one_group(factor: Tensor) -> Tensor:  # (long, rank) -> (1, long, rank)
-    return factor.unsqueeze(0)  # what ``grouped`` would return, in a fifth of its time
+    return factor.unsqueeze(0)  # the same as ``grouped``, five times faster

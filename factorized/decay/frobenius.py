@@ -30,19 +30,19 @@ from factorized.decay.strength import (
 class FrobeniusDecay(AttachedDecay):
     """Penalize the product, not its factors: adds λ · ∂½‖U M₁…M_d Vᵀ‖² to the factors' gradients before every step.
 
-    Of a layer in another format it is the squared norm of its weight, and the factors are the format's cores.
+    For a layer in another format it penalizes the squared norm of its weight, and the factors are the format's cores.
 
     Args:
         model: holds the products, see ``fz.forms``.
         strength: λ. A number, a tensor of one number, a schedule ``step -> λ``, or a dict from form kinds, names of
-            formats or name globs to numbers (the last match wins; what matches nothing is not decayed). Of attention, a
-            number or schedule decays OV alone; QK is decayed where a dict says ``"qk"``, or, under rotary embeddings,
-            names ``"*.qk"``.
+            formats or name globs to numbers (the last match wins; forms that match nothing are not decayed). For
+            attention, a number or schedule decays OV only; QK is decayed where a dict has ``"qk"`` or, under rotary
+            embeddings, ``"*.qk"``.
         decoupled: True subtracts lr·λ·gradient from the parameters instead, as AdamW does with its decay. None means
-            False, with a warning where the optimizer is adaptive and so rescales the gradient: Adam, ``fz.Lamb``, …
+            False, with a warning if the optimizer is adaptive and so rescales the gradient: Adam, ``fz.Lamb``, …
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
-            which costs next to nothing. Exact where every step is one backward pass that uses each layer once, and
-            whose gradients reach the optimizer as they are: no accumulation, gradient clipping or ``GradScaler``.
+            which costs almost nothing. Exact if every step is one backward pass that uses each layer once and whose
+            gradients reach the optimizer unchanged: no accumulation, gradient clipping or ``GradScaler``.
     """
 
     noun = "decay"
@@ -60,15 +60,15 @@ class FrobeniusDecay(AttachedDecay):
         check_strength(strength, self.forms)
         self.strength = strength
         self.decoupled = self.changes_parameters = bool(decoupled)
-        self._hints = decoupled is None  # whether to say that an adaptive optimizer rescales what is added
+        self._hints = decoupled is None  # whether to warn that an adaptive optimizer rescales what is added
         super().__init__(decayed_forms(strength, self.forms))
         self._inside = composed_layers(self._decayed, strength, self.decoupled) if in_backward else {}
         self._engine = Engine([form for form in self._decayed if form not in self._inside])
 
     def penalty(self) -> Tensor:
-        """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; for a loss of your own, or to log.
+        """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; to add to a loss or to log.
 
-        Sharded factors are gathered for it: all ranks must call it.
+        Sharded factors are gathered, so all ranks must call it.
         """
         found = self._decayed or self.forms[:1]
         numbers = strengths(self.strength, found, self.steps)
@@ -78,11 +78,13 @@ class FrobeniusDecay(AttachedDecay):
         return on_one_device(halves).sum()
 
     def apply_(self, lr: Number | None = None) -> None:
-        """Act once, by hand: on the gradients that are there; with ``decoupled=True`` on the parameters, at ``lr``."""
+        """Act once, by hand: on the present gradients or, with ``decoupled=True``, on the parameters at ``lr``."""
         if self.decoupled and lr is None:
             raise ValueError("decoupled decay is scaled by the learning rate: call apply_(lr=...)")
         if not self.decoupled and lr is not None:
-            raise ValueError("what is added to gradients is not scaled by a learning rate: call apply_() without lr=")
+            raise ValueError(
+                "decay that is added to gradients is not scaled by a learning rate: call apply_() without lr="
+            )
         if self._inside:
             raise ValueError("with in_backward=True part of the decay acts in the backward pass: attach it instead")
         if lr is None:
@@ -96,19 +98,18 @@ class FrobeniusDecay(AttachedDecay):
     def attach(self, optimizer: Optimizer) -> Self:
         """Act just before every ``optimizer.step()``, after clipping and unscaling; return this decay.
 
-        Torch's optimizers leave such attachments out of their copies: attach a decay of the copied model to those.
-        An LBFGS, which compares losses, is given them with the penalty.
+        Copies of torch's optimizers drop such attachments: attach a decay of the copied model to them. LBFGS, which
+        compares losses, gets the penalty added to them.
         """
         optimizer = inner_optimizer(optimizer)
         if self._inside and any(group.get("maximize", False) for group in optimizer.param_groups):
             raise ValueError(
-                "in_backward=True adds λW to gradients that are descended, and the optimizer maximizes; "
-                "use in_backward=False"
+                "in_backward=True adds λW to gradients for descent, but the optimizer maximizes; use in_backward=False"
             )
         super().attach(optimizer)
         if self._hints and is_adaptive(optimizer):
             warnings.warn(
-                f"{type(optimizer).__name__} rescales gradients, and with them the decay that is added to them. Pass "
+                f"{type(optimizer).__name__} rescales gradients, including the decay that is added to them. Pass "
                 "decoupled=True, or use fz.decoupled_frobenius, to shrink the factors as AdamW does with its own "
                 "decay. decoupled=False keeps the decay in the gradients, without this warning",
                 stacklevel=2,
@@ -124,11 +125,11 @@ class FrobeniusDecay(AttachedDecay):
             layer.decay_in_backward = 0.0
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a schedule has to know to go on after a restart: the steps taken."""
+        """Return what a schedule needs to continue after a restart: the number of steps taken."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where a saved decay left off."""
+        """Continue where a saved decay left off."""
         check_whole("steps", state.get("steps"), least=0)
         self.steps = state["steps"]
 
@@ -152,7 +153,7 @@ class FrobeniusDecay(AttachedDecay):
         self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f], to_factors=True)
 
     def _numbers(self) -> dict[Factor, Number]:
-        if isinstance(self.strength, float):  # as ``strengths`` does, in a fifth of its time
+        if isinstance(self.strength, float):  # the same as ``strengths``, five times faster
             number = self.strength
             return {factor: 0.0 if form.kind == "qk" else number for factor, form in self._engine.form_of.items()}
         numbers = strengths(self.strength, self.forms, self.steps)
@@ -165,5 +166,5 @@ def _near(number: Number, norm: Tensor) -> Number:
 
 
 def decoupled_frobenius(optimizer: Optimizer, model: nn.Module, strength: Strength) -> FrobeniusDecay:
-    """Give ``optimizer``, whichever it is, decoupled Frobenius decay: lr·λ·gradient off the factors, each step."""
+    """Give any ``optimizer`` decoupled Frobenius decay: each step subtracts lr·λ·gradient from the factors."""
     return FrobeniusDecay(model, strength, decoupled=True).attach(optimizer)

@@ -1,4 +1,4 @@
-"""The Frobenius gradients of many small forms on a GPU, by kernels of our own: two launches for all of like rank."""
+"""The Frobenius gradients of many small forms on a GPU, by custom kernels: two launches for all of similar rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from factorized.formats.frobenius import frobenius_gradients
 logger = logging.getLogger(__name__)
 ROWS = 64  # of a factor, in one program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-RANKS = (16, 32, 64)  # what ranks are padded to, inside the kernels only
-CAPABILITY = (8, 0)  # of GPUs whose tensor cores know tf32
+RANKS = (16, 32, 64)  # ranks are padded to these, inside the kernels only
+CAPABILITY = (8, 0)  # of GPUs whose tensor cores support tf32
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Alike:
 
     padded: int
     tiles: Tensor  # (tiles, 2): factor, first row
-    factors: Tensor  # (factors, 8), as the kernels say
+    factors: Tensor  # (factors, 8), see ``kernels.py``
     sums: Tensor  # (tiles, padded, padded): the Gram matrix of every tile
 
 
@@ -47,16 +47,16 @@ class Fused:
         self.parts = [part.view(matrix.shape) for part, matrix in parts]
         self._memory = self._read_memory()
         self._alike = self._lay_out(self._memory)
-        self._launch()  # which builds the kernels: a step that is being captured could not
+        self._launch()  # builds the kernels, which a step that is being captured cannot do
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
         """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``; valid until the next call."""
-        if torch.compiler.is_compiling():  # the compiler knows no addresses, and makes kernels of its own
+        if torch.compiler.is_compiling():  # the compiler has no addresses, and makes its own kernels
             pairs = zip(self.matrices[::2], self.matrices[1::2], strict=True)
             return [dX for U, V in pairs for dX in frobenius_gradients(computable(U), computable(V))[:2]]
         memory = self._read_memory()
-        if memory != self._memory:  # a parameter was given another place
+        if memory != self._memory:  # a parameter has moved in memory
             self._memory, self._alike = memory, self._lay_out(memory)
         self._launch()
         return self.parts
@@ -83,7 +83,7 @@ class Fused:
             tiles += [(place, row) for row in range(0, self.matrices[position].shape[0], ROWS)]
         rows = []
         for position in positions:
-            partner = position ^ 1  # U and V stand side by side
+            partner = position ^ 1  # U and V are next to each other
             address, *strides = memory[position]
             count = -(-self.matrices[partner].shape[0] // ROWS)
             shape = self.matrices[position].shape
@@ -97,7 +97,7 @@ class Fused:
 
 
 def launch(alike: _Alike, results: Tensor, dtype: torch.dtype) -> None:
-    """Write the gradients of all factors of like rank into ``results``."""
+    """Write the gradients of all factors of one padded rank into ``results``."""
     from factorized.decay.kernels import TYPES, gram_kernel, product_kernel
 
     grid, tables = (len(alike.tiles),), (alike.tiles, alike.factors, alike.sums)
@@ -107,7 +107,7 @@ def launch(alike: _Alike, results: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_fusible(form: Form) -> bool:
-    """Return whether the kernels can compute a form: two whole matrices on a GPU, of a rank and type they know."""
+    """Return whether the kernels can compute a form: two whole matrices on a GPU, of a supported rank and type."""
     left, right = form.left, form.right
     return (
         left.parameter.is_cuda
@@ -123,7 +123,7 @@ def is_fusible(form: Form) -> bool:
 
 @cache
 def can_build_kernels(device: torch.device) -> bool:
-    """Return whether the kernels can be built for ``device``, by building them: it takes Triton and a C compiler."""
+    """Return whether the kernels can be built for ``device``, by building them; this needs Triton and a C compiler."""
     if find_spec("triton") is None or torch.version.hip is not None:
         return False
     if torch.cuda.get_device_capability(device) < CAPABILITY:
@@ -137,8 +137,8 @@ def can_build_kernels(device: torch.device) -> bool:
     )
     try:
         launch(trial, torch.empty_like(number), number.dtype)
-    except Exception as error:  # whatever a compiler that is not there, or not allowed to write, leads to
-        logger.info("the decay's kernels cannot be built, torch's own operations take their place: %s", error)
+    except Exception as error:  # a compiler that is missing, or may not write, can fail in any way
+        logger.info("the decay's kernels could not be built; using torch operations instead: %s", error)
         return False
     return True
 

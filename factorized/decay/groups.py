@@ -1,4 +1,4 @@
-"""``fz.parameter_groups``: what an optimizer's own weight decay may act on, when products are decayed as products."""
+"""``fz.parameter_groups``: what an optimizer's weight decay may act on when products are decayed as products."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for any torch optimizer: weights with ``weight_decay``, factors of products without.
 
-    ``attention`` names the forms of attention that are decayed as products, ``"ov"`` and ``"qk"``, and is empty where
-    none is; the weights of the others are ordinary ones. A weight that packs both (``in_proj_weight``, GPT-2's
-    ``c_attn``) stands in a group of its own, without decay by the optimizer: ``FrobeniusDecay`` and ``Flambe`` read
-    that group's ``"rest_decay"`` and decay the rest of it as the optimizer would have.
+    ``attention`` lists the forms of attention that are decayed as products, ``"ov"`` and ``"qk"``, and may be empty.
+    The weights of other forms are ordinary ones. A weight that packs both (``in_proj_weight``, GPT-2's ``c_attn``) gets
+    a separate group without decay by the optimizer: ``FrobeniusDecay`` and ``Flambe`` read the group's ``"rest_decay"``
+    and decay the rest of the weight as the optimizer would have.
 
-    ``decay_norms=True`` and ``decay_biases=True`` decay those too, as the paper's ResNet recipe does, which decays
+    ``decay_norms=True`` and ``decay_biases=True`` decay those too, as in the paper's ResNet recipe, which decays
     every parameter alike. ``crs=True`` is compression-rate scaling instead of Frobenius decay: each product's factors
     are decayed by ``weight_decay`` times their share of the dense weight's parameters, and attention like any weight.
     Frozen parameters are left out.
@@ -82,7 +82,7 @@ def parameter_groups(
 
 
 def compression_rate(form: Form) -> float:
-    """Return the entries of a layer's factors over those of its product."""
+    """Return the number of entries of a layer's factors, relative to its product."""
     return sum(factor.parameter.numel() for factor in form.factors) / form.numel
 
 

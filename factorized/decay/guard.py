@@ -27,13 +27,13 @@ from factorized.nn.layer import FactorizedLayer
 
 
 class DecaysProducts(ABC):
-    """Base class of all that decays products: attached decays, and optimizers that decay. Abstract."""
+    """Base class of everything that decays products: attached decays, and optimizers that decay. Abstract."""
 
     penalizes: ClassVar[str]  # a factor must not be decayed twice by the same penalty
 
     @abstractmethod
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether ``parameter`` is a factor that this acts on."""
+        """Return whether ``parameter`` is a factor that this object acts on."""
 
 
 def check_attachable(decay: DecaysProducts, decayed: Sequence[Form], optimizer: Optimizer) -> None:
@@ -44,15 +44,15 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[Form], optimizer: 
     if decayed and not held:
         raise ValueError(
             f"the optimizer holds none of the factors (such as those of {decayed[0].name!r}); make it after "
-            "fz.factorize, from fz.parameter_groups(model, ...), and the decay after what replaces parameters, as "
-            "fully_shard and to_empty do"
+            "fz.factorize, from fz.parameter_groups(model, ...), and the decay after anything that replaces "
+            "parameters, such as fully_shard and to_empty"
         )
     check_still_held(decayed)
     check_decayed_once(decayed, optimizer)
     if _same(optimizer, decay, held):
         raise ValueError(
             f"{type(optimizer).__name__} decays the same products itself, so they would be decayed twice; use fz.Lamb, "
-            "or give their strength to the optimizer alone"
+            "or pass their strength only to the optimizer"
         )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if _same(getattr(hook, "__self__", None), decay, held):
@@ -67,13 +67,13 @@ def check_hookable(optimizer: Optimizer) -> None:
         raise ValueError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if "_optimizer_step_pre_hooks" not in vars(optimizer):
         raise ValueError(
-            f"attach takes an optimizer that torch can hook into, and {type(optimizer).__name__} only wraps one; "
+            f"attach takes an optimizer that torch can hook into, but {type(optimizer).__name__} only wraps one; "
             "attach to that one, before it is wrapped (as by accelerate's prepare)"
         )
 
 
 def check_decayed_once(decayed: Sequence[Form], optimizer: Optimizer) -> None:
-    """Raise if a group of ``optimizer`` with a decay of its own holds factors of these forms."""
+    """Raise if a group of ``optimizer`` with weight decay holds factors of these forms."""
     owners = factor_parameters(decayed)
     for group in optimizer.param_groups:
         doubly = [parameter for parameter in group["params"] if parameter in owners]
@@ -87,20 +87,20 @@ def check_decayed_once(decayed: Sequence[Form], optimizer: Optimizer) -> None:
 
 
 def check_still_held(decayed: Sequence[Form]) -> None:
-    """Raise if a layer no longer holds a factor as it did: it was pruned, parametrized, sharded or replaced since."""
+    """Raise if a layer no longer holds a factor's parameter: it was pruned, parametrized, sharded or replaced."""
     for form in decayed:
         held = form.layer.factors[: len(form.factors)] if form.layer is not None else ()
         for factor, parameter in zip(form.factors, held, strict=False):
             if factor.parameter is not parameter:
                 raise ValueError(
                     f"{factor.name} is not the parameter that this decay was made for: it was pruned, parametrized, "
-                    "sharded or replaced since. Make optimizer and decay after that; of a computed factor, make it a "
-                    "parameter again first (prune.remove, parametrize.remove_parametrizations)"
+                    "sharded or replaced since. Make the optimizer and the decay after that; if the factor is "
+                    "computed, make it a parameter again first (prune.remove, parametrize.remove_parametrizations)"
                 )
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer divides gradients by their own size: it keeps a second moment, as Adam does."""
+    """Return whether an optimizer divides gradients by their size, as Adam does with its second moment."""
     known = (Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
     return isinstance(optimizer, known) or "betas" in optimizer.defaults
 
@@ -118,7 +118,10 @@ def _also(form: Form) -> str:
 def composed_layers(
     decayed: Sequence[Form], strength: Strength, decoupled: bool
 ) -> dict[Form, tuple[FactorizedLayer, float]]:
-    """Return the forms whose layer composes its weight to run, with that layer and λ: its backward pass can add λW."""
+    """Return the forms whose layer composes its weight to run, each with that layer and λ.
+
+    The backward pass of such a layer can add λW.
+    """
     if decoupled or callable(strength):
         raise ValueError(
             "in_backward=True takes numbers as strength and adds to gradients: no schedule, no decoupled=True"

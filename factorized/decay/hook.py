@@ -26,12 +26,12 @@ class Step:
         self._group_of: dict[nn.Parameter, dict[str, Any]] = {
             parameter: group for group in optimizer.param_groups for parameter in group["params"]
         }
-        # Set where a fused optimizer unscales its gradients itself, which happens after the decay has been added.
+        # Set if a fused optimizer unscales its gradients itself, after the decay has been added.
         self.scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         self._found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether the optimizer has ``parameter`` to update."""
+        """Return whether the optimizer updates ``parameter``."""
         return parameter in self._group_of
 
     def maximizes(self, parameter: nn.Parameter) -> bool:
@@ -39,11 +39,11 @@ class Step:
         return bool(self._group_of[parameter].get("maximize", False))
 
     def rate(self, parameter: nn.Parameter) -> Number:
-        """Return the parameter's learning rate; zero where a fused optimizer will skip the step."""
+        """Return the parameter's learning rate; zero if a fused optimizer will skip the step."""
         rate: Number | None = self._group_of[parameter].get("lr")
         if rate is None:
             raise ValueError(
-                "a decoupled decay is scaled by the learning rate, and a group of the optimizer has no number as "
+                "a decoupled decay is scaled by the learning rate, but a group of the optimizer has no "
                 "'lr'; use decoupled=False, or call apply_(lr=...) by hand"
             )
         # found_inf is a sum over devices, so it may be more than 1.
@@ -56,7 +56,7 @@ class Step:
 
     def for_gradients(self, numbers: Mapping[Factor, Number]) -> dict[Factor, Number]:
         """Return ``for_gradient`` of the factors that the optimizer updates."""
-        made: dict[tuple[Number, bool], Number] = {}  # equal numbers keep sharing one tensor, and so one launch
+        made: dict[tuple[Number, bool], Number] = {}  # equal numbers share one tensor, and so one launch
         result: dict[Factor, Number] = {}
         for factor, number in numbers.items():
             if self.holds(factor.parameter):
@@ -74,10 +74,10 @@ class AttachedDecay(DecaysProducts):
     changes_parameters: bool = False  # rather than gradients
 
     def __init__(self, decayed: Sequence[Form]) -> None:
-        self.steps = 0  # taken so far: what a schedule is asked with
+        self.steps = 0  # taken so far: the argument of a schedule
         self._decayed = list(decayed)
         self._handle: RemovableHandle | None = None
-        self._decays_seen: list[object] = []  # by the optimizer's groups
+        self._decays_seen: list[object] = []  # weight_decay of the optimizer's groups
 
     @abstractmethod
     def penalty(self) -> Tensor:
@@ -85,12 +85,12 @@ class AttachedDecay(DecaysProducts):
 
     @abstractmethod
     def _act(self, step: Step) -> None:
-        """Act, given the step that is about to be taken."""
+        """Act just before ``step`` is taken."""
 
     def attach(self, optimizer: Optimizer) -> Self:
         """Act just before every ``optimizer.step()``, after clipping and unscaling; return this object.
 
-        Torch's optimizers leave such attachments out of their copies: attach a decay of the copied model to those.
+        Copies of torch's optimizers drop such attachments: attach a decay of the copied model to them.
         """
         optimizer = inner_optimizer(optimizer)
         if self._handle is not None:
@@ -108,22 +108,22 @@ class AttachedDecay(DecaysProducts):
         self._handle = None
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether ``parameter`` is a factor that this acts on."""
+        """Return whether ``parameter`` is a factor that this object acts on."""
         return any(factor.parameter is parameter for form in self._decayed for factor in form.factors)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of copies and pickles, which are attached to no optimizer."""
+        """Return the state for copies and pickles, which are not attached to an optimizer."""
         return {**self.__dict__, "_handle": None}
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Act now, or, where ``optimizer.step`` is given a closure, after each of its calls.
+        """Act now or, if ``optimizer.step`` is given a closure, after each of its calls.
 
         A decay that changes parameters acts after the first call only, not at every point of a line search. An
-        optimizer that compares losses gets them with the penalty. Returns new arguments for the step, if any.
+        optimizer that compares losses gets the penalty added to them. Returns new arguments for the step, if any.
         """
         if not torch.compiler.is_compiling():
             check_still_held(self._decayed)
-        if self._decays_seen != _own_decays(optimizer):  # a group was added, or a schedule moves its decay
+        if self._decays_seen != _own_decays(optimizer):  # a group was added, or a schedule changed its decay
             check_decayed_once(self._decayed, optimizer)
             self._decays_seen = _own_decays(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
@@ -148,12 +148,12 @@ class AttachedDecay(DecaysProducts):
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside those that accelerate wraps around one: they run no hooks of their own."""
+    """Return the optimizer inside accelerate's wrappers, which do not run hooks."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 
 
 def _own_decays(optimizer: Optimizer) -> list[object]:
-    """Return the decay that an optimizer itself has, by group."""
+    """Return the weight decay of an optimizer's groups."""
     return [group.get("weight_decay") for group in optimizer.param_groups]

@@ -1,8 +1,8 @@
 """The two GPU kernels of Frobenius decay: Gram matrices of many factors, and the factors times those of their partners.
 
-A factor is read where it is, by its address. A program has a tile of its rows; a factor's Gram matrix is left as one
-sum per tile, which whoever needs it adds up: always in the same order, so that results do not vary from run to run.
-Products are of three in tf32, which keeps the digits of float32 and runs on tensor cores.
+A factor is read in place, by its address. A program handles a tile of its rows. A factor's Gram matrix is stored as one
+sum per tile; its readers add the tiles up in a fixed order, so that results do not vary from run to run. Each matrix
+product is three in tf32, which keeps the precision of float32 and runs on tensor cores.
 """
 
 from __future__ import annotations

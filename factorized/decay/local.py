@@ -1,4 +1,4 @@
-"""What a process has of a distributed parameter, and which placements a product's factors may have."""
+"""The local part of a distributed parameter, and which placements a product's factors may have."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def check_placements(factors: Mapping[str, Tensor]) -> None:
         if any(placement.is_partial() for placement in factor.placements) or not _is_split_in_order(factor):
             raise ValueError(
                 f"{name} has placements {factor.placements}; on every mesh dimension a factor of a product may be "
-                "Shard, Replicate, or what fully_shard makes of a factor that parallelize_module has split: "
+                "Shard, Replicate, or the result of fully_shard on a factor that parallelize_module has split; "
                 "redistribute it"
             )
 
 
 def _is_split_in_order(tensor: DTensor) -> bool:
-    """Return whether every ``_StridedShard`` splits what all other mesh dimensions have split before, as FSDP2 does."""
+    """Return whether every ``_StridedShard`` splits what all other mesh dimensions split before it, as in FSDP2."""
     dims = split_dims(tensor)
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
@@ -53,7 +53,7 @@ def _is_split_in_order(tensor: DTensor) -> bool:
 
 
 def as_distributed(parameter: Tensor) -> DTensor:
-    """Return a parameter that is known to be a distributed tensor as one."""
+    """Return a parameter that is known to be a distributed tensor, typed as one."""
     return cast(DTensor, parameter)
 
 
@@ -64,12 +64,12 @@ def split_dims(tensor: DTensor) -> dict[int, int]:
 
 
 def is_by_rows(parameter: DTensor, but_for: int | None = None) -> bool:
-    """Return whether no mesh dimension, ``but_for`` one, splits anything of a parameter but its rows."""
+    """Return whether every mesh dimension, ``but_for`` one, splits only the rows of a parameter, if anything."""
     return all(dim == 0 for axis, dim in split_dims(parameter).items() if axis != but_for)
 
 
 def row_groups(parameter: DTensor) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks that a parameter's rows are spread over, one for each mesh dimension that does."""
+    """Return the groups of ranks that share a parameter's rows, one for each mesh dimension that splits them."""
     return [parameter.device_mesh.get_group(axis) for axis, dim in split_dims(parameter).items() if dim == 0]
 
 
@@ -78,7 +78,7 @@ def projection_part(
     local: Tensor,  # this process's part of a tensor shaped like the weight
     weight: DTensor,
 ) -> Tensor:
-    """Return what is a projection's in the part that this process has; a view."""
+    """Return a view of the projection's entries in the part that this process has."""
     start, length = local_range(weight, projection.dim)
     begin, end = (min(max(row - start, 0), length) for row in (projection.start, projection.start + projection.size))
     return local.narrow(projection.dim, begin, end - begin)
@@ -88,19 +88,19 @@ def own_part(
     whole: Tensor,  # like the whole parameter
     parameter: DTensor,
 ) -> Tensor:
-    """Return the part of a whole tensor, which every process has, that this one has of ``parameter``; a view."""
+    """Return a view of the part of ``whole`` that matches this process's part of ``parameter``."""
     for dim in range(whole.dim()):
         whole = whole.narrow(dim, *local_range(parameter, dim))
     return whole
 
 
 def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with the placements of its parameter; distributed tensors may leave it as partial sums."""
+    """Return a gradient with the placements of its parameter; DTensor may leave it as partial sums."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return gradient
     if any(placement.is_partial() for placement in parameter.placements):
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has placements {parameter.placements}, and partial sums "
+            f"a parameter of shape {tuple(parameter.shape)} has placements {parameter.placements}, but partial sums "
             "cannot be trained; redistribute it to Shard or Replicate"
         )
     if gradient.placements == parameter.placements:

@@ -1,4 +1,4 @@
-"""``fz.ProductPenalty`` and ``fz.NuclearDecay``: other penalties on the product, as the paper's conclusion asks for."""
+"""``fz.ProductPenalty`` and ``fz.NuclearDecay``: other penalties on the product, as the paper's conclusion suggests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from factorized.formats.svd import factor_spectrum, nuclear_gradients
 class ProductPenalty(AttachedDecay):
     """Any penalty ``fn(W)`` on the composed products ``W = U M₁…M_d Vᵀ``; its gradient is added before every step.
 
-    Of a layer in another format ``W`` is the matrix that low rank would read its weight as.
+    For a layer in another format, ``W`` is the matrix that low rank would read its weight as.
 
-    ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed, and its gradient taken
-    by autograd: right for any ``fn``, at the cost of the dense weight. Of attention it is the OV forms. Sharded factors
-    are gathered.
+    ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed and
+    differentiated by autograd: this works for any ``fn``, at the cost of the dense weight. In attention it acts on the
+    OV forms. Sharded factors are gathered.
     """
 
     noun = "penalty"
@@ -48,7 +48,7 @@ class ProductPenalty(AttachedDecay):
             return on_one_device([self._of(form, form.values) for form in self.forms]).sum()
 
     def apply_(self) -> None:
-        """Add the gradient to those that are there, once."""
+        """Add the penalty's gradient to the present gradients, once."""
         self._act(None)
 
     def _of(self, form: Form, values: Sequence[Tensor]) -> Tensor:
@@ -63,8 +63,8 @@ class ProductPenalty(AttachedDecay):
             number = self._of(form, values)
         if not number.requires_grad:
             raise ValueError(
-                f"{form.name}: what fn returns does not depend on the product by differentiable steps, so it penalizes "
-                "nothing; do not detach or round in fn"
+                f"{form.name}: the result of fn does not depend on the product by differentiable operations, so it "
+                "penalizes nothing; do not detach or round in fn"
             )
         return list(torch.autograd.grad(number, values))
 
@@ -99,7 +99,7 @@ class NuclearDecay(ProductPenalty):
             return super()._of(form, values)
         U, *inner, V = (value.detach() for value in values)
         norm = factor_spectrum(U, V, inner).sum()
-        # By hand: of factors without full rank, as at zero, autograd knows no derivative.
+        # By hand: autograd has no derivative for factors without full rank, such as zero.
         for value, gradient in zip(values, self._product_gradients(U, inner, V), strict=True):
             norm = norm + ((value - value.detach()) * gradient).sum()
         return self.strength * norm

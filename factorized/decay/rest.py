@@ -1,4 +1,4 @@
-"""Ordinary decay of what shares a parameter with factors, such as the queries and keys of a packed attention weight."""
+"""Ordinary decay of the rest of a parameter that holds factors, such as queries in a packed attention weight."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, O
 from factorized.decay.forms import Factor, Form
 from factorized.decay.hook import Step
 
-# The key of the strength in the group that fz.parameter_groups makes of packed weights. Its weight_decay is zero,
-# because an optimizer decays whole parameters, and a part of these is decayed as a product.
+# The key of the strength in the group that fz.parameter_groups makes for packed weights. Its weight_decay is zero,
+# because an optimizer decays whole parameters, while a part of these is decayed as a product.
 REST_DECAY = "rest_decay"
 # Torch's optimizers that add their decay to the gradient, and those that subtract it from the parameters. The Adam
-# family says in its groups which it does.
+# family stores this in its groups.
 _COUPLED = (SGD, Adadelta, Adagrad, Adamax, ASGD, RMSprop)
 _DECOUPLED = (Adafactor, Muon)
 
@@ -34,9 +34,9 @@ def packed_parameters(decayed: Sequence[Form]) -> set[nn.Parameter]:
 
 @torch.no_grad()
 def decay_rest(step: Step, factors: Iterable[Factor], *, decoupled: bool) -> None:
-    """Decay what shares a parameter with ``factors`` as the optimizer would have, by the number in its group.
+    """Decay the rest of the parameters that hold ``factors`` as the optimizer would have, by the number in its group.
 
-    ``decoupled`` says how the decay of the factors acts: the rest follows it where the optimizer is none of torch's.
+    ``decoupled`` is how the decay of the factors acts; the rest follows it if the optimizer is not one of torch's.
     """
     held: dict[nn.Parameter, list[Factor]] = {}
     for factor in factors:
@@ -54,7 +54,7 @@ def decay_rest(step: Step, factors: Iterable[Factor], *, decoupled: bool) -> Non
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any], otherwise: bool) -> bool:
-    """Return whether ``optimizer`` takes its decay off the parameters, as AdamW does, or adds it to the gradients."""
+    """Return whether ``optimizer`` subtracts its decay from the parameters, as AdamW does, or adds it to gradients."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     return isinstance(optimizer, _DECOUPLED) or (otherwise and not isinstance(optimizer, _COUPLED))

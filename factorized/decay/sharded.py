@@ -1,7 +1,7 @@
-"""Frobenius gradients of distributed factors: of those split by rows, only rank × rank matrices travel.
+"""Frobenius gradients of distributed factors: those split by rows communicate only rank × rank matrices.
 
-FSDP2 splits factors so, ``fz.ColwiseParallel`` and ``fz.RowwiseParallel`` do, and both together. Factors that are split
-by columns are gathered, as the cores of other formats are.
+FSDP2, ``fz.ColwiseParallel`` and ``fz.RowwiseParallel`` split factors by rows, alone or together. Factors split by
+columns are gathered, and so are the cores of other formats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def is_sharded_by_rows(form: Form) -> bool:
-    """Return whether every factor of a distributed form is split by rows, or replicated; of attention, or by heads."""
+    """Return whether every factor of a distributed form is split by rows or replicated, or, in attention, by heads."""
     axis = heads_axis(form) if is_attention(form) else None
     return all(is_by_rows(as_distributed(factor.parameter), axis) for factor in form.factors)
 
@@ -36,9 +36,8 @@ def is_sharded_by_rows(form: Form) -> bool:
 class Sharded:
     """All forms whose factors are split by rows or replicated: Gram matrices are summed over the ranks that split them.
 
-    Left to itself, a product of distributed tensors makes partial sums of the full size; here every rank multiplies the
-    rows it has, and what travels is the r×r Gram matrix of each factor, in one collective for each mesh dimension, and
-    the inner matrices.
+    DTensor alone would make partial sums of the full size. Here every rank multiplies the rows it has, and only the r×r
+    Gram matrix of each factor is communicated, in one collective for each mesh dimension, and the inner matrices.
     """
 
     def __init__(self, members: Sequence[Form]) -> None:
@@ -64,10 +63,10 @@ class Sharded:
 class ShardedHeads:
     """All attention forms whose weights are split by rows, by heads, or replicated.
 
-    A weight whose rows are the model's side (the output of most families, every input of GPT-2) is left where it is:
-    the Gram matrices of its heads are summed over the shards, in one collective for all. The rows of the others are
-    head dimensions, and a head's Gram matrix needs all pairs of them: such a weight is gathered. Where tensor
-    parallelism gives every rank heads of its own, that is done for these alone.
+    A weight whose rows are the model's side (the output of most families, every input of GPT-2) stays where it is: the
+    Gram matrices of its heads are summed over the shards, in one collective for all. The rows of the others are head
+    dimensions, and a head's Gram matrix needs all pairs of them, so such a weight is gathered. Where tensor parallelism
+    gives every rank its own heads, each rank gathers only those.
     """
 
     def __init__(self, members: Sequence[Form]) -> None:
@@ -91,7 +90,7 @@ class ShardedHeads:
             grams[i] = gram
         result = []
         for index, ((factor, axis), value) in enumerate(zip(placed, values, strict=True)):
-            gradient = value @ _for_heads(grams[index ^ 1], value.shape[0])  # left and right stand side by side
+            gradient = value @ _for_heads(grams[index ^ 1], value.shape[0])  # left and right are next to each other
             result.append(_own_part(factor, axis, gradient))
         return result
 
@@ -107,7 +106,7 @@ def heads_axis(form: Form) -> int | None:
 
 def _splits_heads(projection: Projection, axis: int) -> bool:
     weight = as_distributed(projection.weight)
-    is_all = projection.size == weight.shape[projection.dim]  # of a packed weight, ranks would have parts of either
+    is_all = projection.size == weight.shape[projection.dim]  # ranks would have mixed parts of a packed weight
     order = split_order(weight, projection.dim)
     return (
         is_all
@@ -118,11 +117,11 @@ def _splits_heads(projection: Projection, axis: int) -> bool:
 
 
 def _projection(factor: Factor) -> Projection:
-    return cast(Projection, factor.projection)  # which every factor of attention has
+    return cast(Projection, factor.projection)  # every factor of attention has one
 
 
 def _gathered(factor: Factor, axis: int | None) -> Tensor:
-    """Return a weight that is split by rows whole, or all rows of the heads that ``axis`` gives to this rank."""
+    """Return all rows of a weight that is split by rows, or all rows of the heads that ``axis`` gives to this rank."""
     if axis is None:
         return whole(factor)
     weight = as_distributed(factor.parameter.detach())
@@ -160,7 +159,7 @@ def _own_part(
     axis: int | None,
     gradient: Tensor,  # (this rank's heads, long or its local rows, size)
 ) -> Tensor:
-    """Return the gradient laid out as the local part of the factor's parameter is."""
+    """Return the gradient in the layout of the local part of the factor's parameter."""
     projection, weight = _projection(factor), as_distributed(factor.parameter)
     if projection.dim == 1:
         return gradient.transpose(0, 1).flatten(1)
@@ -178,12 +177,12 @@ def _summed_grams(factors: Sequence[Factor]) -> list[Tensor]:
 
 
 def _sum_over_shards(
-    grams: Sequence[Tensor],  # one of the rows that this rank has of each parameter
+    grams: Sequence[Tensor],  # of this rank's rows, one for each parameter
     parameters: Sequence[DTensor],
 ) -> list[Tensor]:
     """Return the Gram matrices of all rows, by one all-reduce for all parameters that the same ranks split.
 
-    What every rank has whole is not summed; what two mesh dimensions split is summed over one, then over the other.
+    Replicated parameters are not summed; those split by two mesh dimensions are summed over one, then the other.
     """
     result = list(grams)
     split: dict[dist.ProcessGroup, list[int]] = {}
@@ -199,7 +198,7 @@ def _sum_over_shards(
 
 
 def _group_rows(factor: Factor) -> list[Tensor]:
-    """Return this rank's rows of a factor, by group; groups that this rank has nothing of are empty."""
+    """Return this rank's rows of a factor, by group; groups of which this rank has no rows are empty."""
     local, start = computable(factor.value), local_range(as_distributed(factor.parameter), 0)[0]
     size = factor.parameter.shape[0] // factor.batch
     rows = []
@@ -231,7 +230,7 @@ def add_whole(
     factor: Factor,
     gradient: Tensor,  # like the whole factor
 ) -> None:
-    """Add a whole factor's gradient to ``target``, shaped like its parameter; of a sharded one, this rank's part."""
+    """Add a whole factor's gradient to ``target``, shaped like its parameter; for a sharded one, this rank's part."""
     factor.part(target).add_(own_gradient(gradient, factor) if is_sharded(factor.parameter) else gradient)
 
 

@@ -40,7 +40,7 @@ def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
 
 
 def unless_named(found: Sequence[Form]) -> list[Form]:
-    """Return the forms that one number for all acts on: of attention OV alone, as the paper found to be more robust."""
+    """Return the forms that a single number acts on: of attention only OV, which the paper found to be more robust."""
     return [form for form in found if form.kind != "qk"]
 
 
@@ -69,9 +69,9 @@ def check_strength(strength: Strength, found: Sequence[Form]) -> None:
         turned = next((form for form in found if form.rotary), None)
         if pattern == "qk" and turned is not None and (isinstance(number, Tensor) or number != 0):
             raise ValueError(
-                f"strength: 'qk' asks for Q Kᵀ, but rotary embeddings turn the queries and keys of {turned.name!r} by "
-                "position, so that Q Kᵀ is no single form (docs/attention.md). Leave it out, or ask for such forms by "
-                f"name: {{'*.qk': ...}} or {{{turned.name!r}: ...}}"
+                f"strength: 'qk' asks for Q Kᵀ, but rotary embeddings rotate the queries and keys of {turned.name!r} "
+                "by position, so that Q Kᵀ is not a single form (docs/attention.md). Leave it out, or ask for "
+                f"such forms by name: {{'*.qk': ...}} or {{{turned.name!r}: ...}}"
             )
 
 
@@ -84,12 +84,12 @@ def check_readable(strength: Strength, model: nn.Module) -> None:
             raise ValueError(
                 f"strength: {named[0]!r} asks for attention, but {read.name or 'the model'!r} cannot be read: "
                 f"{read.reason}\n"
-                f"To decay the others alone, ask for them by name: {{'*.{named[0]}': ...}}"
+                f"To decay only the others, ask for them by name: {{'*.{named[0]}': ...}}"
             )
 
 
 def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
-    # The last pattern that matches wins, so that exceptions stand below the rule.
+    # The last pattern that matches wins, so that exceptions follow the rule.
     for pattern in reversed(list(strength)):
         if _matches(pattern, form):
             return strength[pattern]
@@ -97,19 +97,19 @@ def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
 
 
 def _scalar(number: Number) -> Number:
-    # A tensor of shape (1,) would take part in type promotion, and no foreach operation takes it.
+    # A tensor of shape (1,) would take part in type promotion, and foreach operations do not accept it.
     return number.reshape(()) if isinstance(number, Tensor) else number
 
 
 def _matches(pattern: str, form: Form) -> bool:
-    # A glob that happens to cover attention does not ask for QK: that has to be said.
+    # A glob that happens to cover attention does not include QK, which has to be named.
     says_qk = form.kind != "qk" or pattern.endswith("qk")
     formats = {format.name for format in (form.format, form.layer and form.layer.format) if format is not None}
     return pattern == form.kind or pattern in formats or (says_qk and fnmatchcase(form.name, pattern))
 
 
 def check_number(what: str, number: object) -> None:
-    """Raise unless ``number`` is finite and not negative; a tensor on a device is left alone, it may be captured."""
+    """Raise unless ``number`` is finite and not negative; a tensor on a GPU is not checked, as it may be captured."""
     if isinstance(number, Tensor):
         if number.numel() != 1:
             raise ValueError(f"{what} must be one number, got a tensor of shape {tuple(number.shape)}")
