@@ -1,1 +1,1 @@
-"""Models in files: save, load, dense checkpoints, transformers' folders."""
+"""Models in files: save, load, dense checkpoints and transformers folders."""

@@ -12,17 +12,17 @@ from typing import IO, Self
 
 try:
     import fcntl
-except ModuleNotFoundError:  # Windows has other locks
-    fcntl = None  # type: ignore[assignment]
+except ModuleNotFoundError:  # on Windows, which has other locks
+    fcntl = None  # type: ignore[assignment]  # checked before every use
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.[0-9a-f]{12}\.tmp")
 
 
 class WholeFile:
-    """While entered, a temporary file beside ``path``; ``put`` renames it to ``path`` once it is written.
+    """A context manager with a temporary file beside ``path``; ``put`` renames it to ``path`` once it is written.
 
     The file has the mode that the umask gives new files. It is locked until the block ends, under either name, so that
-    ``remove_abandoned`` can tell it from one whose process was killed.
+    ``remove_abandoned`` can distinguish it from one whose process was killed.
     """
 
     file: IO[bytes]
@@ -40,20 +40,20 @@ class WholeFile:
             self.file.close()  # removed as abandoned before it was locked
 
     def put(self) -> None:
-        """Flush the file to the disk and rename it: ``path`` is the old file or the new one, never half of it."""
+        """Flush the file to the disk and rename it atomically to ``path``."""
         self.file.flush()
         os.fsync(self.file.fileno())
         self.temporary.replace(self.path)
 
     def __exit__(self, *exception: object) -> None:
-        with suppress(OSError):  # what a full disk refused once, it refuses again when the file is closed
+        with suppress(OSError):  # a full disk fails again when the file is closed
             self.file.close()
         with suppress(OSError):
             self.temporary.unlink()
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file beside ``path``, then put it in place: ``path`` is the old file or the new one."""
+    """Let ``write`` fill a temporary file beside ``path``, then rename it atomically to ``path``."""
     with WholeFile(path) as new:
         write(new.temporary)
         new.put()
@@ -62,21 +62,21 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def remove_abandoned(folder: Path, is_ours: Callable[[str], bool], is_needed: Callable[[Path], bool]) -> None:
     """Remove the files that killed processes left in ``folder``: temporary ones, and others that nothing needs.
 
-    ``is_ours`` tells by name which files may be removed, ``is_needed`` which are in use. A file that a living process
-    is writing is locked and is kept. Where the system has no locks, everything is kept.
+    ``is_ours`` decides by name which files may be removed, ``is_needed`` which are in use. A file that a running
+    process is writing is locked, and is kept. On a system without locks everything is kept.
     """
     for path in folder.iterdir():
         temporary = _TEMPORARY.fullmatch(path.name)
         if not is_ours(temporary["name"] if temporary else path.name) or path.is_symlink() or not path.is_file():
             continue
         with suppress(OSError), path.open("rb") as file:
-            # In this order: whoever held the lock has by now put in place what says that the file is needed.
+            # In this order: whoever held the lock has by now written the file that shows whether this one is needed.
             if lock(file, wait=False) and (temporary or not is_needed(path)):
                 path.unlink()
 
 
 def lock(file: IO[bytes] | int, *, wait: bool) -> bool | None:
-    """Return whether the file, or the folder of a descriptor, is locked now; None where there are no locks.
+    """Lock a file, or the folder of a descriptor; return whether that worked, or None where there are no locks.
 
     The lock ends when the file is closed, or its process is killed.
     """

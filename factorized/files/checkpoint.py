@@ -36,11 +36,12 @@ from factorized.surgery.state import (
 
 
 def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
-    """Write ``model`` to ``folder`` as safetensors and ``plan.json``, replacing a checkpoint that is there.
+    """Write ``model`` to ``folder`` as safetensors and ``plan.json``, replacing any checkpoint there.
 
-    Models wrapped by ``torch.compile`` or ``DistributedDataParallel`` are saved as what they wrap. Of a sharded model
-    (``fully_shard``) every rank calls this: the shards are gathered one tensor at a time, rank 0 writes, and all return
-    when it has, or raise its error. Weights that are not finite are refused unless ``allow_nonfinite``.
+    Wrappers of ``torch.compile`` and ``DistributedDataParallel`` are not saved, only the model inside. For a sharded
+    model (``fully_shard``) every rank must call this: the shards are gathered one tensor at a time, rank 0 writes, and
+    all ranks return when it has finished, or raise its error. Weights that are not finite raise, unless
+    ``allow_nonfinite``.
     """
     check_model(model)
     model = unwrapped(model)
@@ -57,9 +58,9 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
     if dist.get_rank() == 0:
         try:
             write_checkpoint(Path(folder), plan, tensors, values, aliases)
-        except BaseException as error:  # sent to the other ranks, which would wait forever
+        except BaseException as error:  # sent to the other ranks, which would otherwise wait forever
             outcome = [error]
-    deque(values, maxlen=0)  # the other ranks take part and keep nothing, and so does a rank 0 that failed
+    deque(values, maxlen=0)  # the other ranks, and a rank 0 that failed, take part and keep nothing
     dist.broadcast_object_list(outcome)
     if outcome[0] is not None:
         raise outcome[0]
@@ -72,10 +73,10 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Factorize ``model``, a fresh dense one, as the checkpoint in ``folder`` says, fill it, and return it.
+    """Factorize ``model``, a fresh dense one, like the checkpoint in ``folder``, fill it, and return it.
 
-    The weights end up on ``device`` and in ``dtype``, or where and as the model is; one on the meta device becomes
-    real. The file is compared with the model before anything is changed.
+    The weights end up on ``device`` and in ``dtype``, by default those of the model; a model on the meta device gets
+    real weights. The file is compared with the model before anything is changed.
     """
     check_model(model)
     refuse_wrapped(model)
@@ -98,7 +99,7 @@ def load(
 
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:
-    """Return ``plan`` with the names that ``model`` has, whose parts may be compiled."""
+    """Return ``plan`` with the names in ``model``, parts of which may be compiled."""
     actual = {plain_name(name): name for name in named_layers(model)}
     entries: list[Entry] = []
     for entry in plan.entries:
@@ -111,7 +112,7 @@ def _renamed(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _shapes_after(model: nn.Module, layers: Mapping[str, nn.Module]) -> Shapes:
-    """Return the state that ``model`` will have once ``layers`` are in, without putting them in."""
+    """Return the shapes that ``model``'s state will have once ``layers`` are installed, without installing them."""
     modules = named_layers(model)
     replaced = {id(modules[name]): layer for name, layer in layers.items()}
     gone, held = _replaced(modules, layers)
@@ -128,9 +129,9 @@ def _shapes_after(model: nn.Module, layers: Mapping[str, nn.Module]) -> Shapes:
 
 
 def _replaced(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> tuple[set[int], set[str]]:
-    """Return the modules that will be gone, and the names of parameters that their modules hold no longer.
+    """Return the modules that will be replaced, and the names of parameters that will become factors.
 
-    An attention module is replaced with all that is in it.
+    An attention module is replaced with everything inside it.
     """
     gone = {id(module) for name in layers for module in modules[name].modules()}
     held = {plain_name(name) for name, m in modules.items() if isinstance(m, HeldWeight) and id(m) in gone}
@@ -138,7 +139,7 @@ def _replaced(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module])
 
 
 def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module], tensors: dict[str, Tensor]) -> None:
-    """Raise where ``model`` holds one tensor under two names and the checkpoint two different ones."""
+    """Raise if ``model`` holds one tensor under two names, but the checkpoint holds two different ones."""
     modules = named_layers(model)
     layer_ids = {id(modules[n]) for n, layer in layers.items() if isinstance(layer, FactorizedLayer)}
     replaced, held = _replaced(modules, layers)
@@ -155,7 +156,7 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module], tensors: dict
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal, NaN to NaN."""
+    """Return whether two tensors are equal bit by bit, so that NaN equals NaN."""
     return a is b or (a.dtype == b.dtype and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)))
 
 
@@ -169,5 +170,5 @@ def _check_no_lost_buffers(model: nn.Module) -> None:
     if lost:
         raise ValueError(
             f"{', '.join(lost[:3])} would have no values: checkpoints hold no non-persistent buffers, and the model "
-            "is on the meta device. Build it on a real one. Nothing was changed"
+            "is on the meta device. Build it on a real device. Nothing was changed"
         )

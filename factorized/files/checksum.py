@@ -1,4 +1,4 @@
-"""Files with a checksum of all that they hold: safetensors and JSON that are read back as written, or refused."""
+"""Files with a checksum of their contents: safetensors and JSON that raise if they were damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from factorized.files.atomic import WholeFile
 
-# The names that safetensors has for types; wide ones first, which keeps every tensor of a file aligned.
+# The names of types in safetensors; wide ones first, which keeps every tensor in a file aligned.
 TYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -41,7 +41,7 @@ _BLANK = b"0" * 64
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` in the order in which a file holds them; refuse a type that safetensors does not have."""
+    """Return ``tensors`` in the order in which a file holds them; raise for a type that safetensors lacks."""
     for name, tensor in tensors.items():
         if tensor.dtype not in TYPES:
             raise ValueError(f"{name} is {tensor.dtype}, which safetensors files cannot hold; convert it first")
@@ -55,7 +55,7 @@ def bytes_needed(tensors: Mapping[str, Tensor]) -> int:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-    """Write ``tensors`` to ``path`` at once, as ``write_tensors`` does."""
+    """Write ``tensors`` to ``path`` atomically, in the format of ``write_tensors``."""
     with WholeFile(path) as new:
         write_tensors(new.file, tensors, about)
         new.put()
@@ -67,9 +67,9 @@ def write_tensors(
     about: Mapping[str, str] | None = None,
     values: Iterable[Tensor] | None = None,
 ) -> None:
-    """Write ``tensors`` as a safetensors file whose metadata begin with the SHA-256 of the file, that field as zeros.
+    """Write ``tensors`` as a safetensors file whose metadata begin with the SHA-256 of the file with that field zeroed.
 
-    ``values`` gives the tensors in ``in_file_order`` one at a time where ``tensors`` only tell shapes and types.
+    ``values`` gives the tensors in ``in_file_order`` one at a time, if ``tensors`` have only shapes and types.
     """
     tensors = in_file_order(tensors)
     header: dict[str, Any] = {"__metadata__": {"checksum": _BLANK.decode(), "format": "pt", **(about or {})}}
@@ -96,7 +96,7 @@ def write_tensors(
 def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:
     """Return what ``write_tensors`` wrote to ``path``; raise a ValueError that ends in ``remedy`` if it is damaged.
 
-    A file that is not there raises FileNotFoundError.
+    A missing file raises FileNotFoundError.
     """
     with path.open("rb") as file:
         opening = file.read(8 + len(_OPENING))
@@ -107,23 +107,23 @@ def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:
     if opening[8:] != _OPENING:
         raise ValueError(f"{path} is damaged (it does not begin with a checksum; {size:,} bytes): {remedy}")
     if found.encode() != expected:
-        raise ValueError(f"{path} is damaged (its checksum is not the one it says; {size:,} bytes): {remedy}")
+        raise ValueError(f"{path} is damaged (its checksum does not match; {size:,} bytes): {remedy}")
     try:
         with safe_open(path, framework="pt") as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, it is not a mapping
     except (SafetensorError, RuntimeError, OSError) as error:
-        if not path.exists():  # removed since it was read: torch, which opens it once more, says so in words of its own
+        if not path.exists():  # removed since it was read: torch, which opens it again, has another message
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
         raise ValueError(f"{path} is damaged ({error}; {size:,} bytes): {remedy}") from error
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON-ready ``data`` with the checksum of all of it."""
+    """Return JSON-ready ``data`` with its checksum added."""
     return {**data, "checksum": _digest(data)}
 
 
 def is_sealed(data: Mapping[str, Any]) -> bool:
-    """Return whether ``data`` are what ``sealed`` made, to the last digit."""
+    """Return whether ``data`` is exactly what ``sealed`` returned."""
     return data.get("checksum") == _digest({key: value for key, value in data.items() if key != "checksum"})
 
 

@@ -21,7 +21,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
 
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the
     best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
-    understood; of tied weights one name is enough. Names, shapes and values are checked before anything is changed.
+    accepted; tied weights need only one of their names. Names, shapes and values are checked before anything changes.
     """
     check_model(model)
     inside = unwrapped(model)
@@ -80,7 +80,7 @@ def _check_real(model: nn.Module) -> None:
         )
     if is_sharded(model):
         raise ValueError(
-            f"{type(model).__name__} is sharded over processes and its factors are needed whole; load before "
+            f"{type(model).__name__} is sharded over processes, but loading needs whole factors; load before "
             "fully_shard. Nothing was changed"
         )
 

@@ -1,7 +1,7 @@
 """The folder of a checkpoint: ``plan.json`` and the safetensors file that it names.
 
-The weights are written first, under a new name, and ``plan.json`` is renamed into place last: until that moment the
-folder holds the old checkpoint, afterwards the new one, and never half of each. Both files carry a checksum.
+The weights are written first, under a new name, and ``plan.json`` is renamed into place last: this replaces the
+old checkpoint by the new one atomically. Both files have a checksum.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ TRANSFORMERS_WEIGHTS = "model.safetensors"  # in one file or in several, with an
 def write_checkpoint(
     folder: Path, plan: Plan, tensors: dict[str, Tensor], values: Iterable[Tensor], aliases: dict[str, str]
 ) -> None:
-    """Write a checkpoint into ``folder``; ``values`` are ``tensors`` in that order, whole.
+    """Write a checkpoint into ``folder``; ``values`` are ``tensors`` in that order, gathered.
 
-    What earlier saves left there that were killed is removed first.
+    Files that killed saves left there are removed first.
     """
     new = folder / f"weights-{uuid.uuid4().hex[:12]}.safetensors"
     text = _manifest(plan, new.name, aliases)
@@ -48,14 +48,14 @@ def write_checkpoint(
                 weights.put()
                 named.file.write(text.encode())
                 named.put()
-        finally:  # whichever way it ended, plan.json names one file and the other is of no use
+        finally:  # in either case plan.json names one of the files, and the other is useless
             for path in (old, new):
                 if path is not None and path != _current_weights(folder):
                     path.unlink(missing_ok=True)
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
-    """Write ``plan.json`` beside weights that transformers wrote into ``folder``, in place of a checkpoint of ours."""
+    """Write ``plan.json`` beside weights that transformers wrote into ``folder``, replacing ``fz.save``'s if any."""
     text = _manifest(plan, TRANSFORMERS_WEIGHTS, {})
     with _named_failure(folder, len(text)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def _manifest(plan: Plan, weights: str, aliases: dict[str, str]) -> str:
 
 @contextmanager
 def _named_failure(folder: Path, needed: int) -> Iterator[None]:
-    """Let a failed write say which folder, how much it needs and what to do."""
+    """Add the folder, the space needed and a remedy to the error of a failed write."""
     try:
         yield
     except OSError as error:
@@ -102,7 +102,7 @@ def _current_weights(folder: Path) -> Path | None:
 
 
 def _is_weights_name(name: object) -> bool:
-    """Return whether ``save`` could have written a file of this name: never one of another folder, or of the user."""
+    """Return whether ``save`` could have written a file of this name, rather than the user, and in this folder."""
     return isinstance(name, str) and re.fullmatch(r"weights-[0-9a-f]{12}\.safetensors", name) is not None
 
 
@@ -111,13 +111,13 @@ def _is_ours(name: str) -> bool:
 
 
 def _is_needed(path: Path) -> bool:
-    """Return whether ``path`` is part of the checkpoint, or may be: ``plan.json`` cannot be read."""
+    """Return whether ``path`` is part of the checkpoint, or may be because ``plan.json`` cannot be read."""
     manifest, current = path.with_name(MANIFEST), _current_weights(path.parent)
     return path in (manifest, current) or (current is None and manifest.exists())
 
 
 def read_checkpoint(folder: Path) -> tuple[Plan, dict[str, Tensor]]:
-    """Return the plan and the weights; where another process saves meanwhile, those of one of its saves."""
+    """Return the plan and the weights; if another process saves meanwhile, both are from the same save."""
     manifest = _read_manifest(folder)
     if manifest["weights"] == TRANSFORMERS_WEIGHTS:
         raise ValueError(f"the weights in {folder} were written by transformers; use fz.from_pretrained(cls, folder)")
@@ -129,7 +129,7 @@ def read_checkpoint(folder: Path) -> tuple[Plan, dict[str, Tensor]]:
         except FileNotFoundError:
             latest = _read_manifest(folder)
             if latest["weights"] == manifest["weights"]:
-                raise ValueError(f"{weights} is missing, though {MANIFEST} names it") from None
+                raise ValueError(f"{weights} is missing, but {MANIFEST} names it; save the model again") from None
             manifest = latest
     try:
         plan = Plan.from_dict(manifest["plan"])
@@ -143,7 +143,7 @@ def read_checkpoint(folder: Path) -> tuple[Plan, dict[str, Tensor]]:
 
 
 def read_plan_of_transformers(folder: Path) -> Plan | None:
-    """Return the plan in ``folder`` where transformers wrote the weights; None where ``fz.save`` did."""
+    """Return the plan in ``folder`` if transformers wrote the weights; None if ``fz.save`` did."""
     manifest = _read_manifest(folder)
     if manifest["weights"] != TRANSFORMERS_WEIGHTS:
         return None
@@ -174,7 +174,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"factorized {__version__}, which reads format {FORMAT}. Install a version that fits"
         )
     if not intact:
-        raise ValueError(f"{path} is damaged: its checksum is not the one it says. Save the model again")
+        raise ValueError(f"{path} is damaged: its checksum does not match. Save the model again")
     missing = [key for key in ("weights", "aliases", "plan") if key not in manifest]
     if missing:
         raise ValueError(f"{path} is damaged: {', '.join(missing)} is missing")
@@ -187,11 +187,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_sizes(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a layer that is larger than the whole file before memory is taken for it."""
+    """Raise for a layer that is larger than the whole file, before memory is allocated for it."""
     held = sum(tensor.numel() for tensor in tensors.values())
     for entry in plan.layers:
         if entry.format is not None and entry.format.numel > held:
             raise ValueError(
                 f"the factors of {entry.name!r} ({entry.format.describe()}) are larger than all of the weights, which "
-                f"are {held:,} values"
+                f"have {held:,} values"
             )
