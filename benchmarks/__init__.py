@@ -1,1 +1,1 @@
-"""Side by side measurements; each writes one JSON file under ``results/``."""
+"""Side-by-side measurements; each writes one JSON file under ``results/``."""

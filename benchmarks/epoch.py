@@ -26,7 +26,7 @@ RECIPES = ("cifar10/resnet32x2", "cifar10/resnet32x2-lowrank-0.1-si-fd", "cifar1
 
 
 def random_images(count: int) -> Images:
-    """Return images and labels without meaning, in CIFAR's shape."""
+    """Return random images and labels of CIFAR's shape."""
     x = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)
     y = torch.randint(0, 10, (count,))
     test = min(count, 10_000)

@@ -1,12 +1,12 @@
-"""Compare Monarch matrices with low rank: how well each approximates a weight with as many parameters.
+"""Compare Monarch matrices with low rank: how well each approximates a weight at the same number of parameters.
 
     python -m benchmarks.monarch --out benchmarks/results/monarch-cpu.json
 
-``b`` × ``b`` blocks of rank r have exactly as many parameters as one block of rank ``b·r``. One block is low rank: of
-a matrix ``fz.LowRank()``, of a kernel ``fz.LowRank("channel")``; kernels are approximated by ``fz.LowRank("spatial")``
-too, with at most as many parameters. Errors are ‖W - Ŵ‖ / ‖W‖ of the best approximation: means and deviations over
-seeds of the draw or the training. The trained weights are those of ``digits/resnet8`` and of a perceptron on the same
-digits. Times are medians of interleaved rounds over those of low rank.
+``b`` × ``b`` blocks of rank r have exactly as many parameters as one block of rank ``b·r``. One block is low rank: for
+a matrix ``fz.LowRank()``, for a kernel ``fz.LowRank("channel")``; kernels are also approximated by
+``fz.LowRank("spatial")``, with at most as many parameters. Errors are ‖W - Ŵ‖ / ‖W‖ of the best approximation: means
+and deviations over seeds of the draw or the training. The trained weights are those of ``digits/resnet8`` and of a
+perceptron on the same digits. Times are medians of interleaved rounds, relative to those of low rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIGNAL_RANK = 32
 
 
 def random_weights(seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Draw Gaussian matrices, and matrices with structure of whose energy a tenth is noise."""
+    """Draw Gaussian matrices, and structured matrices with a tenth of their energy in noise."""
     torch.manual_seed(seed)
     for size in (256, 768):
         yield f"Gaussian {size}×{size}", torch.randn(size, size)
@@ -50,7 +50,7 @@ def random_weights(seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def noisy(signal: Tensor) -> Tensor:
-    """Return entries of variance 1 with a tenth of it noise."""
+    """Return entries of variance 1, a tenth of which is noise."""
     return 0.9**0.5 * signal + 0.1**0.5 * torch.randn_like(signal)
 
 
@@ -87,7 +87,7 @@ def errors(weight: Tensor) -> dict[tuple[float, str], float]:
     found = {}
     for wanted in (share * weight.numel() / one for share in SHARES):  # the rank of one block
         fitting = [b for b in BLOCKS if b <= 1.3 * wanted]
-        total = round(wanted / fitting[-1]) * fitting[-1]  # so that all of them divide it
+        total = round(wanted / fitting[-1]) * fitting[-1]  # a multiple of all of them
         share = total * one / weight.numel()
         for b in fitting:
             blocks = weight.reshape(b, shape.out_channels // b, b, -1).transpose(1, 2)

@@ -1,8 +1,8 @@
-"""Write the tables of the pages below from the files under ``results/`` and ``benchmarks/results/``.
+"""Write the tables of the README and the cards from the files under ``results/`` and ``benchmarks/results/``.
 
     python -m benchmarks.tables
 
-A table stands between ``<!-- table:NAME -->`` and ``<!-- end -->``; what is between them is replaced.
+A table is between ``<!-- table:NAME -->`` and ``<!-- end -->``; everything between them is replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _low_rank_table(runs: Runs, order: Callable[[str, list[Run]], Any]) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, seeds in sorted(runs.items(), key=lambda item: order(*item)):
-        alone = [run for run in seeds if "note" not in run]  # a note says that others used the GPU as well
+        alone = [run for run in seeds if "note" not in run]  # a note means that other runs shared the GPU
         seconds = f"{_mean(alone, 'seconds'):.0f}" if alone else "not timed"
         lines.append(f"| `{name}` | {seeds[0]['parameters']:,} | {_accuracy(seeds)} | {seconds} |")
     return "\n".join([*lines, "", _conditions(runs)])
@@ -73,7 +73,7 @@ def epoch() -> str:
 
 
 def training_step() -> str:
-    """Return the table of what decaying the products adds to a training step."""
+    """Return the table of the time that decaying the products adds to a training step."""
     report = _read("training-step-h200")
     rows = [row for row in report["rows"] if row["execution"] in ("dense", "auto") and row["ratio"] in (None, 0.1)]
     ordinary = next(row["ms"] for row in rows if (row["ratio"], row["decay"]) == (0.1, "weight"))
@@ -109,7 +109,7 @@ def decomposition() -> str:
 
 
 def monarch() -> str:
-    """Return the table of what Monarch matrices and low rank leave out of a weight."""
+    """Return the table of the errors of Monarch matrices and low rank."""
     report = _read("monarch-cpu")
     times = report["times"]
     kept: dict[tuple[str, float], dict[Any, float]] = {}  # errors by format, of a weight at a share of its parameters
@@ -149,7 +149,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_tables(text: str) -> str:
-    """Return ``text`` with every table in it made anew."""
+    """Return ``text`` with every table regenerated."""
     for name, make in TABLES.items():
         block = f"<!-- table:{name} -->\n{make()}\n<!-- end -->"
         text = re.sub(rf"<!-- table:{name} -->.*?<!-- end -->", lambda _, new=block: new, text, flags=re.DOTALL)

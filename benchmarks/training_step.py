@@ -45,7 +45,7 @@ def build(ratio: float | None, execution: str) -> nn.Module:
 
 
 def decay_by_loop(model: nn.Module) -> None:
-    """Add the Frobenius gradients by four small products per layer: what ``fz.FrobeniusDecay`` is compared with."""
+    """Add the Frobenius gradients by four small products per layer, the baseline for ``fz.FrobeniusDecay``."""
     with torch.no_grad():
         for form in fz.forms(model):
             U, V = form.left.parameter, form.right.parameter

@@ -30,7 +30,7 @@ COMPILED_SCALES = [0.01, 0.05, 0.15]  # compiling a layer takes seconds
 
 
 def compare(case: Case, scales: list[float], batch: int, device: str, compiled: bool, rounds: int) -> list[dict]:
-    """Time the dense layer and every way of running it at every rank for one convolution."""
+    """Time one convolution: the dense layer, and every way of running the factorized one at every rank."""
     i, o, k, stride, size = case
     cuda = device == "cuda"
     dense = nn.Conv2d(i, o, k, stride, k // 2, bias=False, device=device)
