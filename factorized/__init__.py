@@ -1,7 +1,7 @@
 """Train neural networks whose weights are products: plan, factorize, train, compose.
 
-The public names are those of ``factorized.public``. They are imported when one is first asked for, because torch takes
-seconds to import and ``factorized --help`` or a shell that completes a word need none of it.
+The public names are those of ``factorized.public``. They are imported when one is first used, because torch takes
+seconds to import, and ``factorized --help`` or shell completion do not need it.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from factorized.public import *  # noqa: F403
-else:  # a type checker would take any name for one that this function finds
+else:  # a type checker would accept any name because of this function
 
     def __getattr__(name: str) -> object:
         if name.startswith("__") and name not in ("__all__", "__version__"):

@@ -1,4 +1,4 @@
-"""What torch leaves to its users: types to compute with, autocast off, numbers of several devices, parts of tensors."""
+"""Helpers around torch: types to compute in, autocast off, numbers on several devices, local parts of tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def computable(value: Tensor) -> Tensor:
-    """Return ``value`` in a type whose squares neither overflow nor lose most digits."""
+    """Return ``value`` in a type that is safe for computing squares: half precision becomes float32."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
-    """Return a context whose products on ``devices`` keep their digits, where autocast would round them."""
+    """Return a context that disables autocast on ``devices``, so that products keep full precision."""
     kinds = {device.type for device in devices} - {"meta"}
     off = [torch.autocast(kind, enabled=False) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
     if len(off) < 2:
@@ -29,14 +29,14 @@ def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
 
 
 def on_one_device(numbers: Sequence[Tensor]) -> Tensor:  # (numbers,)
-    """Return single numbers, which may lie on several devices, as one tensor on the first one's."""
+    """Return single numbers, which may be on several devices, as one tensor on the first one's device."""
     return torch.stack([number.to(numbers[0].device) for number in numbers])
 
 
 def local_range(tensor: DTensor, dim: int) -> tuple[int, int]:
-    """Return where, along ``dim`` of a distributed tensor, this process's part begins, and its length.
+    """Return the start and length, along ``dim`` of a distributed tensor, of this process's part.
 
-    Every mesh dimension that splits it leaves pieces of ⌈length / ranks⌉.
+    Every mesh dimension that splits it makes pieces of ⌈length / ranks⌉.
     """
     mesh = tensor.device_mesh
     start, length = 0, tensor.shape[dim]
@@ -48,9 +48,9 @@ def local_range(tensor: DTensor, dim: int) -> tuple[int, int]:
 
 
 def split_order(tensor: DTensor, dim: int) -> list[int]:
-    """Return the mesh dimensions that split ``dim`` of a distributed tensor, one after the other.
+    """Return the mesh dimensions that split ``dim`` of a distributed tensor, in order.
 
-    Those with a ``_StridedShard`` come last: so FSDP2 splits what tensor parallelism has split already.
+    Those with a ``_StridedShard`` come last: with it FSDP2 splits what tensor parallelism has already split.
     """
     cuts = list(enumerate(tensor.placements))
     late = [axis for axis, placement in cuts if isinstance(placement, _StridedShard) and placement.dim == dim]

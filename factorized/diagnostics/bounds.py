@@ -20,7 +20,7 @@ _WEIGHTED = (nn.Linear, _ConvNd, FactorizedLayer)
 
 @dataclass(frozen=True)
 class MarginBounds:
-    """The terms that corollaries A.1 and A.2 add to the margin loss, up to their constant, and what they are made of.
+    """The terms that corollaries A.1 and A.2 add to the margin loss, up to a constant, and their ingredients.
 
     Both are products over layers and can be astronomically large: compare them between models, as logarithms.
     """
@@ -42,10 +42,10 @@ def margin_bounds(
 ) -> MarginBounds:
     """Return the generalization terms of ``model`` on a loader of (inputs, classes).
 
-    ``gamma`` is the margin at which the loss is read, by default the one that a tenth of the samples fall short of.
+    ``gamma`` is the margin at which the loss is taken; by default a tenth of the samples have a smaller one.
     Convolutions count as the matrices they are factorized as. The appendix bounds ‖W‖₂ by one σ for all layers; here
     each layer's own norm is used, which is the same theorem and sharper. (As printed, corollary A.1 has both σ²ᴸ and
-    the product of the norms; the theorem that it applies has the product alone.)
+    the product of the norms; the theorem that it applies has only the product.)
     """
     check_model(model)
     if gamma is not None and not (_is_number(gamma) and gamma > 0):
@@ -60,13 +60,15 @@ def margin_bounds(
         gamma = torch.quantile(margins, 0.1).item()
         if not gamma > 0:
             raise ValueError(
-                f"a tenth of the samples have a margin of {gamma:.3g} or less, and gamma must be above 0: the model "
+                f"a tenth of the samples have a margin of {gamma:.3g} or less, but gamma must be above 0: the model "
                 "misclassifies them. Pass gamma="
             )
     layers, width = len(spectra), max(rows for rows, _, _ in spectra)
     rank = max(rank for _, rank, _ in spectra)
     if radius == 0 or any(values.max() == 0 for _, _, values in spectra):
-        raise ValueError("inputs of norm 0, or a layer whose weight is zero, leave nothing to bound")
+        raise ValueError(
+            "the bounds need inputs and weights that are not zero; all inputs, or the weight of a layer, are zero"
+        )
     log_norms = [2 * math.log(values.max().item()) for _, _, values in spectra]
     stable = sum((values.square().sum() / values.max() ** 2).item() for _, _, values in spectra)
     common = 2 * math.log(radius) + math.log(width * math.log(layers * width)) + sum(log_norms)
@@ -128,7 +130,9 @@ def _check_scores(scores: Tensor, classes: Tensor) -> None:
     if scores.dim() != 2 or scores.shape[1] < 2:
         raise ValueError(f"the model must return scores (samples, two classes or more), got {tuple(scores.shape)}")
     if not torch.isfinite(scores).all():
-        raise ValueError("the model's scores hold NaN or infinity, and have no margins; check it and its inputs")
+        raise ValueError(
+            "the model's scores hold NaN or infinity, so they have no margins; check the model and its inputs"
+        )
     if classes.shape != scores.shape[:1] or classes.min() < 0 or classes.max() >= scores.shape[1]:
         raise ValueError(
             f"the loader must give one class in 0..{scores.shape[1] - 1} per sample, got {tuple(classes.shape)} of "
@@ -141,7 +145,7 @@ def _is_number(value: object) -> bool:
 
 
 def _spectrum(module: nn.Linear | _ConvNd | FactorizedLayer) -> tuple[int, int, Tensor]:
-    """Return rows, rank and singular values of a layer's matrix, of groups those of the block-diagonal whole."""
+    """Return rows, rank and singular values of a layer's matrix; groups count as one block-diagonal matrix."""
     with without_autocast(next(module.parameters()).device):
         if isinstance(module, FactorizedLayer):
             shape, rank = module.shape, module.format.matrix_rank

@@ -14,16 +14,16 @@ from factorized.decay.strength import Number, check_number
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What one product looks like; the last three need an SVD and are None without ``spectrum=True``."""
+    """Figures of one product; the last three need an SVD and are None without ``spectrum=True``."""
 
     name: str
     kind: str
     frobenius: float  # ‖W‖_F
     # ½(‖U‖² + ‖V‖²) ≥ ‖W‖_*, what ordinary decay penalizes (equation 2); None for tensors and products with inner
-    # matrices, of which decaying the factors bounds no such norm
+    # matrices, where decaying the factors does not bound such a norm
     nuclear_bound: float | None
     effective_step: float  # η / ‖W‖²_F, the step size of the direction of a normalized layer (claim 3.1)
-    # of U and V: ‖offdiag(UᵀU)‖ / ‖UᵀU‖; 0 at spectral initialization. Of a tensor's cores, by their last dimension
+    # of U and V: ‖offdiag(UᵀU)‖ / ‖UᵀU‖; 0 at spectral initialization. For a tensor's cores, along their last dimension
     non_orthogonality: tuple[float, ...]
     spectral: float | None = None  # ‖W‖_2
     nuclear: float | None = None  # ‖W‖_*
@@ -33,9 +33,9 @@ class Diagnosis:
 def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Diagnosis]:
     """Return a diagnosis of every product in ``model``, at learning rate ``lr``.
 
-    ``spectrum=False`` leaves out what needs singular values (those of a tensor are those of its weight's matrix, which
-    is formed): the rest comes from rank × rank Gram matrices and can be tracked at every step. Of a batched form
-    (groups, heads) the norms are those of the block-diagonal whole. Sharded factors are gathered: all ranks must call.
+    ``spectrum=False`` leaves out what needs singular values (for a tensor, those of its weight's matrix, which is
+    formed); the rest comes from rank × rank Gram matrices and can be tracked at every step. A batched form (groups,
+    heads) counts as one block-diagonal matrix. Sharded factors are gathered, so all ranks must call it.
     """
     check_number("lr", lr)
     found = forms(model)
@@ -69,7 +69,7 @@ def _diagnose(form: Form, lr: float, spectrum: bool) -> Diagnosis:
 
 
 def _nuclear_bound(U: Tensor, V: Tensor) -> float:
-    # A matrix that several products share counts for each of them.
+    # A matrix that several products share counts once for each.
     squares = U.square().sum(dim=(-2, -1)), V.square().sum(dim=(-2, -1))
     return ((squares[0] + squares[1]).sum() / 2).item()
 

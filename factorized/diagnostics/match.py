@@ -22,10 +22,10 @@ class NormMatcher:
     """Records the Frobenius norms of a model's products, and rescales another run's products to recorded ones.
 
     Train once with Frobenius decay and ``record()`` after every step; train again without decay and
-    ``attach(optimizer, recorded)``: the factors are rescaled after every step, all of a product alike, so that its norm
-    is the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it;
-    factors that products share are rescaled for all of them at once.
-    Sharded factors are gathered to be measured: all ranks must take part.
+    ``attach(optimizer, recorded)``: the factors of a product are rescaled equally after every step, so that its norm is
+    the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it;
+    factors that products share are rescaled for all of them at once. Sharded factors are gathered to be measured, so
+    all ranks must take part.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,11 +35,13 @@ class NormMatcher:
         self._handle: RemovableHandle | None = None
         self._recorded: Sequence[Mapping[str, float]] = ()
         self._step = 0
-        self._solved: tuple[list[bool], list[tuple[Factor, dict[int, float]]]] | None = None  # for what trains
+        self._solved: tuple[list[bool], list[tuple[Factor, dict[int, float]]]] | None = (
+            None  # and the trainable flags they are for
+        )
 
     @torch.no_grad()
     def record(self) -> Norms:
-        """Return the norm of every product as it is."""
+        """Return the present norm of every product, by name."""
         return {form.name: norm for form, norm in zip(self.forms, self.norms().tolist(), strict=True)}
 
     @torch.no_grad()
@@ -53,14 +55,14 @@ class NormMatcher:
         self,
         norms: Tensor,  # (forms,)
     ) -> None:
-        """Rescale the factors so that the norms are ``norms``; checks nothing, so it never waits for the device."""
+        """Rescale the factors so that the norms are ``norms``; it checks nothing, so it never waits for the device."""
         ratios = norms / self.norms()
         for factor, exponents in self._exponents():
             for index, exponent in exponents.items():
                 factor.value.mul_((ratios[index] ** exponent).to(factor.parameter.device))
 
     def _exponents(self) -> list[tuple[Factor, dict[int, float]]]:
-        """Return the free factors, each once, with the powers of the forms' ratios that they are rescaled by."""
+        """Return the trainable factors, each once, with the powers of the forms' ratios that rescale them."""
         trains = [factor.parameter.requires_grad for form in self.forms for factor in form.factors]
         if self._solved is None or self._solved[0] != trains:
             self._solved = trains, _solve(self.forms)
@@ -68,7 +70,7 @@ class NormMatcher:
 
     @torch.no_grad()
     def match(self, norms: Mapping[str, float]) -> None:
-        """Rescale the factors of every product so that its norm is that in ``norms``."""
+        """Rescale the factors of every product to its norm in ``norms``."""
         missing = [form.name for form in self.forms if form.name not in norms]
         if missing:
             raise ValueError(f"norms must name every product of the model; {missing[0]!r} is missing")
@@ -90,7 +92,7 @@ class NormMatcher:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of copies and pickles, which are attached to no optimizer."""
+        """Return the state for copies and pickles, which are not attached to an optimizer."""
         return {**self.__dict__, "_handle": None}
 
     def detach(self) -> None:
@@ -108,10 +110,10 @@ class NormMatcher:
 
 
 def _solve(found: Sequence[Form]) -> list[tuple[Factor, dict[int, float]]]:
-    """Return the free factors, each once, with the powers of the forms' ratios by which all norms are matched at once.
+    """Return the trainable factors, each once, with the powers of the forms' ratios that match all norms at once.
 
-    A form's ratio is the product of what its factors are rescaled by: linear in logarithms. The smallest solution
-    rescales all factors of a form alike, and finds one where forms share factors too.
+    A form's ratio is the product of its factors' scales, which is linear in logarithms. The smallest solution rescales
+    all factors of a form equally, and also exists where forms share factors.
     """
     free = {_identity(factor): factor for form in found for factor in form.factors if factor.parameter.requires_grad}
     place = {identity: index for index, identity in enumerate(free)}
@@ -121,13 +123,13 @@ def _solve(found: Sequence[Form]) -> list[tuple[Factor, dict[int, float]]]:
             if factor.parameter.requires_grad:
                 counts[row, place[_identity(factor)]] += 1
     powers = torch.linalg.pinv(counts).tolist()  # (factors, forms)
-    rounded = [[round(power, 14) for power in row] for row in powers]  # what is 0 or ½ comes out as that
+    rounded = [[round(power, 14) for power in row] for row in powers]  # so that 0 and ½ are exact
     nonzero = [{form: power for form, power in enumerate(row) if power} for row in rounded]
     return list(zip(free.values(), nonzero, strict=True))
 
 
 def _identity(factor: Factor) -> tuple[nn.Parameter, int, int]:
-    """Return a factor's parameter and where in it the factor begins: one factor may belong to several forms."""
+    """Return a factor's parameter and where the factor begins in it; one factor may belong to several forms."""
     part = factor.projection
     return (factor.parameter, part.dim, part.start) if part is not None else (factor.parameter, 0, 0)
 

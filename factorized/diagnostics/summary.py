@@ -1,4 +1,4 @@
-"""``fz.summary``: a table of a model's layers, factorized or dense, and what they hold."""
+"""``fz.summary``: a table of a model's layers, factorized or dense, and their parameters."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from factorized.surgery.heads import attention_entries
 
 HEADINGS = ("layer", "type", "shape", "heads", "format", "rank", "runs", "decay", "params", "dense", "share")
 NUMBERS = ("rank", "params", "dense", "share")
-FIRST_TO_GO = ("runs", "type", "decay", "dense", "shape")  # columns given up, in this order, in a narrow terminal
+FIRST_TO_GO = ("runs", "type", "decay", "dense", "shape")  # columns dropped, in this order, in a narrow terminal
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One layer of a model: what it is, and what it holds."""
+    """One layer of a model, and its parameters."""
 
     name: str
     type: str
     shape: tuple[int, ...]  # of its weight
-    params: int  # that it holds now and no earlier row does, its bias included
-    dense_params: int  # the same for the dense layer that it stands for
+    params: int  # those of no earlier row, including the bias
+    dense_params: int  # the same for the dense layer that it replaces
     format: str = ""  # empty for a dense layer
     rank: str = ""
     execution: str = ""  # how it runs
     decay: str = ""  # which forms a decay finds in it, see fz.forms
-    heads: str = ""  # of attention: how many, of which size
+    heads: str = ""  # for attention: number and size
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Summary:
     model: str  # its class
     rows: tuple[SummaryRow, ...]
     params: int  # of the whole model
-    dense_params: int  # of the dense model that it stands for
+    dense_params: int  # of the dense model that it replaces
     trained: int  # parameters that are not frozen
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Summary:
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], self._totals()])
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook, which has a style for tables."""
+        """Return the table for a notebook, which styles it."""
 
         def row(cells: Sequence[str], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
@@ -76,7 +76,7 @@ class Summary:
         return f"<table>\n{row(HEADINGS, 'th')}\n{body}\n</table>\n<p>{escape(self._totals())}</p>"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """Return all rows as text: layers, what is in none of them, the total."""
+        """Return all rows as text: layers, everything else, the total."""
         rest = self.params - sum(row.params for row in self.rows)
         found: list[tuple[str, ...]] = [
             (
@@ -116,9 +116,9 @@ class Summary:
 def summary(model: nn.Module) -> Summary:
     """Return a table of every layer of ``model`` that has a weight matrix, factorized or not.
 
-    A row says type, shape, format and rank, how the layer runs, which forms a decay finds in it, the heads it serves in
-    attention, and its parameters now and dense. Norms and biases of other modules are counted as everything else;
-    parameters that an earlier row holds are shown as shared.
+    A row shows type, shape, format and rank, how the layer runs, which forms a decay finds in it, the heads it serves
+    in attention, and its parameters now and dense. Norms and biases of other modules count as everything else;
+    parameters of an earlier row are shown as shared.
     """
     check_model(model)
     heads, decayed = _heads(model), _decayed(model)
@@ -174,7 +174,7 @@ def _layers(model: nn.Module) -> list[FactorizedLayer]:
 
 
 def _heads(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Return the heads that each weight of attention serves, as text."""
+    """Return the heads that each attention weight serves, as text."""
     found: dict[Tensor, list[str]] = {}
     for read in find_attention(model):
         for projection in () if read.unit is None else read.unit.projections:
@@ -188,7 +188,7 @@ def _decayed(model: nn.Module) -> dict[Tensor, list[str]]:
     """Return the kinds of the forms that each parameter is a factor of."""
     try:
         found = forms(model)
-    except ValueError:  # factors that pruning or a parametrization computes, of which there is no decay
+    except ValueError:  # factors that pruning or a parametrization computes cannot be decayed
         return {}
     kinds: dict[Tensor, list[str]] = {}
     for form in found:

@@ -30,13 +30,13 @@ PLAN = "factorized_plan"  # its place in a checkpoint
 class FactorizeCallback(Callback):
     """Factorize a ``LightningModule`` before its optimizers are made, and decay its products.
 
-    ``configure_optimizers`` of the module finds the factors in place. Give it ``fz.parameter_groups(self, ...)``, so
-    that no factor gets ordinary weight decay on top of ``decay``. Every checkpoint holds the plan; a run that is
-    resumed from one is factorized by that plan, whatever its own weights would have led to, and goes on exactly.
+    The module's ``configure_optimizers`` runs after that. Use ``fz.parameter_groups(self, ...)`` in it, so that no
+    factor gets ordinary weight decay on top of ``decay``. Every checkpoint holds the plan; a run that is resumed from
+    one is factorized by that plan, not by a new one, and continues exactly.
 
     Args:
         plan: a plan for the module, or a function that makes one: ``lambda module: fz.plan(module, ratio=0.3)``. None
-            for a module that is factorized already, or that a checkpoint says how to factorize.
+            for a module that is already factorized, or whose checkpoint has a plan.
         init: how factors are filled, as for ``fz.factorize``.
         decay: the strength of ``fz.FrobeniusDecay``, attached to every optimizer that holds factors; None for none.
         decoupled: as for ``fz.FrobeniusDecay``.
@@ -52,23 +52,23 @@ class FactorizeCallback(Callback):
     ) -> None:
         self.plan, self.init, self.decay, self.decoupled = plan, init, decay, decoupled
         self.decays: list[FrobeniusDecay] = []  # one for each optimizer that holds factors
-        self._steps: list[int] = []  # taken before, in a checkpoint or an earlier ``fit``, for decays still to be made
+        self._steps: list[int] = []  # taken in a checkpoint or an earlier ``fit``, for decays that are not made yet
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Factorize the module, unless it is already, and let a checkpoint's plan come before its weights."""
+        """Factorize the module, unless it already is, and apply a checkpoint's plan before its weights."""
         if self.plan is not None and not is_factorized(pl_module):
             made = self.plan if isinstance(self.plan, Plan) else self.plan(pl_module)
             factorize(pl_module, made, init=self.init)
         if trainer.global_step == 0:
             self._steps = []
-        # Lightning tells callbacks of a checkpoint only once its weights are loaded, the module before that.
+        # Lightning calls callbacks only after a checkpoint's weights are loaded, but the module before that.
         of_module = pl_module.on_load_checkpoint
 
         def restore_first(checkpoint: dict[str, Any]) -> None:
             restore_plan(pl_module, checkpoint)
             of_module(checkpoint)
 
-        pl_module.on_load_checkpoint = restore_first  # type: ignore[method-assign]
+        vars(pl_module)["on_load_checkpoint"] = restore_first
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach a decay to every optimizer that holds factors."""
@@ -77,7 +77,7 @@ class FactorizeCallback(Callback):
             return
         factors = factor_parameters(forms(pl_module))
         holding = [o for o in trainer.optimizers if any(p in factors for g in o.param_groups for p in g["params"])]
-        # Where none holds any, the first says what is wrong.
+        # If none holds any, attaching to the first raises the error that explains it.
         self.decays = [
             FrobeniusDecay(pl_module, self.decay, decoupled=self.decoupled).attach(optimizer)
             for optimizer in holding or trainer.optimizers[:1]
@@ -85,7 +85,7 @@ class FactorizeCallback(Callback):
         self._resume()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Detach the decays: another ``fit`` makes optimizers of its own."""
+        """Detach the decays: another ``fit`` makes new optimizers."""
         _forget_wrapper(pl_module)
         self._steps = self.state_dict()["steps"]
         for decay in self.decays:
@@ -102,7 +102,7 @@ class FactorizeCallback(Callback):
         return {"steps": [decay.steps for decay in self.decays] or self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a saved run left off."""
+        """Continue where a saved run left off."""
         self._steps = list(state_dict["steps"])
         self._resume()
 
@@ -115,10 +115,10 @@ class FactorizeCallback(Callback):
 
 
 def restore_plan(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Factorize ``module`` as the one was that wrote ``checkpoint``, for its weights to be loaded next.
+    """Factorize ``module`` like the one that wrote ``checkpoint``, so that its weights can be loaded next.
 
-    ``FactorizeCallback`` does this where a ``Trainer`` loads. For ``load_from_checkpoint``, which knows no callbacks,
-    call it in the module's ``on_load_checkpoint``. A checkpoint without a plan changes nothing.
+    ``FactorizeCallback`` does this when a ``Trainer`` loads. For ``load_from_checkpoint``, which has no callbacks, call
+    it in the module's ``on_load_checkpoint``. A checkpoint without a plan changes nothing.
     """
     if PLAN not in checkpoint:
         return
@@ -126,10 +126,10 @@ def restore_plan(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     if is_factorized(module):
         if describe(module).entries == saved.entries:
             return
-        compose_in_place(module)  # what was tied is tied again by the plan
+        compose_in_place(module)  # the plan restores ties
     install(module, saved, build_layers(module, saved, init=None))
 
 
 def _forget_wrapper(module: nn.Module) -> None:
-    """Give the module its own ``on_load_checkpoint`` back: copies and pickles would take the wrapper along."""
+    """Restore the module's own ``on_load_checkpoint``, because copies and pickles would include the wrapper."""
     vars(module).pop("on_load_checkpoint", None)

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from factorized.nn.linear import FactorizedLinear
 
-# Those that leave the weight of the layer alone; the others subtract from it what they put into the adapter.
+# Those that do not change the layer's weight; the others subtract from it what they put into the adapter.
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def on_factorized(config: LoraConfig) -> LoraConfig:
-    """Let ``config`` also target factorized linear layers, and return it.
+    """Make ``config`` also target factorized linear layers, and return it.
 
-    ``get_peft_model(model, on_factorized(LoraConfig(target_modules=[...])))`` trains adapters beside the factors, which
-    are frozen. peft does not save this: read a saved adapter with
-    ``PeftModel.from_pretrained(model, folder, config=on_factorized(LoraConfig.from_pretrained(folder)))``. A
-    ``target_modules="all-linear"`` finds plain linears only: name the layers instead.
+    ``get_peft_model(model, on_factorized(LoraConfig(target_modules=[...])))`` trains adapters beside the frozen
+    factors. peft does not save this setting: load a saved adapter with
+    ``PeftModel.from_pretrained(model, folder, config=on_factorized(LoraConfig.from_pretrained(folder)))``.
+    ``target_modules="all-linear"`` finds only plain linears: name the layers instead.
     """
     config._register_custom_module({FactorizedLinear: LoraFactorizedLinear})
     return config
@@ -32,27 +32,26 @@ class LoraFactorizedLinear(Linear):
     """A factorized linear layer with LoRA adapters beside it.
 
     To merge an adapter ``s B A`` into ``U Vᵀ`` the factors are concatenated: ``[U, s B] [V, Aᵀ]ᵀ`` has the sum of both
-    ranks and is exact, where writing the sum at the old rank would lose part of it.
+    ranks and is exact, while the sum at the old rank would lose part of it.
     """
 
     _before_merge: list[FactorizedLinear]
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], None]:
-        """Plain LoRA alone: the variants write to the weight, or depend on its norm."""
+        """Only plain LoRA: the variants write to the weight, or depend on its norm."""
         return {(): None}
 
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        assert isinstance(module, FactorizedLinear)
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.in_features, module.out_features
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter."""
         if config.init_lora_weights not in INITS:
             raise ValueError(
-                f"init_lora_weights={config.init_lora_weights!r} changes the weight of the layer, and that of a "
-                f"factorized one is a product; use one of {', '.join(map(repr, INITS))}. To train the leading part of "
-                "a weight beside a frozen rest, as PiSSA does, see fz.Residual"
+                f"init_lora_weights={config.init_lora_weights!r} changes the weight of the layer, but that of a "
+                f"factorized one is computed from factors; use one of {', '.join(map(repr, INITS))}. To train the "
+                "leading part of a weight beside a frozen rest, as PiSSA does, see fz.Residual"
             )
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
@@ -69,12 +68,14 @@ class LoraFactorizedLinear(Linear):
             if safe_merge and not all(parameter.isfinite().all() for parameter in wide.parameters()):
                 raise ValueError(f"the adapter {name!r} holds NaN or infinite values; it was not merged")
         if names:
-            self._before_merge = self._before_merge if self.merged else [base]  # a list is no submodule
+            self._before_merge = (
+                self._before_merge if self.merged else [base]
+            )  # in a list, so that it is not a submodule
             self.base_layer = wide
             self.merged_adapters += names
 
     def unmerge(self) -> None:
-        """Put the product back that was there before."""
+        """Restore the product from before merging."""
         base = self.get_base_layer()
         if not self.merged or not isinstance(base, FactorizedLinear):
             super().unmerge()
@@ -85,10 +86,10 @@ class LoraFactorizedLinear(Linear):
 
     def _scaled(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return an adapter as ``s B`` (out, r), ``Aᵀ`` (in, r) and what it adds to the bias."""
-        A, B, scale = self.lora_A[name], self.lora_B[name], self.scaling[name]
-        assert isinstance(A, nn.Linear)
-        assert isinstance(B, nn.Linear)
-        return B.weight * scale, A.weight.mT, B.bias * scale if self.lora_bias[name] else None
+        A, B = self.lora_A.get_parameter(f"{name}.weight"), self.lora_B.get_parameter(f"{name}.weight")
+        bias = self.lora_B.get_parameter(f"{name}.bias") if self.lora_bias[name] else None
+        scale = self.scaling[name]
+        return B * scale, A.mT, None if bias is None else bias * scale
 
 
 @torch.no_grad()

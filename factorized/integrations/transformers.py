@@ -28,33 +28,37 @@ from factorized.surgery.replace import replace_module
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # the mixin stands before the real one, and this file needs no transformers
+    Trainer = object  # the mixin comes before the real one, so this file does not need transformers
 
-OF_THE_OPTIMIZER = {"params", "model", "optimizer_dict"}  # by which some optimizers of transformers choose parameters
+OF_THE_OPTIMIZER = {
+    "params",
+    "model",
+    "optimizer_dict",
+}  # settings with which some optimizers of transformers choose parameters
 
 
 class FactorizedTrainerMixin(Trainer):
-    """Let transformers' ``Trainer`` decay the products of a factorized model, and save its plan.
+    """Make transformers' ``Trainer`` decay the products of a factorized model, and save its plan.
 
-    Factors get Frobenius decay and no ordinary one; all else is decayed as ``TrainingArguments`` say. Every folder that
-    the trainer saves the model to holds ``plan.json``, so that ``fz.from_pretrained`` opens it. Factorize the model
-    before the trainer is made::
+    Factors get Frobenius decay instead of ordinary weight decay; the rest is decayed as in ``TrainingArguments``. Every
+    folder to which the trainer saves the model holds ``plan.json``, so that ``fz.from_pretrained`` can open it.
+    Factorize the model before the trainer is made::
 
         class Trainer(FactorizedTrainerMixin, transformers.Trainer):
             frobenius_decay = 0.01
 
     Attributes:
-        frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None takes ``weight_decay`` of the arguments.
-        decoupled: whether the decay shrinks factors instead of adding to gradients; None does so under optimizers that
+        frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None uses ``weight_decay`` of the arguments.
+        decoupled: whether the decay shrinks factors instead of adding to gradients; None does so with optimizers that
             rescale gradients.
         optimizer_name: ``"flambe"`` trains with ``fz.Flambe``, at the arguments' learning rate, betas and epsilon; None
-            with the optimizer that they name.
+            uses the optimizer that the arguments name.
     """
 
     frobenius_decay: ClassVar[Strength | None] = None
     decoupled: ClassVar[bool | None] = None
     optimizer_name: ClassVar[Literal["flambe"] | None] = None
-    decay: FrobeniusDecay | None = None  # attached to the optimizer; Flambe decays by itself
+    decay: FrobeniusDecay | None = None  # attached to the optimizer; Flambe needs none
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
         """Make the optimizer, with factors in a group without ordinary decay, and attach the decay to it."""
@@ -86,8 +90,8 @@ class FactorizedTrainerMixin(Trainer):
         made, settings = self.get_optimizer_cls_and_kwargs(self.args, model) if given is None else given
         if OF_THE_OPTIMIZER & settings.keys() or not (isinstance(made, type) and issubclass(made, Optimizer)):
             raise ValueError(
-                f"optim={self.args.optim!r} chooses its parameters by itself, so that factors cannot be kept out of "
-                "its decay; take another, or give the trainer an optimizer: optimizers=(optimizer, None)"
+                f"optim={self.args.optim!r} chooses its parameters itself, so that factors cannot be excluded from "
+                "its decay; use another, or pass the trainer an optimizer: optimizers=(optimizer, None)"
             )
         return made(groups, **settings)
 
@@ -99,7 +103,7 @@ class FactorizedTrainerMixin(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.decay is not None:  # a schedule of the decay goes on where it was
+        if checkpoint is not None and self.decay is not None:  # a schedule of the decay continues
             state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
             self.decay.load_state_dict({"steps": state["global_step"]})
 
@@ -112,9 +116,8 @@ def resize_token_embeddings(
 ) -> nn.Module:
     """Give the token embeddings of a transformers model, and the layers tied to them, another number of rows.
 
-    As ``model.resize_token_embeddings``, which knows plain layers only, for models where they are factorized. The new
-    rows are drawn by transformers; what they become is their best approximation in the span of the others. Returns the
-    embedding.
+    This is ``model.resize_token_embeddings``, which supports only plain layers, for factorized ones. Transformers draws
+    the new rows; they become their best approximation in the span of the others. Returns the embedding.
     """
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     count = ends[0].weight.shape[0] if new_num_tokens is None else new_num_tokens
@@ -128,7 +131,7 @@ def resize_token_embeddings(
             resized = _resized(model, layer, count, mean_resizing, made)
             for name in names[layer]:
                 replace_module(model, name, resized)
-    given = {} if mean_resizing else {"mean_resizing": False}  # a few classes have a method of their own without it
+    given = {} if mean_resizing else {"mean_resizing": False}  # a few classes override the method without it
     embedding: nn.Module = model.resize_token_embeddings(count, **given)
     return embedding
 
@@ -137,8 +140,8 @@ def _rows(name: str, layer: FactorizedLayer) -> nn.Parameter:
     """Return the core whose rows are those of the weight."""
     if layer.format.row_core is None:
         raise ValueError(
-            f"{name}: {layer.format.name} has no core with a row per token; fz.compose the model, resize it and "
-            "factorize it anew. Nothing was changed"
+            f"{name}: {layer.format.name} has no core with a row per token; call fz.compose on the model, resize "
+            "it and factorize it again. Nothing was changed"
         )
     return layer.get_parameter(layer.format.row_core)
 
@@ -158,7 +161,7 @@ def _resized(
         new = FactorizedLinear.from_dense(dense, format, init=None)
     rows = _rows("", layer)
     if rows not in made:
-        # Rows of the core become rows of the weight by a matrix: what the weight is where those are the identity.
+        # A matrix turns rows of the core into rows of the weight: the weight for a core that is the identity.
         type_ = torch.promote_types(rows.dtype, torch.float32)
         eye = torch.eye(rows.shape[1], device=rows.device, dtype=type_)
         factors = [eye if factor is rows else factor.to(type_) for factor in layer.factors]

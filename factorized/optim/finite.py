@@ -1,4 +1,4 @@
-"""Keeping what is not finite out of an optimizer's state."""
+"""Keeping values that are not finite out of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class StepGuard:
             return True
         if not self.skip:
             raise ValueError(
-                f"the gradients have norm {norm.item()}; the step was not taken and the optimizer's state is clean. "
-                "Lower the learning rate, clip, or pass skip_nonfinite=True to skip and count such steps"
+                f"the gradients have norm {norm.item()}; the step was not taken, and the optimizer's state is "
+                "unchanged. Lower the learning rate, clip, or pass skip_nonfinite=True to skip and count such steps"
             )
         self._on_host += 1
         return False
@@ -59,7 +59,7 @@ def check_range(
 
 
 def check_rate(lr: float | Tensor) -> None:
-    """Raise unless a learning rate is a number of at least 0, or a tensor of one, whose value may live on a device."""
+    """Raise unless a learning rate is a number of at least 0, or a tensor of one; a tensor on a GPU is not checked."""
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")

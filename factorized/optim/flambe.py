@@ -22,13 +22,13 @@ class Flambe(Lamb, DecaysProducts):
     """LAMB whose update of a factor is ``u = r + λ·∂½‖U M₁…M_d Vᵀ‖²`` instead of ``r + λw``.
 
     The products are those of ``model`` (see ``fz.forms``) whose ``frobenius_decay`` is not zero; their factors are not
-    decayed by ``weight_decay``, whatever their group says. Everything else is ``Lamb``, to the bit.
+    decayed by ``weight_decay``, even if their group has one. Everything else is ``Lamb``, bit for bit.
 
     Args:
         params: parameters or groups, as for ``Lamb``.
         model: holds the products.
-        frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the step; of
-            attention a number means OV alone, see ``FrobeniusDecay``.
+        frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the step; for
+            attention a number means only OV, see ``FrobeniusDecay``.
         others: as for ``Lamb``.
     """
 
@@ -71,7 +71,7 @@ class Flambe(Lamb, DecaysProducts):
         check_readable(frobenius_decay, model)
         check_strength(frobenius_decay, self.forms)
         self.frobenius_decay = frobenius_decay
-        self.steps = 0  # taken so far: what a schedule is asked with
+        self.steps = 0  # taken so far: the argument of a schedule
         self._engine = Engine(decayed_forms(frobenius_decay, self.forms))
         self._factors = {factor.parameter for factor in self._engine.form_of}
         held = {parameter for group in self.param_groups for parameter in group["params"]}
@@ -84,21 +84,21 @@ class Flambe(Lamb, DecaysProducts):
         self._decay_of: dict[nn.Parameter, Tensor] = {}
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether ``parameter`` is a factor that is decayed as a part of its product."""
+        """Return whether ``parameter`` is a factor that is decayed as part of its product."""
         return parameter in self._factors
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of copies and pickles."""
+        """Return the state for copies and pickles."""
         own = ("forms", "frobenius_decay", "steps", "_engine", "_factors", "_decay_of")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where the state was saved, a schedule too."""
+        """Continue where the state was saved, including a schedule."""
         super().load_state_dict(state_dict)
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 
     def _before_updates(self) -> None:
-        """Compute the decay of every factor from the parameters as they are, before any of them moves."""
+        """Compute the decay of every factor from the parameters before any of them changes."""
         if not torch.compiler.is_compiling():
             check_still_held(list(dict.fromkeys(self._engine.form_of.values())))
         rates = {
@@ -120,7 +120,7 @@ class Flambe(Lamb, DecaysProducts):
         return self._decay_of.get(factor.parameter)
 
     def _add_decay(self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]) -> None:
-        """Add λw to the updates, and to those of factors their Frobenius gradient instead."""
+        """Add λw to the updates, but for factors their Frobenius gradient instead."""
         plain = [index for index, parameter in enumerate(parameters) if parameter not in self._decay_of]
         super()._add_decay(group, [parameters[i] for i in plain], [updates[i] for i in plain])
         factors = [index for index, parameter in enumerate(parameters) if parameter in self._decay_of]

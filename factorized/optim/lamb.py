@@ -18,19 +18,19 @@ class Lamb(Optimizer):
     """``r = m̂ / (√v̂ + ε)``, ``u = r + λw``, ``w ← w - η (‖w‖/‖u‖) u``; the ratio is 1 where a norm is zero.
 
     Args:
-        params: parameters or groups; the trust ratio ‖w‖/‖u‖ holds in groups without decay too.
+        params: parameters or groups; the trust ratio ‖w‖/‖u‖ also applies in groups without decay.
         lr: η, a number or a tensor of one.
         betas: decay rates of the moments m and v.
         eps: ε.
         weight_decay: λ.
-        max_grad_norm: the norm of all gradients together is cut to this first, with what an attached decay has added
-            to them; None leaves them.
+        max_grad_norm: the norm of all gradients together is clipped to this first, including what an attached decay has
+            added; None does not clip.
         bias_correction: divide the moments by 1 - βᵗ.
         trust_clip: an upper bound for the trust ratio.
         capturable: keep everything on the device, for CUDA graphs.
         skip_nonfinite: skip a step whose gradients hold NaN or infinity, or are so large that their squares, which the
-            second moment keeps, are infinite (above 1e19 in float32), and count it in ``skipped``; else it raises.
-            Either way the state stays clean. Inside a CUDA graph nothing can be raised: such steps are always skipped.
+            second moment keeps, are infinite (above 1e19 in float32), and count it in ``skipped``; otherwise it raises.
+            The state is unchanged in both cases. A CUDA graph cannot raise, so it always skips such steps.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Lamb(Optimizer):
         self.guard = StepGuard(skip_nonfinite, capturable)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of copies and pickles; torch's leaves out what is not a setting of a group."""
+        """Return the state for copies and pickles; torch leaves out what is not a setting of a group."""
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "guard": self.guard}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own, which are checked like the common ones."""
+        """Add parameters with their own settings, which are checked like the common ones."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -78,7 +78,7 @@ class Lamb(Optimizer):
     @staticmethod
     def _check_group(group: dict[str, Any]) -> None:
         if any(parameter.is_complex() for parameter in group["params"]):
-            raise ValueError("LAMB takes real parameters, got complex ones; hold them as torch.view_as_real")
+            raise ValueError("LAMB takes real parameters, got complex ones; convert them with torch.view_as_real")
         check_rate(group["lr"])
         if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
             raise ValueError(f"betas must be two numbers, got {group['betas']!r}")
@@ -95,7 +95,7 @@ class Lamb(Optimizer):
         return self.guard.skipped
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch has two overloads
         """Take one step."""
         loss = None
         if closure is not None:
@@ -131,7 +131,7 @@ class Lamb(Optimizer):
     def _update(
         self, group: dict[str, Any], found: Mapping[nn.Parameter, Tensor], scale: Tensor | None, passed: Tensor | None
     ) -> None:
-        """Update one group; ``passed`` is 1 or 0 on the device where the step must not wait for it."""
+        """Update one group; ``passed`` is 1 or 0 on the device if the step must not wait for it."""
         parameters, gradients = list(found), list(found.values())
         if passed is not None:
             gradients = [torch.where(passed > 0, gradient, 0.0) for gradient in gradients]

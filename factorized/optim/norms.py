@@ -1,4 +1,4 @@
-"""Norms of many tensors, of sharded ones as a whole."""
+"""Norms of many tensors; sharded ones count as a whole."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def norms(
-    local: Sequence[Tensor],  # what this rank has of each
+    local: Sequence[Tensor],  # this rank's part of each
     owners: Sequence[Tensor],  # the parameters they are shaped like
 ) -> Tensor:  # (tensors,)
     """Return the norm of every tensor; the squares of shards are summed over the ranks that hold them."""
     kind = torch.float64 if any(tensor.dtype == torch.float64 for tensor in local) else torch.float32
-    # In at least single precision: the norm of a half tensor, kept as such, overflows or has three digits.
+    # In at least single precision: in half precision the norm overflows or has only three digits.
     stacked = torch.stack([norm.to(local[0].device) for norm in torch._foreach_norm(list(local), 2, kind)])
     sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for index, owner in enumerate(owners):

@@ -209,7 +209,7 @@ BROKEN = [
     (marked, r"heads \[1\] were pruned"),
     (masked, "in_proj_weight is computed by another rule"),
     (masked_bert, "self.key is Linear, whose weight is not a plain parameter"),
-    (wrong_layer, "self.query is factorized as a layer of its own"),
+    (wrong_layer, "self.query is already factorized as a layer"),
     (integers, "the weight of k_proj is int8"),
     (lambda: Torch(add_bias_kv=True), "add_bias_kv=True appends a learned key and value"),
 ]

@@ -120,7 +120,7 @@ def test_with_a_zero_to_attend_to_the_causal_hint_means_what_it_means_to_torch()
     ("arguments", "message"),
     [
         ({"attn_mask": torch.ones(L, S, dtype=torch.uint8)}, "attn_mask must be bool .* got uint8"),
-        ({"key_padding_mask": torch.ones(N, S, dtype=torch.long)}, "key_padding_mask must be bool .* give mask == 0"),
+        ({"key_padding_mask": torch.ones(N, S, dtype=torch.long)}, "key_padding_mask must be bool .* pass mask == 0"),
         ({"attn_mask": torch.zeros(1, S)}, r"attn_mask must be \(5, 4\) or \(6, 5, 4\), got \(1, 4\)"),
         ({"attn_mask": torch.zeros(HEADS, L, S)}, r"attn_mask must be .* got \(3, 5, 4\)"),
         ({"attn_mask": torch.zeros(N, HEADS, L, S)}, r"attn_mask must be .* got \(2, 3, 5, 4\)"),
@@ -130,8 +130,8 @@ def test_with_a_zero_to_attend_to_the_causal_hint_means_what_it_means_to_torch()
             {"query": torch.zeros(1, N, L, E), "key": torch.zeros(1, N, S, E), "value": torch.zeros(1, N, S, E)},
             "got 4, 4",
         ),
-        ({"key": torch.zeros(1, S, E), "value": torch.zeros(1, S, E)}, "must be of one batch"),
-        ({"value": torch.zeros(N, 1, E)}, "key and value of one length"),
+        ({"key": torch.zeros(1, S, E), "value": torch.zeros(1, S, E)}, "must have the same batch size"),
+        ({"value": torch.zeros(N, 1, E)}, "key and value the same length"),
     ],
 )
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -136,7 +136,7 @@ def test_a_class_that_needs_more_than_sequences_is_checked_on_the_example_input(
     model = Host(NeedsAngles())
     fz.register_attention(NeedsAngles, **NAMES)
     plan = fz.plan(model, rank=2, attention="heads")
-    assert plan.entries[0].note == "its registration could not be checked; give example_input= for that"
+    assert plan.entries[0].note == "its registration could not be checked; pass example_input= to check it"
     assert "could not be checked" in str(plan)
     assert "could not be checked" in plan.to_html()
     assert fz.Plan.from_dict(plan.to_dict()) == plan

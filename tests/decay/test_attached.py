@@ -151,5 +151,7 @@ def test_a_decay_made_before_the_parameters_were_replaced_is_told_to_be_made_aft
         model = nn.Sequential(fz.FactorizedLinear(6, 5, 2))
     decay = fz.FrobeniusDecay(model, STRENGTH)
     model.to_empty(device="cpu")
-    with pytest.raises(ValueError, match=r"holds none.*the decay after what replaces parameters, as fully_shard and"):
+    with pytest.raises(
+        ValueError, match=r"holds none.*the decay after anything that replaces parameters, such as fully_shard and"
+    ):
         decay.attach(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -95,7 +95,7 @@ def test_a_shared_head_is_decayed_by_the_sum_over_its_query_heads() -> None:
 @pytest.mark.parametrize("strength", [{"qk": 0.1}, {"ov": 0.1, "qk": torch.tensor(0.1)}])
 def test_queries_and_keys_under_rotary_embeddings_are_refused_unless_named(strength: Any) -> None:
     model = LLAMA.make()
-    with pytest.raises(ValueError, match="rotary embeddings turn the queries and keys of 'model"):
+    with pytest.raises(ValueError, match="rotary embeddings rotate the queries and keys of 'model"):
         fz.FrobeniusDecay(model, strength)
     with pytest.raises(ValueError, match="rotary"):
         fz.Flambe(model.parameters(), model, frobenius_decay=strength)

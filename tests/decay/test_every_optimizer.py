@@ -208,5 +208,5 @@ def test_a_decoupled_decay_without_a_learning_rate_says_what_to_do() -> None:
     optimizer = WithoutRate(model.parameters())
     fz.decoupled_frobenius(optimizer, model, STRENGTH)
     loss_of(model, 0).backward()
-    with pytest.raises(ValueError, match=r"no number as 'lr'; use decoupled=False, or call apply_\(lr=\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"has no 'lr'; use decoupled=False, or call apply_\(lr=\.\.\.\)"):
         optimizer.step()

@@ -51,10 +51,10 @@ def test_lamb_takes_weights_that_are_sharded_by_columns(odd: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("set weight", "sharded over processes and cannot be set whole; do this before fully_shard"),
+        ("set weight", "sharded over processes and cannot be set as a whole; do this before fully_shard"),
         ("load dense", "load before fully_shard. Nothing was changed"),
-        ("compose", "fz.save it, which gathers"),
-        ("lower", "fz.save it, which gathers"),
+        ("compose", "call fz.save, which gathers"),
+        ("lower", "call fz.save, which gathers"),
         ("partly sharded", "0.U is not sharded, but 0.V, a factor of the same product, is"),
     ],
 )

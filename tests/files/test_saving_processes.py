@@ -150,7 +150,7 @@ def test_two_processes_may_save_into_one_folder(tmp_path: Path) -> None:
 def test_weights_named_by_plan_json_that_stay_away_are_called_missing(tmp_path: Path) -> None:
     fz.save(filled(1.0), tmp_path)
     next(tmp_path.glob("*.safetensors")).unlink()
-    with pytest.raises(ValueError, match=r"weights-.*\.safetensors is missing, though plan\.json names it"):
+    with pytest.raises(ValueError, match=r"weights-.*\.safetensors is missing, but plan\.json names it"):
         fz.load(tmp_path, dense())
 
 

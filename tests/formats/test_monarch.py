@@ -131,7 +131,7 @@ def test_blocks_are_chosen_so_that_a_rank_is_a_small_step() -> None:
         ),
         (
             lambda: fz.Monarch(2).at_rank(KernelShape(6, 8), (1, 2)),
-            "rank must be one whole number, that of every block, got (1, 2)",
+            "rank must be one whole number (the rank of every block), got (1, 2)",
         ),
         (lambda: fz.Monarch(2).at_rank(KernelShape(6, 8), True), "rank must be a whole number of at least 1, got True"),
         (

@@ -174,7 +174,7 @@ def test_a_wrong_optimizer_is_refused(tmp_path: Path) -> None:
         wrong(model(), arguments(tmp_path), train_dataset=DATA).create_optimizer()
     own = (torch.optim.SGD, {"params": [], "lr": 0.1})
     trainer = Trainer(model(), arguments(tmp_path), train_dataset=DATA, optimizer_cls_and_kwargs=own)
-    with pytest.raises(ValueError, match="chooses its parameters by itself, so that factors cannot be kept out"):
+    with pytest.raises(ValueError, match="chooses its parameters itself, so that factors cannot be excluded"):
         trainer.create_optimizer()
 
 

@@ -22,7 +22,7 @@ def t5() -> nn.Module:
 
 
 T5_NAMES = ("encoder.block.0.layer.0.Self", "decoder.block.0.layer.0.Self", "decoder.block.0.layer.1.EncDec")
-T5 = Kind("t5", t5, translated, tuple(f"{name}Attention" for name in T5_NAMES))  # a class that nobody registered
+T5 = Kind("t5", t5, translated, tuple(f"{name}Attention" for name in T5_NAMES))  # a class that is not registered
 VIT = next(kind for kind in HUGGING_FACE if kind.name == "vit")
 PROJECTIONS = {
     "bert": ("self.query", "self.key", "self.value", "output.dense"),
@@ -75,10 +75,10 @@ def test_each_projection_is_one_form_and_attention_claims_none(kind: Kind) -> No
 def test_attention_with_one_factorized_projection_has_no_forms_left_and_says_why() -> None:
     model = fz.factorize(LLAMA.make(), rank=2, include=["*q_proj"])
     assert {form.kind for form in fz.forms(model)} == {"linear"}
-    with pytest.raises(ValueError, match="q_proj is factorized as a layer of its own"):
+    with pytest.raises(ValueError, match="q_proj is already factorized as a layer"):
         fz.FrobeniusDecay(model, {"ov": 0.1})
     again = fz.plan(model, rank=2, attention="heads")
-    assert "q_proj is factorized as a layer of its own" in str([entry.reason for entry in again.skipped])
+    assert "q_proj is already factorized as a layer" in str([entry.reason for entry in again.skipped])
 
 
 @every_kind

@@ -93,7 +93,7 @@ def test_wrong_settings_say_what_is_allowed(settings: dict[str, Any], message: s
 
 
 def test_a_table_whose_rows_are_renormalized_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_norm renormalizes rows"):
+    with pytest.raises(ValueError, match="it renormalizes rows"):
         FactorizedEmbeddingBag.from_dense(nn.EmbeddingBag(9, 6, max_norm=1.0), 3)
 
 

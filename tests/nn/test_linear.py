@@ -32,5 +32,5 @@ def test_an_input_of_another_width_is_refused(scheme: Scheme) -> None:
 
 def test_a_format_for_another_weight_is_refused() -> None:
     format = LowRank().at_rank(KernelShape(6, 8), 2)
-    with pytest.raises(ValueError, match="the format is for a weight 6x8 with groups=1, and the layer's is 8x6"):
+    with pytest.raises(ValueError, match="format must be for a weight 8x6 with groups=1, got one for 6x8"):
         FactorizedLinear(6, 8, format)

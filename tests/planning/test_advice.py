@@ -56,7 +56,9 @@ def test_arguments_that_are_not_enough_alone_are_named_together() -> None:
 
 
 def test_a_refusal_names_attention_that_nobody_registered() -> None:
-    with pytest.raises(ValueError, match=r'attention="layers" .* Nobody registered T5Attention: see fz\.reg'):
+    with pytest.raises(
+        ValueError, match=r'attention="layers" .* Not registered as attention: T5Attention; see fz\.reg'
+    ):
         fz.plan(real_size("t5"), ratio=0.1, attention="heads")
 
 

@@ -166,7 +166,7 @@ class StrangeAttention(nn.Module):
 
 def test_linears_inside_attention_that_nobody_registered_wait_to_be_named() -> None:
     model = nn.Sequential(nn.Linear(16, 16), StrangeAttention(), nn.Linear(16, 16), nn.Linear(16, 16))
-    for attention, reason in {"heads": "nobody registered this class of attention", False: "attention=False"}.items():
+    for attention, reason in {"heads": "this class of attention is not registered", False: "attention=False"}.items():
         plan = fz.plan(model, rank=2, attention=attention)
         assert [entry.name for entry in plan.entries] == ["0", "1", "2", "3"]
         assert reason in (plan.entries[1].reason or "")
@@ -233,7 +233,7 @@ def test_wrong_input_is_refused(arguments: dict[str, Any], message: str) -> None
 def test_asking_for_queries_and_keys_alone_under_rotary_embeddings_says_why_not() -> None:
     plan = fz.plan(LLAMA.make(), rank_scale=0.5, attention=("qk",))
     reasons = [entry.reason or "" for entry in plan.entries if entry.is_attention]
-    assert "rotary embeddings turn its queries and keys" in reasons[0]
+    assert "rotary embeddings rotate its queries and keys" in reasons[0]
 
 
 def test_heads_that_keep_their_size_say_so() -> None:

@@ -47,7 +47,7 @@ GIVEN: dict[str, Any] = {
 @pytest.mark.parametrize("name", GIVEN)
 def test_an_option_is_refused_beside_a_plan(name: str) -> None:
     made = fz.plan(Mlp(), ratio=0.5)
-    with pytest.raises(ValueError, match="the plan already says which layers"):
+    with pytest.raises(ValueError, match="the plan already selects the layers"):
         fz.factorize(Mlp(), made, **{name: GIVEN[name]})
 
 

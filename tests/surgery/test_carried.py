@@ -63,7 +63,7 @@ def attribute_with_a_taken_name(layer: nn.Module) -> None:
         (hook_on_the_weight, "3: its weight has a gradient hook.*register one on the factors afterwards"),
         (hook_on_the_layer, "3: has hooks that a replacement would lose"),
         (attribute_of_the_tensor, "3: its weight has the attribute 'tensor_model_parallel'.*delete the attribute"),
-        (attribute_with_a_taken_name, "3: its attribute 'rank' has the name of one that FactorizedLinear has"),
+        (attribute_with_a_taken_name, "3: its attribute 'rank' has the same name as one of FactorizedLinear"),
     ],
 )
 def test_what_was_put_on_a_layer_after_planning_and_would_be_lost_is_refused(put: Any, message: str) -> None:

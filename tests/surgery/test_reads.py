@@ -94,7 +94,7 @@ def test_layers_whose_weight_is_read_are_composed_and_named() -> None:
 def test_with_an_example_only_what_a_run_asks_for_is_composed() -> None:
     model = factorized()
     x = torch.randn(3, 8, dtype=torch.float64)
-    with pytest.warns(UserWarning, match=r"reader\.used 32 → 64 \(Reader asks for its weight\)"):
+    with pytest.warns(UserWarning, match=r"reader\.used 32 → 64 \(Reader reads its weight\)"):
         lowered = fz.lower(model, example_input=x)
     pairs = {name for name, module in lowered.named_modules() if isinstance(module, nn.Sequential)}
     assert pairs == {"reader.held", "reader.typed", "reader.initialized", "reader.plain", "used"}
@@ -175,6 +175,6 @@ def test_layers_that_share_their_factors_are_composed_together() -> None:
             return self.second(x) @ self.first.weight
 
     model = fz.factorize(Tied(), rank=2, keep_first_and_last=False)
-    with pytest.warns(UserWarning, match="lowered, Tied has 80 parameters, and factorized 48: first 32 → 64"):
+    with pytest.warns(UserWarning, match="lowered, Tied has 80 parameters, more than the factorized 48: first 32 → 64"):
         lowered = fz.lower(model)
     assert lowered.first.weight is lowered.second.weight

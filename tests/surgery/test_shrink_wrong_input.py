@@ -130,7 +130,7 @@ def not_finite() -> nn.Module:
         (BERT.make, {"forms": [["qk"]]}, 'forms must be a list of "qk" and "ov"'),
         (BERT.make, {"forms": ()}, 'forms must be a list of "qk" and "ov"'),
         (BERT.make, {"init": "best"}, "init must be one of"),
-        (LLAMA.make, {}, r'rotary embeddings turn queries and keys.*use forms=\("ov",\)'),
+        (LLAMA.make, {}, r'rotary embeddings rotate queries and keys.*use forms=\("ov",\)'),
         (LLAMA.make, {"forms": ["qk"]}, "rotary embeddings"),
         (hooked, {}, "its projections have hooks"),
         (hooked_backwards, {}, "its projections have hooks"),
@@ -162,7 +162,9 @@ def test_wrong_input_is_refused_and_the_model_stays_as_it_was(make: Any, argumen
 def test_projections_that_are_something_else_as_well_are_refused(make: Any, call: Any) -> None:
     model = make()
     modules, before = list(model.modules()), deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"self_attn: its weights are tied: .* are one\. Nothing was changed"):
+    with pytest.raises(
+        ValueError, match=r"self_attn: its weights are tied: .* are one parameter\. Nothing was changed"
+    ):
         call(model)
     assert list(model.modules()) == modules
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

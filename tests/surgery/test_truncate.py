@@ -217,7 +217,7 @@ def test_if_one_layer_cannot_be_cut_none_is() -> None:
         (
             lambda: fz.factorize(Net(), rank=2, include=["head"]),
             {"plan": fz.plan(Net(), rank=1, include=["conv"])},
-            "conv is not factorized, and the plan cuts it; nothing was changed",
+            "conv is in the plan, but it is not factorized; nothing was changed",
         ),
         (lambda: trained().to("meta"), {"rank": 1}, "its factors are on the meta device"),
     ],

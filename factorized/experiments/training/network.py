@@ -38,7 +38,7 @@ def build_scheme(fields: Factorize) -> Scheme | None:
     """Return the scheme that these fields describe; None for a dense network."""
     if fields.scheme == "none":
         return None
-    own = dataclasses.fields(SCHEMES_BY_NAME[fields.scheme])  # type: ignore[arg-type]
+    own = dataclasses.fields(SCHEMES_BY_NAME[fields.scheme])
     return read_scheme({"name": fields.scheme, **{field.name: getattr(fields, field.name) for field in own}})
 
 

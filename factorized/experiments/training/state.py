@@ -94,7 +94,7 @@ def load_state(folder: Path) -> RunState:
     try:
         data = path.read_bytes()
         if hashlib.sha256(memoryview(data)[:-DIGEST]).digest() != data[-DIGEST:]:  # torch does not look at any
-            raise ValueError(f"its checksum is not the one it says; {len(data):,} bytes")
+            raise ValueError(f"its checksum does not match; {len(data):,} bytes")
         found = torch.load(io.BytesIO(data[:-DIGEST]), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch would advise to run whatever the file holds
         raise ValueError(f"{path} is damaged (it holds more than tensors and plain values); {REMEDY}") from error

@@ -127,7 +127,7 @@ class Trainer:
         self.macs = count_macs(self.network, self.plan, images)
         # of the first seed; others are drawn when their turn comes
         self.fresh = {seed: {name: tensor.clone() for name, tensor in self.network.state_dict().items()}}
-        self.network.to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        self.network.to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]  # torch's overloads forget it
         self.optimizer = build_optimizer(recipe, self.network)
         self.source = self._build_source()
         norms = self._norms(seed)
@@ -231,10 +231,9 @@ class Trainer:
         if not self.processes.is_first:  # the first process holds the counts of the epoch under way
             self.step.loss_sum.zero_()
             self.step.correct.zero_()
-        if self.recipe.decay.kind == "normalized" and self.step.norms is not None:
-            norms = self._norms(state.seed)
-            assert norms is not None
-            self.step.norms.copy_(norms)
+        normalized, kept = self.recipe.decay.kind == "normalized", self.step.norms
+        if normalized and kept is not None and (norms := self._norms(state.seed)) is not None:
+            kept.copy_(norms)
 
     def _begin_epoch(self, state: RunState, epoch: int) -> int:
         """Start the epoch's order and randomness, or go on within it; return the step to begin with."""

@@ -143,7 +143,7 @@ def read_result(run: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     result = check_result(found, path)
     if not intact:
-        raise ValueError(f"{path} is damaged, or was changed: its checksum is not the one it says; train the run again")
+        raise ValueError(f"{path} is damaged, or was changed: its checksum does not match; train the run again")
     return {key: value for key, value in result.items() if key != "checksum"}
 
 
