@@ -78,7 +78,7 @@ class Format(ABC):
     is_product: ClassVar[bool] = False  # the cores are ``U``, inner matrices and ``V``, stacked by groups
     frozen: ClassVar[tuple[str, ...]] = ()  # cores that are never trained
     row_core: ClassVar[str | None] = None  # the core whose rows are the weight's rows, if there is one
-    # The plain layers that, one after the other, are the weight; None where it has to be composed.
+    # Plain layers that, applied in order, equal the weight; None where it has to be composed.
     chain: tuple[Step, ...] | None = None
 
     @property

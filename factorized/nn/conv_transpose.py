@@ -20,7 +20,7 @@ from factorized.nn.layer import Execution, FactorizedLayer, Lowered
 
 
 class FactorizedConvTranspose(FactorizedLayer):
-    """A transposed convolution whose kernel is held in a format. Abstract: use a subclass.
+    """A transposed convolution whose kernel is held in a format. Abstract: use its subclasses.
 
     Torch keeps its weight as (in, out/groups, *size): the kernel of the convolution that this one transposes. The
     format describes that kernel. A chain runs backwards with each step transposed: for a product, ``U`` first, to

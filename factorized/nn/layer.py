@@ -224,7 +224,7 @@ class FactorizedLayer(nn.Module):
         return dense.train(self.training)
 
     def reset_parameters(self, init: Init = "spectral") -> None:
-        """Fill the factors anew, ``"spectral"`` from a fresh dense initialization, and the bias as torch does."""
+        """Fill the factors again, ``"spectral"`` from a fresh dense initialization, and the bias as torch does."""
         check_init(init)
         if self.factors[0].is_meta:
             return

@@ -1,4 +1,4 @@
-"""Timing the forward and backward pass of one layer on the device at hand."""
+"""Timing the forward and backward pass of one layer on its device."""
 
 from __future__ import annotations
 

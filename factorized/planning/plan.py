@@ -152,7 +152,7 @@ class Plan:
         if not isinstance(data, Mapping):
             raise ValueError(f"not a plan made by Plan.to_dict(): {reprlib.repr(data)}")
         if data.get("format") != FORMAT:
-            raise ValueError(f"plan format must be {FORMAT}, got {data.get('format')!r}; make the plan anew")
+            raise ValueError(f"plan format must be {FORMAT}, got {data.get('format')!r}; make the plan again")
         try:
             entries = tuple(_entry_from_dict(entry) for entry in data["entries"])
             fields = {key: data[key] for key in ("model", "budget", "params", "params_after", "macs", "macs_after")}

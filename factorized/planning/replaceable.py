@@ -14,7 +14,7 @@ from factorized.attention.unit import AttentionUnit
 from factorized.nn.model import module_names, parameter_names
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # around a call
-# Around reading and writing state dicts; torch adds some of its own to attention and lazy layers, never to plain ones.
+# Around reading and writing state dicts; torch itself adds some to attention and lazy layers, never to plain ones.
 STATE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",

@@ -77,7 +77,7 @@ def test_the_page_of_a_model_that_grows_does_not_call_it_kept() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (broken(format=2), "plan format must be 1, got 2; make the plan anew"),
+        (broken(format=2), "plan format must be 1, got 2; make the plan again"),
         ({}, "plan format must be 1, got None"),
         ({"format": 1}, "not a plan made by Plan.to_dict(): 'entries'"),
         (
