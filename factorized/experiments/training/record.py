@@ -26,13 +26,14 @@ Row = dict[str, Any]
 
 
 class Recorder:
-    """While entered, writes a row per epoch to TensorBoard and to a file that is whole after every row.
+    """While entered, writes rows to TensorBoard and to a file that is whole after every row.
 
-    ``folder=None`` writes nothing, for a process that is not the first.
+    A row belongs to an epoch, or to what ``by`` says. ``folder=None`` writes nothing, for a process that is not the
+    first.
     """
 
-    def __init__(self, folder: Path | None, history: Sequence[Row]) -> None:
-        self.folder, self.history = folder, history
+    def __init__(self, folder: Path | None, history: Sequence[Row], by: str = "epoch") -> None:
+        self.folder, self.history, self.by = folder, history, by
 
     def __enter__(self) -> Self:
         if self.folder is None:
@@ -42,7 +43,9 @@ class Recorder:
         # A run that was killed may have written a row after its last checkpoint: begin with what that one knows.
         with writing(self.folder):
             (self.folder / METRICS).write_text("".join(map(_line, self.history)))
-            self.board = SummaryWriter(str(self.folder), purge_step=len(self.history) + 1)
+            self.board = SummaryWriter(
+                str(self.folder), purge_step=self.history[-1][self.by] + 1 if self.history else 1
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -50,15 +53,15 @@ class Recorder:
             self.board.close()
 
     def add(self, row: Row) -> None:
-        """Write the row of an epoch."""
+        """Write a row."""
         if self.folder is None:
             return
         with writing(self.folder):
             with (self.folder / METRICS).open("a") as file:
                 file.write(_line(row))
             for name, value in row.items():
-                if name != "epoch":
-                    self.board.add_scalar(name, value, row["epoch"])
+                if name != self.by:
+                    self.board.add_scalar(name, value, row[self.by])
             self.board.flush()
 
 
