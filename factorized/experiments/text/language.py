@@ -69,3 +69,14 @@ class LanguageTask(TextTask):
         loss = total.item()
         per_word = loss / max(1, texts.words)
         return {"loss": loss / count, "perplexity": math.exp(min(per_word, HIGHEST))}
+
+
+def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, *, draw: bool) -> str:
+    """Return ``prompt`` with ``tokens`` more tokens: drawn, or the likeliest ones."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not inputs["input_ids"].numel():
+        inputs = {"input_ids": torch.tensor([[tokenizer.eos_token_id]])}
+    inputs = {name: tensor.to(device_of(model)) for name, tensor in inputs.items()}
+    with evaluation_mode(model), torch.no_grad():
+        outputs = model.generate(**inputs, max_new_tokens=tokens, do_sample=draw)
+    return str(tokenizer.decode(outputs[0], skip_special_tokens=True))

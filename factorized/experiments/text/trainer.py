@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.network import build_schedule, build_text_optimizer
@@ -73,6 +73,7 @@ class TextTrainer(Trainer):
             eval_dataset=task.examples,  # not read: ``evaluate`` asks the task
             callbacks=[watch],
         )
+        self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
         """Return the recipe's optimizer, its decay attached."""

@@ -131,7 +131,9 @@ class TranslationTask(TextTask):
         found: dict[str, Any] = self.validate(model)
         for part in parts:
             sources, references = zip(*self.corpus.pairs[part], strict=True)
-            bleu, signature = score_bleu(self.translate(model, sources), references, self.recipe.data.lower)
+            run = self.recipe.run
+            translations = translate_texts(model, self.tokenizer, sources, run.beam, run.longest)
+            bleu, signature = score_bleu(translations, references, self.recipe.data.lower)
             found |= {"bleu": bleu, "bleu_signature": signature} if part == parts[0] else {f"bleu_{part}": bleu}
         return found
 
@@ -139,24 +141,25 @@ class TranslationTask(TextTask):
         sources, targets = self.corpus.texts[part]
         return Pairs(sources, targets, self.recipe.run.longest)
 
-    def translate(self, model: Any, sources: Sequence[str]) -> list[str]:
-        """Return the translations that beam search finds, in the order of ``sources``."""
-        order = sorted(range(len(sources)), key=lambda number: -len(sources[number]))
-        found: dict[int, str] = {}
-        with evaluation_mode(model), torch.no_grad():
-            for some in in_batches(order, AT_ONCE):
-                inputs = self.tokenizer([sources[number] for number in some], padding=True, return_tensors="pt")
-                outputs = model.generate(
-                    input_ids=inputs["input_ids"][:, : self.recipe.run.longest].to(device_of(model)),
-                    attention_mask=inputs["attention_mask"][:, : self.recipe.run.longest].to(device_of(model)),
-                    num_beams=self.recipe.run.beam,
-                    max_new_tokens=self.recipe.run.longest,
-                    early_stopping=True,
-                    do_sample=False,
-                )
-                texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
-                found |= dict(zip(some, texts, strict=True))
-        return [found[number] for number in range(len(sources))]
+
+def translate_texts(model: Any, tokenizer: Any, sources: Sequence[str], beam: int, longest: int) -> list[str]:
+    """Return the translations that beam search finds, in the order of ``sources``."""
+    order = sorted(range(len(sources)), key=lambda number: -len(sources[number]))
+    found: dict[int, str] = {}
+    with evaluation_mode(model), torch.no_grad():
+        for some in in_batches(order, AT_ONCE):
+            texts = [sources[number] for number in some]
+            inputs = tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+            outputs = model.generate(
+                input_ids=inputs["input_ids"].to(device_of(model)),
+                attention_mask=inputs["attention_mask"].to(device_of(model)),
+                num_beams=beam,
+                max_new_tokens=longest,
+                early_stopping=True,
+                do_sample=False,
+            )
+            found |= dict(zip(some, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True))
+    return [found[number] for number in range(len(sources))]
 
 
 def score_bleu(translations: Sequence[str], references: Sequence[str], lower: bool) -> tuple[float, str]:
