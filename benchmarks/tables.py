@@ -173,7 +173,7 @@ def _mean(rows: list[dict[str, Any]], field: str) -> float:
 def _accuracy(seeds: list[dict[str, Any]]) -> str:
     paper = seeds[0]["recipe"]["paper"]
     spread = f" ± {stdev(run['accuracy'] for run in seeds):.2f}" if len(seeds) > 1 else ""
-    return f"{_mean(seeds, 'accuracy'):.2f}{spread} | {len(seeds)} | {paper['accuracy']} ± {paper['deviation']}"
+    return f"{_mean(seeds, 'accuracy'):.2f}{spread} | {len(seeds)} | {paper['accuracy']:.2f} ± {paper['deviation']:.2f}"
 
 
 def _conditions(runs: Runs) -> str:
