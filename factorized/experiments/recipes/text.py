@@ -17,7 +17,7 @@ Size = Annotated[int, Field(gt=0, le=1_000_000)]
 USED_BY: dict[str, dict[str, tuple[Task, ...]]] = {
     "data": {"mask": ("masked",), "lower": ("masked", "translation", "questions")},
     "run": {"tokens": ("translation",), "beam": ("translation",), "longest": ("translation",)},
-    "model": {"kv_heads": ("language",), "from_run": ("questions",)},
+    "model": {"kv_heads": ("language",), "from_run": ("masked", "questions"), "positions": ("masked", "questions")},
 }
 
 
@@ -31,10 +31,11 @@ class TextModel(Section):
     kv_heads: Size | None = None  # of a language model: keys and values shared by several heads
     feed_forward: Size = 512
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    positions: Size | None = None  # of BERT: the longest sequence it can ever read; data.length unless given
     tied: bool = True  # one matrix for embeddings and output
     # spectral: balance the two factors of every head's OV form, which leaves the function as it is
     attention_init: Literal["default", "spectral"] = "default"
-    from_run: Word | None = None  # of questions: the run that pre-trained the model
+    from_run: Word | None = None  # of masked and questions: the run whose model is trained further
 
     @field_validator("name")
     @classmethod

@@ -84,7 +84,7 @@ def text_config(recipe: TextRecipe, tokenizer: Any) -> Any:
         num_attention_heads=sizes.heads,
         hidden_dropout_prob=sizes.dropout,
         attention_probs_dropout_prob=sizes.dropout,
-        max_position_embeddings=length,
+        max_position_embeddings=sizes.positions or length,
         **shared,
     )
 
