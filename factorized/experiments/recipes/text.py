@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
-from factorized.experiments.recipes.recipe import Factorize, Named, Section, Share, Strength, Word, portable
+from factorized.experiments.recipes.recipe import Factorize, Line, Named, Section, Share, Strength, Word, portable
 
 Task = Literal["language", "masked", "translation", "questions"]
 TASKS: tuple[Task, ...] = ("language", "masked", "translation", "questions")
@@ -15,8 +15,13 @@ Updates = Annotated[int, Field(gt=0, le=100_000_000)]
 Size = Annotated[int, Field(gt=0, le=1_000_000)]
 # which tasks use a field that others do not
 USED_BY: dict[str, dict[str, tuple[Task, ...]]] = {
-    "data": {"mask": ("masked",), "lower": ("masked", "translation", "questions")},
-    "run": {"tokens": ("translation",), "beam": ("translation",), "longest": ("translation",)},
+    "data": {"mask": ("masked",), "stride": ("questions",), "lower": ("masked", "translation", "questions")},
+    "run": {
+        "tokens": ("translation",),
+        "beam": ("translation",),
+        "longest": ("translation",),
+        "label_smoothing": ("language", "masked", "translation"),
+    },
     "model": {"kv_heads": ("language",), "from_run": ("masked", "questions"), "positions": ("masked", "questions")},
 }
 
@@ -24,7 +29,7 @@ USED_BY: dict[str, dict[str, tuple[Task, ...]]] = {
 class TextModel(Section):
     """A transformer by its sizes, or a folder of a Hugging Face model."""
 
-    name: Word = ""  # "hf:FOLDER"; empty: the task's own architecture, of these sizes
+    name: Line = ""  # "hf:FOLDER"; empty: the task's own architecture, of these sizes
     hidden: Size = 128
     layers: Size = 2  # of a translator: in the encoder, and as many in the decoder
     heads: Size = 4
@@ -35,7 +40,8 @@ class TextModel(Section):
     tied: bool = True  # one matrix for embeddings and output
     # spectral: balance the two factors of every head's OV form, which leaves the function as it is
     attention_init: Literal["default", "spectral"] = "default"
-    from_run: Word | None = None  # of masked and questions: the run whose model is trained further
+    # of masked and questions: the folder of the run whose model is trained further
+    from_run: Annotated[Word, AfterValidator(portable)] | None = None
 
     @field_validator("name")
     @classmethod
@@ -43,6 +49,12 @@ class TextModel(Section):
         if name and not name.startswith("hf:"):
             raise ValueError(f"expected hf:FOLDER, or nothing for the task's own architecture, got {name!r}")
         return f"hf:{portable(name.removeprefix('hf:'))}" if name else name
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.name and self.from_run is not None:
+            raise ValueError(f"give name = {self.name!r} or from_run = {self.from_run!r}, not both")
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -65,6 +77,8 @@ class TextData(Section):
     lower: bool = False
     length: Annotated[int, Field(ge=8, le=1_000_000)] = 128  # tokens of a sequence
     mask: Share = 0.15  # of masked language models: the share of tokens to guess
+    # of questions: tokens of a paragraph that one window shares with the next
+    stride: Annotated[int, Field(ge=0, le=1_000_000)] = 128
 
 
 class TextDecay(Section):
@@ -170,6 +184,15 @@ class TextRecipe(Named):
                     raise ValueError(
                         f"{section}.{name} = {value!r} is for {' and '.join(tasks)}, and task is {self.task}: remove it"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _windows_go_forward(self) -> Self:
+        if self.task == "questions" and self.data.stride >= self.data.length:
+            raise ValueError(
+                f"data.stride = {self.data.stride} must be less than data.length = {self.data.length}: windows of a "
+                "paragraph share so many tokens"
+            )
         return self
 
     @model_validator(mode="after")

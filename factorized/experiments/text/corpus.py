@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from factorized.experiments.data.progress import Progress, silent
 from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.from_run import tokenizer_of_run
+from factorized.experiments.text.models import model_folder
+from factorized.experiments.text.question_windows import QuestionWindows
 from factorized.experiments.text.sources import (
     Pair,
     Source,
@@ -22,7 +26,8 @@ from factorized.experiments.text.sources import (
     read_documents,
     read_pairs,
 )
-from factorized.experiments.text.tokenizer import learn_tokenizer
+from factorized.experiments.text.squad import read_paragraphs
+from factorized.experiments.text.tokenizer import learn_tokenizer, load_tokenizer
 from factorized.experiments.text.tokens import PackedTexts, pack
 
 EMBEDDED = {"language": "pydoc", "masked": "pydoc", "translation": "numbers"}
@@ -37,11 +42,12 @@ class Corpus:
     tokenizer: Any
     texts: Mapping[str, tuple[PackedTexts, ...]]  # by part: the texts, or sources and targets
     pairs: Mapping[str, tuple[Pair, ...]]  # of translation, what is not trained on as it was read, to be scored
+    questions: Mapping[str, QuestionWindows] = field(default_factory=dict)  # of questions, in place of texts
 
     @property
     def tests(self) -> list[str]:
         """The parts that a trained model is tested on."""
-        return [part for part in self.texts if part not in ("train", "validation")]
+        return [part for part in (self.questions or self.texts) if part not in ("train", "validation")]
 
 
 def load_corpus(
@@ -55,10 +61,15 @@ def load_corpus(
     source = find_source(data.name, data.train, data.validation, data.test, folder)
     paired = task == "translation"
     if source.embedded and data.name != EMBEDDED.get(task):
+        embedded = f"only {EMBEDDED[task]!r}" if task in EMBEDDED else "nothing"
         raise ValueError(
-            f"data.name = {data.name!r} needs data.train, the names of its files: for task {task!r} only "
-            f"{EMBEDDED.get(task)!r} comes with this package"
+            f"data.name = {data.name!r} needs data.train, the names of its files: for task {task!r} {embedded} comes "
+            "with this package"
         )
+    if tokenizer is None and recipe.model.from_run is not None:
+        tokenizer = tokenizer_of_run(recipe.model.from_run)
+    if task == "questions":
+        return _load_questions(recipe, source, cache, progress, tokenizer)
     parts = _pairs(source) if paired else _documents(source)
     checksum = _checksum(parts)
     if tokenizer is None:
@@ -76,6 +87,28 @@ def load_corpus(
         texts[part] = tuple(packed)
     kept = {part: tuple(read()) for part, read in parts.items() if part != "train"} if paired else {}
     return Corpus(data.name, checksum, tokenizer, texts, kept)
+
+
+def _load_questions(recipe: TextRecipe, source: Source, cache: Path, progress: Progress, tokenizer: Any) -> Corpus:
+    data, model = recipe.data, recipe.model
+    paragraphs = {part: list(read()) for part, read in _parts(source, read_paragraphs).items()}
+    if not any(paragraph.questions for paragraph in paragraphs["validation"]):
+        raise ValueError(
+            f"data.train has {len(paragraphs['train'])} paragraphs, too few to hold a twentieth out; name a file of "
+            "questions in data.validation"
+        )
+    checksum = _checksum({part: partial(map, attrgetter("strings"), items) for part, items in paragraphs.items()})
+    if tokenizer is None and model.name:
+        tokenizer = load_tokenizer(model_folder(model.name))
+    if tokenizer is None:
+        train = paragraphs["train"]
+        texts = [text for paragraph in train for text in (paragraph.context, *(q.text for q in paragraph.questions))]
+        tokenizer = _tokenizer(recipe, checksum, {"train": lambda: texts}, paired=False, cache=cache)
+    questions = {
+        part: QuestionWindows(items, tokenizer, data.length, data.stride, progress=progress, stage=f"tokenizing {part}")
+        for part, items in paragraphs.items()
+    }
+    return Corpus(data.name, checksum, tokenizer, {}, {}, questions)
 
 
 Parts = Mapping[str, Callable[[], Iterable[Any]]]  # by part, a function that reads it from the beginning

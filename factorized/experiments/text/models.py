@@ -26,7 +26,7 @@ def build_text_model(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module
     auto = getattr(transformers, AUTO[recipe.task])
     model: nn.Module
     if recipe.model.name:
-        folder = Path(recipe.model.name.removeprefix("hf:")).expanduser()
+        folder = model_folder(recipe.model.name)
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {recipe.model.name}: {folder / 'config.json'} is missing")
         model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -34,6 +34,11 @@ def build_text_model(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module
         model = auto.from_config(text_config(recipe, tokenizer))
     check_vocabulary(model, tokenizer)
     return model
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder of a Hugging Face model, of its name in a recipe."""
+    return Path(name.removeprefix("hf:")).expanduser()
 
 
 def text_config(recipe: TextRecipe, tokenizer: Any) -> Any:

@@ -12,12 +12,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.from_run import build_from_run
 from factorized.experiments.text.models import build_text_model
 from factorized.experiments.training.network import build_scheme
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
+from factorized.surgery.compose import is_factorized
 from factorized.surgery.factorize import factorize
 from factorized.surgery.shrink import spectral_init_attention
 
@@ -46,8 +48,9 @@ def plan_text(recipe: TextRecipe, dense: nn.Module) -> Plan | None:
 
 def build_text_network(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module:
     """Return the recipe's network on the CPU, factorized, drawn with ``seed``."""
-    dense = build_text_model(recipe, tokenizer, seed)
-    plan = plan_text(recipe, dense)
+    run = recipe.model.from_run
+    dense = build_text_model(recipe, tokenizer, seed) if run is None else build_from_run(recipe, run, seed)
+    plan = None if is_factorized(dense) else plan_text(recipe, dense)
     if plan is not None:
         return factorize(dense, plan, init=recipe.factorize.init)
     if recipe.model.attention_init == "spectral":

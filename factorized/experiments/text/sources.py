@@ -21,7 +21,7 @@ OPENERS: dict[str, Callable[..., IO[str]]] = {
 }
 HELD_OUT = 20  # of so many documents one is for validation, where no validation text is named
 Pair = tuple[str, str]  # source, target
-Item = TypeVar("Item", str, Pair)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,17 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
+def padded(
+    sequences: Sequence[Any],
+    pad: int,
+) -> Tensor:  # (sequences, longest)
+    """Return sequences of numbers as rows, filled with ``pad``."""
+    rows = np.full((len(sequences), max(len(sequence) for sequence in sequences)), pad, dtype=np.int64)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return torch.from_numpy(rows)
+
+
 def in_batches(data: Sequence[Any] | Dataset[Any], size: int) -> Iterator[list[Any]]:
     """Yield the items of ``data`` in order, a batch at a time."""
     count = len(data)  # type: ignore[arg-type]

@@ -38,7 +38,9 @@ def learn_tokenizer(task: Task, data: TextData, texts: Callable[[], Iterable[str
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda temporary: model.save(str(temporary)))
     fast = need("transformers", "transformers", f"task {task!r}", "text").PreTrainedTokenizerFast
-    return fast(tokenizer_object=model, clean_up_tokenization_spaces=False, **SPECIAL[task])
+    types = ["token_type_ids"] if SPECIAL[task] is BERT else []  # which of two texts a token is of
+    inputs = ["input_ids", *types, "attention_mask"]
+    return fast(tokenizer_object=model, clean_up_tokenization_spaces=False, model_input_names=inputs, **SPECIAL[task])
 
 
 def _learn_byte_pairs(tokenizers: Any, task: Task, size: int, lower: bool, texts: Iterable[str]) -> Any:
@@ -114,5 +116,7 @@ def _check_learned(model: Any, size: int, given: int) -> None:
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer that a run saved beside its model."""
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder / 'tokenizer.json'} is missing; train the run again")
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} is missing; train the run again, or save the model's tokenizer there"
+        )
     return need("transformers", "transformers", "text", "text").PreTrainedTokenizerFast.from_pretrained(folder)

@@ -20,6 +20,7 @@ from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.masked import MaskedTask
 from factorized.experiments.text.network import build_text_network
+from factorized.experiments.text.questions import QuestionsTask
 from factorized.experiments.text.task import TextTask
 from factorized.experiments.text.trained import read_text_result, save_text_model
 from factorized.experiments.text.trainer import TextTrainer, Watch, training_arguments
@@ -37,6 +38,7 @@ TASKS: dict[str, type[TextTask]] = {
     "language": LanguageTask,
     "masked": MaskedTask,
     "translation": TranslationTask,
+    "questions": QuestionsTask,
 }
 
 

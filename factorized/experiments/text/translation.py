@@ -8,11 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from factorized.experiments.data.extras import need
-from factorized.experiments.text.task import IGNORED, Batch, Example, TextTask, device_of, in_batches, sum_of_losses
+from factorized.experiments.text.task import (
+    IGNORED,
+    Batch,
+    Example,
+    TextTask,
+    device_of,
+    in_batches,
+    padded,
+    sum_of_losses,
+)
 from factorized.experiments.text.tokens import PackedTexts
 from factorized.nn.running import evaluation_mode
 
@@ -102,8 +111,8 @@ class TranslationTask(TextTask):
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Pad sources and targets; the decoder reads the target shifted by one."""
         pad = self.tokenizer.pad_token_id
-        sources = _padded([example["source"] for example in examples], pad)
-        targets = _padded([example["target"] for example in examples], pad)
+        sources = padded([example["source"] for example in examples], pad)
+        targets = padded([example["target"] for example in examples], pad)
         mask = sources.ne(pad)
         shifted = torch.cat([torch.full_like(targets[:, :1], pad), targets[:, :-1]], dim=1)
         return {
@@ -166,11 +175,3 @@ def score_bleu(translations: Sequence[str], references: Sequence[str], lower: bo
     """Return BLEU and what sacrebleu says of how it was computed."""
     metric = need("sacrebleu", "sacrebleu", "BLEU", "text").BLEU(lowercase=lower)
     return metric.corpus_score(list(translations), [list(references)]).score, str(metric.get_signature())
-
-
-def _padded(sequences: Sequence[Any], pad: int) -> Tensor:  # (batch, longest)
-    longest = max(len(sequence) for sequence in sequences)
-    rows = np.full((len(sequences), longest), pad, dtype=np.int64)
-    for row, sequence in zip(rows, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return torch.from_numpy(rows)
