@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from factorized.experiments.recipes.recipe import Factorize, Named, Section, Share, Strength, Word, portable
+from factorized.experiments.recipes.recipe import Factorize, Line, Named, Section, Share, Strength, Word, portable
 
 Task = Literal["language", "masked", "translation", "questions"]
 TASKS: tuple[Task, ...] = ("language", "masked", "translation", "questions")
@@ -24,7 +24,7 @@ USED_BY: dict[str, dict[str, tuple[Task, ...]]] = {
 class TextModel(Section):
     """A transformer by its sizes, or a folder of a Hugging Face model."""
 
-    name: Word = ""  # "hf:FOLDER"; empty: the task's own architecture, of these sizes
+    name: Line = ""  # "hf:FOLDER"; empty: the task's own architecture, of these sizes
     hidden: Size = 128
     layers: Size = 2  # of a translator: in the encoder, and as many in the decoder
     heads: Size = 4
