@@ -16,8 +16,8 @@ from factorized.experiments.cli.arguments import (
     complete_variant,
     examples,
 )
-from factorized.experiments.cli.text import plan_recipe
 from factorized.experiments.cli.console import say, write_page
+from factorized.experiments.cli.text import plan_recipe
 from factorized.experiments.models.names import MOST_CLASSES, MOST_VALUES
 
 if TYPE_CHECKING:
@@ -79,7 +79,13 @@ def plan(
 ) -> None:
     """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
     from factorized.experiments.cli.images import load_data
-    from factorized.experiments.recipes.find import change_table, check_recipe, check_text_recipe, load_any_recipe, merge
+    from factorized.experiments.recipes.find import (
+        change_table,
+        check_recipe,
+        check_text_recipe,
+        load_any_recipe,
+        merge,
+    )
     from factorized.experiments.recipes.text import TextRecipe
     from factorized.experiments.training.network import build_dense, plan_network
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from factorized.experiments.data.stand_in import known_shape, stand_in
-from factorized.experiments.recipes.find import check_recipe, image_recipe_names, load_recipe, merge, read_recipe, recipe_text
+from factorized.experiments.recipes.find import (
+    check_recipe,
+    image_recipe_names,
+    load_recipe,
+    merge,
+    read_recipe,
+    recipe_text,
+)
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.network import build_dense, plan_network
 from factorized.experiments.training.train import train
