@@ -64,13 +64,13 @@ def test_a_missing_file_is_named_with_the_endings_that_were_tried(tmp_path: Path
 
 def test_text_that_is_not_utf8_damaged_or_empty_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="a.txt is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text"):
         list(read_documents([tmp_path / "a.txt"]))
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"hello" * 100)[:-20])
-    with pytest.raises(ValueError, match="a.txt.xz is damaged or truncated"):
+    with pytest.raises(ValueError, match=r"a\.txt\.xz is damaged or truncated"):
         list(read_documents([tmp_path / "a.txt.xz"]))
     (tmp_path / "b.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match="b.txt holds no text"):
+    with pytest.raises(ValueError, match=r"b\.txt holds no text"):
         list(read_documents([tmp_path / "b.txt"]))
 
 

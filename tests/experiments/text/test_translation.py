@@ -27,7 +27,7 @@ def test_batches_hold_every_pair_once_and_no_more_tokens_than_asked() -> None:
 
 
 def test_a_pair_longer_than_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="run.tokens = 10 is less than the longest pair, 12 tokens"):
+    with pytest.raises(ValueError, match=r"run\.tokens = 10 is less than the longest pair, 12 tokens"):
         TokenBatches(np.array([3, 12]), 10, seed=0)
 
 
