@@ -1,4 +1,4 @@
-"""What torch leaves to its users: types to compute with, autocast off, numbers of several devices."""
+"""What torch leaves to its users: types to compute with, autocast off, numbers of several devices, parts of tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def computable(value: Tensor) -> Tensor:
@@ -29,3 +31,20 @@ def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
 def on_one_device(numbers: Sequence[Tensor]) -> Tensor:  # (numbers,)
     """Return single numbers, which may lie on several devices, as one tensor on the first one's."""
     return torch.stack([number.to(numbers[0].device) for number in numbers])
+
+
+def local_range(tensor: DTensor, dim: int) -> tuple[int, int]:
+    """Return where, along ``dim`` of a distributed tensor, this process's part begins, and its length.
+
+    Mesh dimensions split it one after the other, each into ⌈length / ranks⌉. One with a ``_StridedShard`` comes last:
+    so FSDP2 splits what tensor parallelism has split already.
+    """
+    mesh, cuts = tensor.device_mesh, list(enumerate(tensor.placements))
+    late = [axis for axis, placement in cuts if isinstance(placement, _StridedShard) and placement.dim == dim]
+    early = [axis for axis, placement in cuts if placement.is_shard(dim) and axis not in late]
+    start, length = 0, tensor.shape[dim]
+    for axis in (*early, *reversed(late)):
+        piece = -(-length // mesh.size(axis))
+        skipped = min(mesh.get_local_rank(axis) * piece, length)
+        start, length = start + skipped, min(piece, length - skipped)
+    return start, length

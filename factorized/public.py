@@ -8,19 +8,28 @@ from factorized.decay.penalty import NuclearDecay, ProductPenalty
 from factorized.diagnostics.bounds import MarginBounds, margin_bounds
 from factorized.diagnostics.diagnose import Diagnosis, diagnose
 from factorized.diagnostics.match import NormMatcher
+from factorized.diagnostics.summary import Summary, summary
 from factorized.files.checkpoint import load, save
 from factorized.files.dense import load_dense
 from factorized.files.pretrained import from_pretrained, save_pretrained
 from factorized.formats.kronecker import Kronecker
 from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank, Overcomplete
+from factorized.formats.residual import Residual
 from factorized.formats.tensor_train import TensorTrain
 from factorized.formats.tucker import Tucker
 from factorized.nn.autotune import autotune
 from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.nn.conv_transpose import (
+    FactorizedConvTranspose1d,
+    FactorizedConvTranspose2d,
+    FactorizedConvTranspose3d,
+)
 from factorized.nn.drop_connect import drop_connect
 from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.embedding_bag import FactorizedEmbeddingBag
 from factorized.nn.linear import FactorizedLinear
+from factorized.nn.parallel import ColwiseParallel, RowwiseParallel
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
 from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
@@ -42,17 +51,24 @@ __all__ = [  # noqa: RUF022, in path order
     "Tucker",
     "Monarch",
     "Kronecker",
+    "Residual",
     "factorize",
     "FactorizedLinear",
     "FactorizedConv1d",
     "FactorizedConv2d",
     "FactorizedConv3d",
+    "FactorizedConvTranspose1d",
+    "FactorizedConvTranspose2d",
+    "FactorizedConvTranspose3d",
     "FactorizedEmbedding",
+    "FactorizedEmbeddingBag",
     "register_attention",
     "factorize_attention",
     "spectral_init_attention",
     "autotune",
     "drop_connect",
+    "ColwiseParallel",
+    "RowwiseParallel",
     "forms",
     "Form",
     "parameter_groups",
@@ -69,6 +85,8 @@ __all__ = [  # noqa: RUF022, in path order
     "load_dense",
     "save_pretrained",
     "from_pretrained",
+    "summary",
+    "Summary",
     "diagnose",
     "Diagnosis",
     "margin_bounds",

@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -120,16 +121,38 @@ class LayerContract:
         shared = [x] if x.requires_grad else []
         biases = [[module.bias] if layer.bias is not None else [] for module in (layer, dense)]
         *rest, weight_gradient = gradients(dense, x, [*shared, *biases[1], dense.weight])
-        through_weight = torch.autograd.grad(layer.weight, layer.factors, weight_gradient)
+        trained = [factor for factor in layer.factors if factor.requires_grad]
+        through_weight = torch.autograd.grad(layer.weight, trained, weight_gradient)
         for execution in layer.executions:
             layer.execution = execution
             for leading in [(3,), (1,), ()]:
                 other = case.make_input(*leading)
                 assert error(layer(other), dense(other)) < 1e-12
             assert error(layer(input=other), layer(other)) == 0  # named as torch names it
-            actual = gradients(layer, x, [*shared, *biases[0], *layer.factors])
+            actual = gradients(layer, x, [*shared, *biases[0], *trained])
             for gradient, expected in zip(actual, [*rest, *through_weight], strict=True):
                 assert error(gradient, expected) < 1e-11
+
+    def test_in_every_execution_its_output_can_be_changed_in_place(self, case: Case) -> None:
+        layer, x = case.make_layer(), case.make_input(3)
+        dense = layer.to_dense()
+
+        def changed(module: nn.Module) -> Callable[[Tensor], Tensor]:
+            def run(x: Tensor) -> Tensor:
+                y: Tensor = module(x)
+                y += 0.1
+                y[0] = 0.5
+                return y.relu_()
+
+            return run
+
+        (weight_gradient,) = gradients(changed(dense), x, [dense.weight])
+        expected = torch.autograd.grad(layer.weight, layer.factors, weight_gradient)
+        for execution in layer.executions:
+            layer.execution = execution
+            assert error(changed(layer)(x), changed(dense)(x)) < 1e-12
+            for gradient, reference in zip(gradients(changed(layer), x, layer.factors), expected, strict=True):
+                assert error(gradient, reference) < 1e-11
 
     @_only(lambda case: case.thorough and case.full is not None)
     @pytest.mark.parametrize(("dtype", "tolerance"), EXACT)
@@ -154,7 +177,7 @@ class LayerContract:
         lost = (layer.weight - dense.weight).square().sum() - spectrum[:, layer.rank :].sum()
         assert abs(lost) < 1e-12 * spectrum.sum()
 
-    @_only(lambda case: case.thorough and not case.format.is_product)
+    @_only(lambda case: case.thorough and not (case.format.is_product or case.format.frozen))
     def test_drawn_cores_give_the_weight_the_variance_of_the_dense_init(self, case: Case) -> None:
         dense, reference = case.make_dense(), torch.empty(case.format.shape.weight_shape)
         for init in ("default", "kaiming", "normal", nn.init.ones_):
@@ -188,6 +211,38 @@ class LayerContract:
         assert error(found, singular[..., : found.shape[-1]]) < 1e-10
         assert singular[..., format.matrix_rank :].sum() < 1e-9
 
+    def test_its_weight_is_formed_at_its_first_use_and_read_only(self, case: Case) -> None:
+        layer, dense = case.make_layer(), case.make_dense()
+        before = layer.weight.clone()
+        with patch.object(type(layer.format), "compose", side_effect=AssertionError("composed")):
+            weight = layer.weight
+            told = (weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.numel(), weight.grad)
+            assert told == (dense.weight.shape, torch.float64, dense.weight.device, True, dense.weight.numel(), None)
+        writes: list[Callable[[], object]] = [
+            lambda: nn.init.normal_(layer.weight),
+            lambda: layer.weight.data.zero_(),
+            lambda: layer.weight[0].fill_(1),
+            lambda: layer.weight.view(-1).mul_(2),
+        ]
+        for write in writes:
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"Set layer\.weight = W"):
+                write()
+            assert torch.equal(layer.weight, before)
+
+    def test_setting_its_weight_decomposes_it_into_the_factors(self, case: Case) -> None:
+        dense = case.make_dense()
+        weight = trained_like(dense.weight.detach())
+        for value in (weight, nn.Parameter(2 * weight)):
+            layer = case.factorize(case.make_dense())
+            factors = layer.factors
+            layer.weight = value
+            dense.weight = nn.Parameter(value.detach())
+            assert error(layer.weight, case.factorize(dense).weight) < 1e-10
+            assert all(own is factor for own, factor in zip(layer.factors, factors, strict=True))
+            assert "weight" not in layer.state_dict()
+        with pytest.raises(ValueError, match=f"weight must be {layer.shape} for this layer, got 3x1"):
+            layer.weight = torch.ones(3, 1)
+
     def test_its_repr_says_what_it_saves(self, case: Case) -> None:
         shown, used = repr(case.make_layer()), case.format.numel
         assert shown.startswith(f"{case.layer.__name__}(")
@@ -199,7 +254,7 @@ class LayerContract:
         assert read_format(format.shape, json.loads(json.dumps(format.to_dict()))) == format
         assert all(other.height > format.height and other.numel > format.numel for other in format.raised())
         assert all(other.height < format.height and other.numel < format.numel for other in format.lowered())
-        assert case.full is None or case.full.is_product or not case.full.raised()
+        assert case.full is None or case.full.decayed[0].is_product or not case.full.raised()
 
     @torch.no_grad()
     def test_lowered_and_composed_it_computes_the_same(self, case: Case) -> None:
@@ -266,7 +321,7 @@ class LayerContract:
             assert y.dtype == expected.dtype
             assert error(y, expected) < 2e-2
             y.sum().backward()
-            assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
+            assert {p.grad.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
     def test_it_goes_through_the_meta_device(self, case: Case) -> None:
         x = case.make_input(3)
@@ -293,7 +348,11 @@ class LayerContract:
         for name, parameter in dense.named_parameters():
             parameter.requires_grad_(name != frozen)
         back = (layer := case.factorize(dense)).to_dense()
-        trains = [*(factor.requires_grad for factor in layer.factors), back.weight.requires_grad]
+        assert not any(
+            layer.get_parameter(name).requires_grad for name in {*layer.format.frozen} & {*layer.format.cores}
+        )
+        trained = [layer.get_parameter(name) for name in layer.format.cores if name not in layer.format.frozen]
+        trains = [*(factor.requires_grad for factor in trained), back.weight.requires_grad]
         assert trains == [frozen != "weight"] * len(trains)
         if layer.bias is not None:
             assert layer.bias.requires_grad == back.bias.requires_grad == (frozen != "bias")

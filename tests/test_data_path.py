@@ -25,6 +25,7 @@ PATH = [
     "optim",
     "files",
     "diagnostics",
+    "integrations",
     "experiments.data",
     "experiments.models",
     "experiments.recipes",
@@ -160,11 +161,16 @@ def test_the_library_imports_only_packages_that_it_states_as_dependencies() -> N
         for module in imported_by(node)
         if module not in {*needed, *sys.stdlib_module_names, "factorized", "__future__"}
     }
-    # transformers inside fz.from_pretrained, which is given a class of it; Triton comes with torch on GPUs; the
-    # contract is for people who test
+    # transformers inside fz.from_pretrained, which is given a class of it; Triton comes with torch on GPUs; tqdm draws
+    # a bar where it is installed; an integration is imported by people who have its package; the contract is for
+    # people who test
     allowed = {
         "factorized/files/pretrained.py: transformers",
         "factorized/decay/kernels.py: triton",
+        "factorized/surgery/progress.py: tqdm",
+        "factorized/integrations/lightning.py: lightning",
+        "factorized/integrations/lightning.py: pytorch_lightning",
+        "factorized/integrations/peft.py: peft",
         "factorized/testing.py: pytest",
         "factorized/testing.py: onnxruntime",
     }

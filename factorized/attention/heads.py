@@ -62,6 +62,14 @@ class HeadsIn(nn.Module):
             start += heads * rank
         return padded[0] if len(padded) == 1 else torch.cat(padded, dim=-1)
 
+    def lowered(self) -> nn.Sequential | None:
+        """Return plain layers that compute the same with the very parameters; None where the ranks differ."""
+        heads, (rank, *other) = sum(heads for heads, _ in self.parts), {rank for _, rank in self.parts}
+        if other:
+            return None
+        pad = nn.ConstantPad1d((0, self.size - rank), 0.0)
+        return nn.Sequential(_linear(self), nn.Unflatten(-1, (heads, rank)), pad, nn.Flatten(-2))
+
     def extra_repr(self) -> str:
         """Show shape, ranks and the size the heads are padded to."""
         ranks = ", ".join(f"{heads}x{rank}" for heads, rank in self.parts)
@@ -101,6 +109,20 @@ class HeadsOut(nn.Module):
         kept = input.unflatten(-1, (self.heads, self.size))[..., : self.rank]
         return F.linear(kept.flatten(-2), self.weight, self.bias)
 
+    def lowered(self) -> nn.Sequential:
+        """Return plain layers that compute the same with the very parameters."""
+        cut = nn.ConstantPad1d((0, self.rank - self.size), 0.0)
+        return nn.Sequential(nn.Unflatten(-1, (self.heads, self.size)), cut, nn.Flatten(-2), _linear(self))
+
     def extra_repr(self) -> str:
         """Show shape, rank and the size the heads come in."""
         return f"heads={self.heads}x{self.rank}, size={self.size}, {self.out_features}, bias={self.bias is not None}"
+
+
+def _linear(layer: HeadsIn | HeadsOut) -> nn.Linear:
+    rows, columns = layer.weight.shape
+    linear = nn.Linear(columns, rows, bias=layer.bias is not None, device="meta")
+    linear.weight = layer.weight
+    if layer.bias is not None:
+        linear.bias = layer.bias
+    return linear

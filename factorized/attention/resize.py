@@ -50,6 +50,27 @@ def plain_module(unit: AttentionUnit, size: int, matrices: Matrices | None) -> n
     return new
 
 
+def lowered_module(unit: AttentionUnit) -> nn.Module | None:
+    """Return the module of a shrunk unit with plain layers around its heads, whose sizes stay; None where it cannot be.
+
+    Zeros that a head is padded with are plain layers of their own.
+    """
+    if isinstance(unit.module, ShrunkMultiheadAttention):
+        return None
+    changes: dict[str, object] = {}
+    for path in dict.fromkeys(projection.path for projection in unit.projections):
+        layer = unit.module.get_submodule(path)
+        if isinstance(layer, (HeadsIn, HeadsOut)):
+            plain = layer.lowered()
+            if plain is None:
+                return None
+            _copy_added(layer, plain)
+            changes[path] = plain.train(layer.training)
+    new = grafted(unit.module, changes)
+    del new.shrunk
+    return new
+
+
 def plain_size(unit: AttentionUnit) -> int:
     """Return the smallest head size at which the unit's own class holds what is in the unit now."""
     return max(unit.query.head_size, unit.value.head_size) if unit.resizable else unit.head_size

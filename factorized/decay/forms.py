@@ -49,7 +49,8 @@ class Factor:
         """
         if not isinstance(tensor, DTensor):
             return self.view(tensor)
-        return tensor.to_local() if self.projection is None else projection_part(self.projection, tensor)
+        local = tensor.to_local()
+        return local if self.projection is None else projection_part(self.projection, local, tensor)
 
     @property
     def differentiable(self) -> Tensor:

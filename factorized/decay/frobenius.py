@@ -112,17 +112,15 @@ class FrobeniusDecay(AttachedDecay):
                 "decay. decoupled=False keeps the decay in the gradients, without this warning",
                 stacklevel=2,
             )
-        for form, number in self._inside.items():
-            assert form.layer is not None
-            form.layer.decay_in_backward = number
+        for layer, number in self._inside.values():
+            layer.decay_in_backward = number
         return self
 
     def detach(self) -> None:
         """Stop acting on the optimizer."""
         super().detach()
-        for form in self._inside:
-            assert form.layer is not None
-            form.layer.decay_in_backward = 0.0
+        for layer, _ in self._inside.values():
+            layer.decay_in_backward = 0.0
 
     def state_dict(self) -> dict[str, int]:
         """Return what a schedule has to know to go on after a restart: the steps taken."""

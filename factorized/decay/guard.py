@@ -23,6 +23,7 @@ from torch.optim import (
 
 from factorized.decay.forms import Form, factor_parameters
 from factorized.decay.strength import Strength, strengths
+from factorized.nn.layer import FactorizedLayer
 
 
 class DecaysProducts(ABC):
@@ -114,8 +115,10 @@ def _also(form: Form) -> str:
     return ', attention=("qk", "ov")' if form.kind == "qk" else ""
 
 
-def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool) -> dict[Form, float]:
-    """Return the forms whose layer composes its weight to run, with their strengths: λW can act in their backward."""
+def composed_layers(
+    decayed: Sequence[Form], strength: Strength, decoupled: bool
+) -> dict[Form, tuple[FactorizedLayer, float]]:
+    """Return the forms whose layer composes its weight to run, with that layer and λ: its backward pass can add λW."""
     if decoupled or callable(strength):
         raise ValueError(
             "in_backward=True takes numbers as strength and adds to gradients: no schedule, no decoupled=True"
@@ -124,5 +127,5 @@ def composed_layers(decayed: Sequence[Form], strength: Strength, decoupled: bool
     inside = {}
     for form, number in zip(decayed, numbers, strict=True):
         if form.layer is not None and form.layer.composes and not isinstance(number, Tensor):
-            inside[form] = number
+            inside[form] = form.layer, number
     return inside

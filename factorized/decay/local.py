@@ -3,80 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from factorized._torch import local_range
 from factorized.attention.unit import Projection
 
 
 def check_placements(factors: Mapping[str, Tensor]) -> None:
     """Raise unless the factors of a product, by name, are all whole, or all split or replicated over one mesh."""
-    meshes = {name: factor.device_mesh for name, factor in factors.items() if isinstance(factor, DTensor)}
-    for name, factor in factors.items():
-        if not isinstance(factor, DTensor):
-            if meshes:
-                raise ValueError(
-                    f"{name} is not sharded, but {next(iter(meshes))}, a factor of the same product, is; give all "
-                    "factors of a product to fully_shard, with one mesh, or keep all of them whole"
-                )
-            continue
-        if factor.device_mesh != next(iter(meshes.values())):
+    placed = {name: factor for name, factor in factors.items() if isinstance(factor, DTensor)}
+    if not placed:
+        return
+    first, mesh = next((name, factor.device_mesh) for name, factor in placed.items())
+    for name in factors:
+        if name not in placed:
             raise ValueError(
-                f"{name} is distributed over other ranks than {next(iter(meshes))}, a factor of the same product "
-                f"({factor.device_mesh} and {next(iter(meshes.values()))}); give both one mesh"
+                f"{name} is not sharded, but {first}, a factor of the same product, is; give all factors of a product "
+                "to fully_shard or parallelize_module, with one mesh, or keep all of them whole"
             )
-        if not all(isinstance(placement, (Shard, Replicate)) for placement in factor.placements):
+        factor = placed[name]
+        if factor.device_mesh != mesh:
             raise ValueError(
-                f"{name} has placements {factor.placements}; a factor of a product may be Shard or Replicate on every "
-                "mesh dimension: redistribute it, and apply either fully_shard or tensor parallelism to it, not both"
+                f"{name} is distributed over other ranks than {first}, a factor of the same product "
+                f"({factor.device_mesh} and {mesh}); give both one mesh"
+            )
+        if any(placement.is_partial() for placement in factor.placements) or not _is_split_in_order(factor):
+            raise ValueError(
+                f"{name} has placements {factor.placements}; on every mesh dimension a factor of a product may be "
+                "Shard, Replicate, or what fully_shard makes of a factor that parallelize_module has split: "
+                "redistribute it"
             )
 
 
-def row_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that a parameter's rows are spread over; None where every rank has all of them."""
-    assert isinstance(parameter, DTensor)
-    cut = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
-    return parameter.device_mesh.get_group(cut[0]) if cut else None
+def _is_split_in_order(tensor: DTensor) -> bool:
+    """Return whether every ``_StridedShard`` splits what all other mesh dimensions have split before, as FSDP2 does."""
+    dims = split_dims(tensor)
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            others = [other for other, dim in dims.items() if dim == placement.dim and other != axis]
+            if min(others, default=0) < axis or placement.split_factor != prod(map(tensor.device_mesh.size, others)):
+                return False
+    return True
 
 
-def is_by_rows(parameter: Tensor) -> bool:
-    """Return whether a distributed parameter is split by rows over at most one mesh dimension, as by fully_shard."""
-    assert isinstance(parameter, DTensor)
-    cut = [placement for placement in parameter.placements if isinstance(placement, Shard)]
-    return not cut or cut == [Shard(0)]
+def as_distributed(parameter: Tensor) -> DTensor:
+    """Return a parameter that is known to be a distributed tensor as one."""
+    return cast(DTensor, parameter)
 
 
-def first_index(tensor: Tensor, dim: int = 0) -> int:
-    """Return where, along ``dim`` of the whole tensor, this process's part begins."""
-    assert isinstance(tensor, DTensor)
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return int(offset[dim])
+def split_dims(tensor: DTensor) -> dict[int, int]:
+    """Return the mesh dimensions that split a tensor, each with the dimension of the tensor that it splits."""
+    placed = enumerate(tensor.placements)
+    return {axis: placement.dim for axis, placement in placed if isinstance(placement, (Shard, _StridedShard))}
 
 
-def projection_part(projection: Projection, tensor: DTensor) -> Tensor:
-    """Return what this process has of a projection's part of a tensor shaped like its weight; a view."""
-    local, dim = tensor.to_local(), projection.dim
-    begin, count = projection.start - first_index(tensor, dim), local.shape[dim]
-    start, stop = (min(max(row, 0), count) for row in (begin, begin + projection.size))
-    return local.narrow(dim, start, stop - start)
+def is_by_rows(parameter: DTensor) -> bool:
+    """Return whether no dimension of a parameter but its rows is split."""
+    return not any(split_dims(parameter).values())
+
+
+def row_groups(parameter: DTensor) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that a parameter's rows are spread over, one for each mesh dimension that does."""
+    return [parameter.device_mesh.get_group(axis) for axis in split_dims(parameter)]
+
+
+def projection_part(
+    projection: Projection,
+    local: Tensor,  # this process's part of a tensor shaped like the weight
+    weight: DTensor,
+) -> Tensor:
+    """Return what is a projection's in the part that this process has; a view."""
+    start, length = local_range(weight, projection.dim)
+    begin, end = (min(max(row - start, 0), length) for row in (projection.start, projection.start + projection.size))
+    return local.narrow(projection.dim, begin, end - begin)
 
 
 def own_part(
     whole: Tensor,  # like the whole parameter
-    parameter: Tensor,
-) -> DTensor:
-    """Return a whole tensor, which every rank has, distributed as ``parameter`` is; nothing is communicated."""
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, parameter.placements)
+    parameter: DTensor,
+) -> Tensor:
+    """Return the part of a whole tensor, which every process has, that this one has of ``parameter``; a view."""
+    for dim in range(whole.dim()):
+        whole = whole.narrow(dim, *local_range(parameter, dim))
+    return whole
 
 
 def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with the placements of its parameter; tensor parallelism may leave it as partial sums."""
+    """Return a gradient with the placements of its parameter; distributed tensors may leave it as partial sums."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return gradient
     if any(placement.is_partial() for placement in parameter.placements):

@@ -1,6 +1,7 @@
-"""Frobenius gradients of distributed factors: split by rows, as FSDP2 does, only rank × rank matrices travel.
+"""Frobenius gradients of distributed factors: of those split by rows, only rank × rank matrices travel.
 
-Factors that are split in another way (by columns, over two mesh dimensions) are gathered, as other cores are.
+FSDP2 splits factors so, ``fz.ColwiseParallel`` and ``fz.RowwiseParallel`` do, and both together. Factors that are split
+by columns are gathered, as the cores of other formats are.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from factorized._torch import computable
+from factorized._torch import computable, local_range
 from factorized.decay.forms import Factor, Form
-from factorized.decay.local import first_index, is_by_rows, own_part, row_group
+from factorized.decay.local import as_distributed, is_by_rows, own_part, projection_part, row_groups
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -23,15 +24,16 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def is_sharded_by_rows(form: Form) -> bool:
-    """Return whether every factor of a distributed form is split by rows over one mesh dimension, or replicated."""
-    return all(is_by_rows(factor.parameter) for factor in form.factors)
+    """Return whether every factor of a distributed form is split by rows, or replicated."""
+    return all(is_by_rows(as_distributed(factor.parameter)) for factor in form.factors)
 
 
 class Sharded:
     """All forms whose factors are split by rows or replicated: Gram matrices are summed over the ranks that split them.
 
     Left to itself, a product of distributed tensors makes partial sums of the full size; here every rank multiplies the
-    rows it has, and what travels is the r×r Gram matrix of each factor and the inner matrices, in one collective.
+    rows it has, and what travels is the r×r Gram matrix of each factor, in one collective for each mesh dimension, and
+    the inner matrices.
     """
 
     def __init__(self, members: Sequence[Form]) -> None:
@@ -56,7 +58,7 @@ class Sharded:
                 left = M.mT @ left @ M
             result.append(_times_gram(form.left, rights[0]))
             result += [
-                own_part(gradient, factor.parameter).to_local()
+                own_part(gradient, as_distributed(factor.parameter))
                 for gradient, factor in zip(middle, form.middle, strict=True)
             ]
             result.append(_times_gram(form.right, left))
@@ -66,25 +68,24 @@ class Sharded:
 def _summed_grams(factors: Sequence[Factor]) -> list[Tensor]:
     """Return the Gram matrices (groups, r, r) of factors whose rows are spread over ranks."""
     grams = [torch.stack([rows.mT @ rows for rows in _group_rows(factor)]) for factor in factors]
-    return sum_over_shards(grams, [factor.parameter for factor in factors])
+    return sum_over_shards(grams, [as_distributed(factor.parameter) for factor in factors])
 
 
 def sum_over_shards(
     grams: Sequence[Tensor],  # one of the rows that this rank has of each parameter
-    parameters: Sequence[Tensor],
+    parameters: Sequence[DTensor],
 ) -> list[Tensor]:
     """Return the Gram matrices of all rows, by one all-reduce for all parameters that the same ranks split.
 
-    A parameter that every rank has whole is not summed.
+    What every rank has whole is not summed; what two mesh dimensions split is summed over one, then over the other.
     """
     result = list(grams)
     split: dict[dist.ProcessGroup, list[int]] = {}
     for index, parameter in enumerate(parameters):
-        group = row_group(parameter)
-        if group is not None:
+        for group in row_groups(parameter):
             split.setdefault(group, []).append(index)
     for group, indices in split.items():
-        flat = torch.cat([grams[i].flatten() for i in indices])
+        flat = torch.cat([result[i].flatten() for i in indices])
         dist.all_reduce(flat, group=group)
         for i, summed in zip(indices, flat.split([grams[i].numel() for i in indices]), strict=True):
             result[i] = summed.view_as(grams[i])
@@ -93,7 +94,7 @@ def sum_over_shards(
 
 def _group_rows(factor: Factor) -> list[Tensor]:
     """Return this rank's rows of a factor, by group; groups that this rank has nothing of are empty."""
-    local, start = computable(factor.value), first_index(factor.parameter)
+    local, start = computable(factor.value), local_range(as_distributed(factor.parameter), 0)[0]
     size = factor.parameter.shape[0] // factor.batch
     rows = []
     for group in range(factor.batch):
@@ -112,9 +113,11 @@ def own_gradient(
     factor: Factor,
 ) -> Tensor:
     """Return the part of a distributed factor's gradient that this rank has, shaped as ``factor.part`` is."""
-    shaped = gradient.new_zeros(factor.parameter.shape)
+    parameter = as_distributed(factor.parameter)
+    shaped = gradient.new_zeros(parameter.shape)
     factor.view(shaped).copy_(gradient)
-    return factor.part(own_part(shaped, factor.parameter))
+    own = own_part(shaped, parameter)
+    return own if factor.projection is None else projection_part(factor.projection, own, parameter)
 
 
 def add_whole(
@@ -128,4 +131,4 @@ def add_whole(
 
 def whole(factor: Factor) -> Tensor:
     """Return a sharded factor's parameter, gathered from all ranks."""
-    return factor.parameter.detach().full_tensor()  # type: ignore[attr-defined]
+    return as_distributed(factor.parameter.detach()).full_tensor()

@@ -1,17 +1,17 @@
-"""Frobenius gradients of attention forms whose weights are sharded by rows (FSDP2)."""
+"""Frobenius gradients of attention forms whose weights are split by rows (FSDP2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from factorized._torch import computable
+from factorized._torch import computable, local_range
 from factorized.attention.unit import Projection
 from factorized.decay.forms import Factor, Form
-from factorized.decay.local import first_index
-from factorized.decay.sharded import sum_over_shards
+from factorized.decay.local import as_distributed
+from factorized.decay.sharded import sum_over_shards, whole
 
 
 class ShardedHeads:
@@ -31,11 +31,11 @@ class ShardedHeads:
         gathered: dict[Tensor, Tensor] = {}
         for factor in self.factors:
             if _projection(factor).dim == 0 and factor.parameter not in gathered:
-                gathered[factor.parameter] = factor.parameter.detach().full_tensor()  # type: ignore[attr-defined]
+                gathered[factor.parameter] = whole(factor)
         values = [_by_head(factor, gathered.get(factor.parameter)) for factor in self.factors]  # (heads, long, size)
         grams = [value.mT @ value for value in values]
         split = [i for i, factor in enumerate(self.factors) if _projection(factor).dim == 1]
-        sums = sum_over_shards([grams[i] for i in split], [self.factors[i].parameter for i in split])
+        sums = sum_over_shards([grams[i] for i in split], [as_distributed(self.factors[i].parameter) for i in split])
         for i, gram in zip(split, sums, strict=True):
             grams[i] = gram
         result = []
@@ -46,16 +46,12 @@ class ShardedHeads:
 
 
 def _projection(factor: Factor) -> Projection:
-    assert factor.projection is not None
-    return factor.projection
+    return cast(Projection, factor.projection)  # which every factor of attention has
 
 
-def _by_head(factor: Factor, whole: Tensor | None) -> Tensor:  # (heads, long or its local rows, size)
-    if whole is None:
-        local = factor.parameter.detach()
-        assert isinstance(local, DTensor)
-        whole = local.to_local()
-    return _projection(factor).view(computable(whole))
+def _by_head(factor: Factor, gathered: Tensor | None) -> Tensor:  # (heads, long or its local rows, size)
+    weight = as_distributed(factor.parameter.detach()).to_local() if gathered is None else gathered
+    return _projection(factor).view(computable(weight))
 
 
 def _for_heads(
@@ -76,8 +72,7 @@ def _own_part(
     projection = _projection(factor)
     if projection.dim == 1:
         return gradient.transpose(0, 1).flatten(1)
-    assert isinstance(factor.parameter, DTensor)
     rows = gradient.mT.flatten(0, 1)  # (heads · size, long)
-    first, count = first_index(factor.parameter), factor.parameter.to_local().shape[0]
+    first, count = local_range(as_distributed(factor.parameter), 0)
     start, stop = (min(max(row - projection.start, 0), projection.size) for row in (first, first + count))
     return rows[start:stop]

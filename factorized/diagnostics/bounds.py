@@ -15,6 +15,8 @@ from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
 
+_WEIGHTED = (nn.Linear, _ConvNd, FactorizedLayer)
+
 
 @dataclass(frozen=True)
 class MarginBounds:
@@ -50,7 +52,7 @@ def margin_bounds(
         raise ValueError(f"the margin gamma must be a finite number above 0, got {gamma!r}")
     if not (_is_number(delta) and 0 < delta < 1):
         raise ValueError(f"delta must be a probability between 0 and 1, got {delta!r}")
-    spectra = [_spectrum(module) for module in model.modules() if _has_weight(module)]
+    spectra = [_spectrum(module) for module in model.modules() if isinstance(module, _WEIGHTED)]
     if not spectra:
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to bound")
     margins, radius = _margins(model, loader)
@@ -138,19 +140,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _has_weight(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, _ConvNd, FactorizedLayer))
-
-
-def _spectrum(module: nn.Module) -> tuple[int, int, Tensor]:
+def _spectrum(module: nn.Linear | _ConvNd | FactorizedLayer) -> tuple[int, int, Tensor]:
     """Return rows, rank and singular values of a layer's matrix, of groups those of the block-diagonal whole."""
     with without_autocast(next(module.parameters()).device):
         if isinstance(module, FactorizedLayer):
             shape, rank = module.shape, module.format.matrix_rank
             values = module.format.spectrum([computable(factor) for factor in module.factors])
             return shape.groups * shape.rows, shape.groups * rank, values.flatten()
-        weight = module.weight
-    assert isinstance(weight, Tensor)
-    shape = KernelShape.of(tuple(weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
-    values = torch.linalg.svdvals(computable(to_matrix(weight, shape)))
+    shape = KernelShape.of(tuple(module.weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
+    values = torch.linalg.svdvals(computable(to_matrix(module.weight, shape)))
     return shape.groups * shape.rows, shape.groups * shape.full_rank, values.flatten()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from factorized.files.checksum import in_file_order
 from factorized.files.folder import read_checkpoint, write_checkpoint
+from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
 from factorized.planning.plan import Entry, Plan, PlanEntry
@@ -98,7 +99,7 @@ def load(
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:
     """Return ``plan`` with the names that ``model`` has, whose parts may be compiled."""
-    actual = {plain_name(name): name for name, _ in model.named_modules(remove_duplicate=False)}
+    actual = {plain_name(name): name for name in named_layers(model)}
     entries: list[Entry] = []
     for entry in plan.entries:
         names = [actual.get(name, name) for name in (entry.name, *entry.aliases)]
@@ -111,31 +112,39 @@ def _renamed(plan: Plan, model: nn.Module) -> Plan:
 
 def _shapes_after(model: nn.Module, layers: Mapping[str, nn.Module]) -> Shapes:
     """Return the state that ``model`` will have once ``layers`` are in, without putting them in."""
-    replaced = {id(model.get_submodule(name)): layer for name, layer in layers.items()}
-    gone = _replaced(model, layers)
+    modules = named_layers(model)
+    replaced = {id(modules[name]): layer for name, layer in layers.items()}
+    gone, held = _replaced(modules, layers)
     shapes: Shapes = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for place, module in modules.items():
         layer = replaced.get(id(module))
+        prefix = layer.factor_name(place) if isinstance(layer, FactorizedLayer) else place
         for name, _, _, tensor in named_slots(layer) if layer is not None else ():
             shapes[plain_name(f"{prefix}.{name}" if prefix else name)] = tuple(tensor.shape)
     for name, module, _, tensor in named_slots(model):
-        if id(module) not in gone:
+        if id(module) not in gone and name not in held:
             shapes[name] = tuple(tensor.shape)
     return shapes
 
 
-def _replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[int]:
-    """Return the modules that will be gone: an attention module is replaced with all that is in it."""
-    return {id(module) for name in layers for module in model.get_submodule(name).modules()}
+def _replaced(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> tuple[set[int], set[str]]:
+    """Return the modules that will be gone, and the names of parameters that their modules hold no longer.
+
+    An attention module is replaced with all that is in it.
+    """
+    gone = {id(module) for name in layers for module in modules[name].modules()}
+    held = {plain_name(name) for name, m in modules.items() if isinstance(m, HeldWeight) and id(m) in gone}
+    return gone, held
 
 
 def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module], tensors: dict[str, Tensor]) -> None:
     """Raise where ``model`` holds one tensor under two names and the checkpoint two different ones."""
-    layer_ids = {id(model.get_submodule(n)) for n, layer in layers.items() if isinstance(layer, FactorizedLayer)}
-    replaced = _replaced(model, layers)
+    modules = named_layers(model)
+    layer_ids = {id(modules[n]) for n, layer in layers.items() if isinstance(layer, FactorizedLayer)}
+    replaced, held = _replaced(modules, layers)
     first: dict[Tensor, str] = {}
     for name, module, attribute, slot in named_slots(model):
-        if id(module) in replaced and (attribute == "weight" or id(module) not in layer_ids):
+        if name in held or (id(module) in replaced and (attribute == "weight" or id(module) not in layer_ids)):
             continue
         other = first.setdefault(slot, name)
         if not _same_bits(tensors[name], tensors[other]):

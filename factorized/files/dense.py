@@ -12,6 +12,7 @@ from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model, module_names
 from factorized.surgery.decompose import decompose_all
 from factorized.surgery.heads import DenseAttention, shrunk_attention
+from factorized.surgery.progress import Count
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
 
@@ -44,9 +45,9 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
         for name, _, _, tensor in named_slots(inside)
         if not (tensor in factors or any(unit.owns(tensor) for unit in attention))
     }
-    weights = {_weight_key(name): layer for name, layer in layers.items()}
+    weights = {layer.weight_key(name): layer for name, layer in layers.items()}
     expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
-    expected |= {key: layer.shape.weight_shape for key, layer in weights.items()}
+    expected |= {key: layer.dense_shape for key, layer in weights.items()}
     optional = _given_elsewhere(plain, weights, state)
     for unit in attention:
         expected |= unit.shapes
@@ -60,7 +61,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
             leaders.setdefault(layer.factors[0], key)
     dense = {key: state[key].to(weights[key].factors[0].device) for key in leaders.values()}
     heads = [unit.best(state) for unit in attention]
-    for key, values in decompose_all(dense, {key: weights[key] for key in dense}).items():
+    for key, values in decompose_all(dense, {key: weights[key] for key in dense}, Count(None, len(dense))).items():
         weights[key].set_factors(*values)
     for unit, matrices in zip(attention, heads, strict=True):
         write_matrices(unit.unit, matrices)
@@ -83,10 +84,6 @@ def _check_real(model: nn.Module) -> None:
             f"{type(model).__name__} is sharded over processes and its factors are needed whole; load before "
             "fully_shard. Nothing was changed"
         )
-
-
-def _weight_key(layer_name: str) -> str:
-    return f"{layer_name}.weight" if layer_name else "weight"
 
 
 def _given_elsewhere(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Geometry:
     padding: tuple[tuple[int, int], ...]  # before and after
     dilation: tuple[int, ...]
     padding_mode: str = "zeros"
+    output_padding: tuple[int, ...] = ()  # of transposed convolutions
 
     def only(self, spans: Collection[int]) -> Geometry:
         """Keep these spatial dimensions and make the others those of a pointwise convolution."""
@@ -31,6 +33,7 @@ class Geometry:
             padding=tuple([p if keep else (0, 0) for p, keep in zip(self.padding, kept, strict=True)]),
             dilation=tuple([d if keep else 1 for d, keep in zip(self.dilation, kept, strict=True)]),
             padding_mode=self.padding_mode,
+            output_padding=tuple([p if d in spans else 0 for d, p in enumerate(self.output_padding)]),
         )
 
 
@@ -73,7 +76,23 @@ def convolve(
     else:
         x = pad(x, geometry.padding, geometry.padding_mode)
         padding = (0,) * len(geometry.padding)
-    if not x.is_cuda:  # the CPU's float64 and float16 convolutions have no, or a wrong, gradient for some strides
-        kernel = kernel.clone(memory_format=torch.contiguous_format)
     apply = _CONVOLVE[len(geometry.stride)]
-    return apply(x, kernel, bias, geometry.stride, padding, geometry.dilation, groups)
+    return apply(x, _owned(kernel, x), bias, geometry.stride, padding, geometry.dilation, groups)
+
+
+def convolve_transposed(
+    x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+    kernel: Tensor,  # (in, out/groups, *size)
+    bias: Tensor | None,  # (out,)
+    geometry: Geometry,
+    groups: int,
+) -> Tensor:  # (batch, out, *spatial)
+    """Apply the transpose of ``convolve``, whose kernel this is, with torch's output padding."""
+    padding = tuple(before for before, _ in geometry.padding)
+    settings = (geometry.stride, padding, geometry.output_padding, groups, geometry.dilation)
+    return _TRANSPOSED[len(geometry.stride)](x, _owned(kernel, x), bias, *settings)
+
+
+def _owned(kernel: Tensor, x: Tensor) -> Tensor:
+    """Return a kernel that is no view: the CPU's float64 and float16 convolutions need it for right gradients."""
+    return kernel if x.is_cuda else kernel.clone(memory_format=torch.contiguous_format)

@@ -16,14 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from factorized.formats.convolution import Geometry, convolve
+from factorized.formats.convolution import Geometry, convolve, convolve_transposed
 from factorized.formats.kernel import KernelShape, to_matrix
 
 Way = Literal["composed", "chain", "products"]
 Rank = int | tuple[int, ...]
 Cores = tuple[Tensor, ...]  # each (..., *one of the core shapes), in the order of ``Format.cores``
 Fill = Callable[[Tensor], object]  # fills a tensor in place, like those of torch.nn.init
-WAYS = ("composed", "chain", "products")
+Adjust = Callable[[Tensor], Tensor]  # of a composed weight: drops entries, or decays it
+WAYS: tuple[Way, ...] = ("composed", "chain", "products")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Call:
     before: tuple[int, ...] = ()  # spatial extents of the input
     after: tuple[int, ...] = ()  # of the output
     looked_up: bool = False  # by an embedding, which multiplies nothing when dense
+    whole: bool = False  # by a module that takes the composed weight
 
     def positions(self, spanned: Collection[int]) -> int:
         """Return the positions that are left once the strides of the ``spanned`` dimensions have acted."""
@@ -73,6 +75,7 @@ class Format(ABC):
     shape: KernelShape  # of the weight
     rank: Rank  # one rank, or several
     is_product: ClassVar[bool] = False  # the cores are ``U``, inner matrices and ``V``, stacked by groups
+    frozen: ClassVar[tuple[str, ...]] = ()  # cores that are never trained
     row_core: ClassVar[str | None] = None  # the core whose rows are those of the weight, if one is so
     # The plain layers that, one after the other, are the weight; None where it has to be composed.
     chain: tuple[Step, ...] | None = None
@@ -101,6 +104,15 @@ class Format(ABC):
     def lowered(self) -> Sequence[Self]:
         """Return the formats of the next lower ranks; none at the end."""
 
+    def adjusted(self, cores: Sequence[Tensor], adjust: Adjust | None) -> Tensor:  # (..., out, in/groups, *size)
+        """Return the weight with what is decayed of it adjusted. Differentiable."""
+        weight = self.compose(cores)
+        return weight if adjust is None else adjust(weight)
+
+    def core_dtype(self, name: str) -> torch.dtype | None:
+        """Return the type that a core is kept in; None for that of the layer."""
+        return None
+
     @property
     def numel(self) -> int:
         """Entries of all cores."""
@@ -122,6 +134,17 @@ class Format(ABC):
     def spectrum(self, cores: Sequence[Tensor]) -> Tensor:  # (..., groups, singular values)
         """Return the singular values of the weight, read as the matrices of its shape."""
         return torch.linalg.svdvals(to_matrix(self.compose(cores), self.shape))
+
+    def plus(
+        self,
+        cores: Sequence[Tensor],
+        U: Tensor,  # (rows, r)
+        V: Tensor,  # (columns, r)
+    ) -> tuple[Format, Cores]:
+        """Return the format and cores of the weight plus ``U Vᵀ``, exactly."""
+        raise ValueError(
+            f"a weight in {self.describe()} cannot take up a product exactly; make it dense first, by fz.compose(model)"
+        )
 
     @property
     def matrix_rank(self) -> int:
@@ -159,7 +182,9 @@ class Format(ABC):
         if call.looked_up:
             return 0 if self.chain is None else call.batch * sum([step.macs for step in self.chain[:-1]])
         composed = call.outputs * self.shape.numel + self.compose_macs
-        return composed if self.chain is None else min(composed, self.chain_macs(call) + self.prepare_macs)
+        return (
+            composed if self.chain is None or call.whole else min(composed, self.chain_macs(call) + self.prepare_macs)
+        )
 
     def chain_macs(self, call: Call) -> int:
         """Return the multiply-accumulates of one call as a chain."""
@@ -182,17 +207,34 @@ class Format(ABC):
         cores: Sequence[Tensor],
         bias: Tensor | None,  # (out,)
         geometry: Geometry | None,  # None for a linear
-        adjust: Callable[[Tensor], Tensor] | None = None,  # of the composed weight: drops entries, or decays it
+        adjust: Adjust | None = None,
     ) -> Tensor:  # (..., out), or (batch, out, *spatial)
         """Apply the weight to an input."""
         if way == "composed":
-            weight = self.compose(cores)
-            weight = weight if adjust is None else adjust(weight)
+            weight = self.adjusted(cores, adjust)
             if geometry is None:
                 return F.linear(x, weight, bias)
             return convolve(x, weight, bias, geometry, self.shape.groups)
         assert self.chain is not None
         return run_chain(self.chain, self.chain_weights(cores), x, bias, geometry)
+
+    def run_transposed(
+        self,
+        way: Way,
+        x: Tensor,  # (..., out), or (batch, out, *spatial)
+        cores: Sequence[Tensor],
+        bias: Tensor | None,  # (in,)
+        geometry: Geometry | None,  # None for a linear
+        adjust: Adjust | None = None,  # of the composed weight
+    ) -> Tensor:  # (..., in), or (batch, in, *spatial)
+        """Apply the transposed weight to an input."""
+        if way == "composed":
+            weight = self.adjusted(cores, adjust)
+            if geometry is None:
+                return F.linear(x, weight.mT, bias)
+            return convolve_transposed(x, weight, bias, geometry, self.shape.groups)
+        assert self.chain is not None
+        return run_chain_transposed(self.chain, self.chain_weights(cores), x, bias, geometry)
 
     def plain(self, cores: Sequence[Tensor]) -> list[tuple[Step, Tensor]]:
         """Return the chain and its weights as they are deployed; empty where it has none."""
@@ -241,21 +283,26 @@ def run_chain(
     return x
 
 
-def run_transposed(
+def run_chain_transposed(
     chain: Sequence[Step],
     weights: Sequence[Tensor],
-    x: Tensor,  # (..., out)
+    x: Tensor,  # (..., out), or (batch, out, *spatial)
     bias: Tensor | None,  # (in,)
-) -> Tensor:  # (..., in)
-    """Apply the transposed weight of a linear chain, the last step first."""
-    for step, weight in zip(reversed(chain), reversed(weights), strict=True):
-        x = x if step.shuffle == 1 else _shuffled(x, x.shape[-1] // step.shuffle, x.dim() - 1)
-        if step.groups == 1:
+    geometry: Geometry | None = None,
+) -> Tensor:  # (..., in), or (batch, in, *spatial)
+    """Apply the transposed weight of a chain, the last step first."""
+    for place, (step, weight) in reversed(list(enumerate(zip(chain, weights, strict=True)))):
+        channels = x.dim() - 1 - len(step.size)
+        x = x if step.shuffle == 1 else _shuffled(x, x.shape[channels] // step.shuffle, channels)
+        if geometry is not None:
+            own_bias = bias if place == 0 else None
+            x = convolve_transposed(x, weight, own_bias, geometry.only(step.spans), step.groups)
+        elif step.groups == 1:
             x = F.linear(x, weight.mT)
         else:
             blocks = weight.unflatten(0, (step.groups, -1)).transpose(1, 2)
             x = _block_linear(x, blocks.flatten(0, 1), None, step.groups)
-    return x if bias is None else x + bias.to(x.dtype)
+    return x if bias is None or geometry is not None else x + bias.to(x.dtype)
 
 
 def pull_back(expand: Callable[[Sequence[Tensor]], Tensor], cores: Sequence[Tensor], at: Tensor | None = None) -> Cores:

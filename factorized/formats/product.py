@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from factorized._checks import check_choice, check_whole
 from factorized.formats.convolution import Geometry
 from factorized.formats.cost import POSITIONS, dense_cost, two_convolutions_cost, two_products_cost
-from factorized.formats.format import Call, Cores, Fill, Format, Rank, Step, Way
+from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import (
     KernelShape,
@@ -120,6 +120,21 @@ class Product(Format):
         U, *inner, V = self.products(cores)
         return factor_spectrum(U, V, inner)
 
+    def plus(
+        self,
+        cores: Sequence[Tensor],
+        U: Tensor,  # (rows, r)
+        V: Tensor,  # (columns, r)
+    ) -> tuple[Format, Cores]:
+        """Return the factors side by side, at the sum of both ranks, with identities for the new ones in between."""
+        if self.shape.groups > 1:
+            return super().plus(cores, U, V)
+        own_U, *inner, own_V = cores
+        eye = torch.eye(U.shape[-1], dtype=U.dtype, device=U.device)
+        between = [torch.block_diag(M, eye) for M in inner]
+        wider = replace(self, rank=self.rank + U.shape[-1])
+        return wider, (torch.cat([own_U, U], dim=-1), *between, torch.cat([own_V, V], dim=-1))
+
     @property
     def matrix_rank(self) -> int:
         """The rank, or full rank where that is smaller."""
@@ -162,7 +177,7 @@ class Product(Format):
 
     def macs(self, call: Call) -> int:
         """Return the multiply-accumulates of one call as a chain, as budgets count them."""
-        return super().macs(call) if call.looked_up else self.chain_macs(call)
+        return super().macs(call) if call.looked_up or call.whole else self.chain_macs(call)
 
     def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
         """Return the costs: the composed weight, two thin layers, or two matrix products with shifts between them.
@@ -185,7 +200,7 @@ class Product(Format):
         cores: Sequence[Tensor],
         bias: Tensor | None,
         geometry: Geometry | None,
-        adjust: Callable[[Tensor], Tensor] | None = None,
+        adjust: Adjust | None = None,
     ) -> Tensor:
         """Apply the weight to an input."""
         if way == "products":
@@ -270,6 +285,7 @@ class Overcomplete(_Products):
     name: ClassVar[str] = "overcomplete"
     init: ClassVar[Start] = "default"
     compresses: ClassVar[bool] = False
+    least_scale: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         check_choice("variant", self.variant, ("full", "deep", "wide"))

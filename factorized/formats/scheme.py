@@ -23,6 +23,7 @@ class Scheme(ABC):
     formats: ClassVar[tuple[type[Format], ...]]  # that it makes, for reading plans
     init: ClassVar[Start] = "spectral"  # how cores are filled unless the user says otherwise
     compresses: ClassVar[bool] = True  # a layer that would not become smaller stays dense
+    least_scale: ClassVar[float] = 0.0  # of ranks, over full rank
     by_spectrum: ClassVar[bool] = False  # singular values of the weight say what a rank keeps
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, Self
@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from factorized.formats.convolution import Geometry, convolve
-from factorized.formats.format import Call, Cores, Fill, Format, Rank, Step, Way, draw_to_scale
+from factorized.formats.convolution import Geometry, convolve, convolve_transposed
+from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way, draw_to_scale
 from factorized.formats.kernel import KernelShape
 from factorized.formats.svd import truncated_svd
 
@@ -76,9 +76,12 @@ class Separable(Format):
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in, *size)
         """Multiply the taps of every channel by its column."""
-        return self.pointwise.compose(cores[:-1]) * cores[-1].squeeze(-len(self.shape.size) - 1).unsqueeze(
-            -len(self.shape.size) - 2
-        )
+        return self.adjusted(cores, None)
+
+    def adjusted(self, cores: Sequence[Tensor], adjust: Adjust | None) -> Tensor:  # (..., out, in, *size)
+        """Multiply the taps of every channel by its column, adjusted."""
+        taps = cores[-1].squeeze(-len(self.shape.size) - 1).unsqueeze(-len(self.shape.size) - 2)
+        return self.pointwise.adjusted(cores[:-1], adjust) * taps
 
     @torch.no_grad()
     def draw(self, cores: Sequence[Tensor], fill: Fill) -> None:
@@ -116,12 +119,26 @@ class Separable(Format):
         cores: Sequence[Tensor],
         bias: Tensor | None,
         geometry: Geometry | None,
-        adjust: Callable[[Tensor], Tensor] | None = None,
+        adjust: Adjust | None = None,
     ) -> Tensor:
         """Convolve every channel by itself, then apply the pointwise part; ``adjust`` acts on that."""
         assert geometry is not None
         x = convolve(x, cores[-1], None, geometry, self.shape.in_channels)
         return self.pointwise.run(way, x, cores[:-1], bias, geometry.only(()), adjust)
+
+    def run_transposed(
+        self,
+        way: Way,
+        x: Tensor,
+        cores: Sequence[Tensor],
+        bias: Tensor | None,
+        geometry: Geometry | None,
+        adjust: Adjust | None = None,
+    ) -> Tensor:
+        """Apply the transposed pointwise part, then spread every channel by itself."""
+        assert geometry is not None
+        x = self.pointwise.run_transposed(way, x, cores[:-1], None, geometry.only(()), adjust)
+        return convolve_transposed(x, cores[-1], bias, geometry, self.shape.in_channels)
 
     def raised(self) -> list[Self]:
         """Return the formats whose pointwise part has the next higher ranks."""

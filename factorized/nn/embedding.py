@@ -96,18 +96,34 @@ class FactorizedEmbedding(FactorizedLayer):
         input: Tensor,  # (...)
     ) -> Tensor:  # (..., dim)
         """Look up rows of the table."""
-        factors = self.factors
         if self.chosen_execution() == "composed":
-            table, adjust = self.format.compose(factors), self.adjust
-            table = (table if adjust is None else adjust(table)).to(factors[0].dtype)  # also under autocast
+            table = self.composed_table()
             return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
-        *rest, thin = self.format.chain_weights(factors)
-        x = F.embedding(input, thin, self.padding_idx, sparse=self.sparse)
-        for weight in reversed(rest):
-            x = F.linear(x, weight.mT)
-        x = x.to(factors[0].dtype)
+        return self.looked_up(input)
+
+    def composed_table(self) -> Tensor:  # (entries, dim)
+        """Return the table as it is used, in the type of its factors under autocast too."""
+        return self.format.adjusted(self.factors, self.adjust).to(self.factors[0].dtype)
+
+    def looked_up(
+        self,
+        input: Tensor,  # (...)
+    ) -> Tensor:  # (..., dim)
+        """Return rows of the table, from its thin rows."""
+        *_, thin = self.format.chain_weights(self.factors)
+        x = self.widened(F.embedding(input, thin, self.padding_idx, sparse=self.sparse))
         scale = self._gradient_scale(input, x.dtype) if torch.is_grad_enabled() else None
         return x if scale is None else _ScaleGradient.apply(x, scale)  # type: ignore[no-untyped-call]
+
+    def widened(
+        self,
+        thin: Tensor,  # (..., rank)
+    ) -> Tensor:  # (..., dim)
+        """Multiply thin rows, or sums of them, by the other cores."""
+        *rest, _ = self.format.chain_weights(self.factors)
+        for weight in reversed(rest):
+            thin = F.linear(thin, weight.mT)
+        return thin.to(self.factors[0].dtype)
 
     def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what the dense layer multiplies the gradient of each looked-up row by.
@@ -177,7 +193,7 @@ class _ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.detach()  # unlike the output that a view would be, this one can be changed in place
 
     @staticmethod
     def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from math import prod
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from factorized.formats.format import WAYS, Format, Rank, Step, Way
 from factorized.formats.kernel import KernelShape
 from factorized.nn.dense import CALL_HOOKS, added_attributes, dense_weight
 from factorized.nn.init import Init, check_init, draw_bias, draw_dense, fill_of
+from factorized.nn.weight import owner_of, read_weight
 
 Execution = Literal["auto"] | Way
 # A plain layer on the meta device, which part of the format its weight is (None: it has none), and that weight.
@@ -37,6 +38,7 @@ class FactorizedLayer(nn.Module):
     geometry: Geometry | None = None  # of convolutions
     form_kind: ClassVar[str]  # what a decay calls its weight
     tunable = True  # whether there is a choice of ways to run
+    known_ways: ClassVar[tuple[Way, ...]] = WAYS  # those of a format's that this kind of layer has
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class FactorizedLayer(nn.Module):
         super().__init__()
         self.format = format
         for name, extents in format.cores.items():
-            core = nn.Parameter(torch.empty(extents, device=device, dtype=dtype))
+            empty = torch.empty(extents, device=device, dtype=format.core_dtype(name) or dtype)
+            core = nn.Parameter(empty, requires_grad=name not in format.frozen)
             holder, _, _ = name.partition(".")
             if holder == name:
                 self.register_parameter(name, core)
@@ -64,7 +67,10 @@ class FactorizedLayer(nn.Module):
         self.execution = execution
         # Filled here, because a cached property would break a trace that reads it first.
         machines = [(device, compiled) for device in ("cpu", "cuda") for compiled in (False, True)]
-        costs = {machine: format.ways(self.stride, *machine) for machine in machines}
+        costs = {
+            machine: {w: cost for w, cost in format.ways(self.stride, *machine).items() if w in self.known_ways}
+            for machine in machines
+        }
         self.executions: tuple[Way, ...] = tuple(costs["cpu", False])  # the ways in which this layer can run
         self._cheapest: dict[tuple[str, bool], Way] = {
             machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()
@@ -75,6 +81,23 @@ class FactorizedLayer(nn.Module):
     def shape(self) -> KernelShape:
         """The shape of the weight."""
         return self.format.shape
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape in which the dense module holds the weight."""
+        return self.shape.weight_shape
+
+    def dense_name(self, name: str) -> str:
+        """Return what a plan calls the layer, for the ``name`` of this module."""
+        return name
+
+    def factor_name(self, name: str) -> str:
+        """Return the name of this module, for the ``name`` that a plan has for the layer."""
+        return name
+
+    def weight_key(self, name: str) -> str:
+        """Return the name of the weight in a dense state dict, for the ``name`` of this module."""
+        return f"{name}.weight".removeprefix(".")
 
     @property
     def rank(self) -> Rank:
@@ -95,8 +118,27 @@ class FactorizedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The composed weight, in the dense layer's shape; differentiable."""
-        return self.format.compose(self.factors)
+        """The composed weight, in the dense layer's shape: differentiable, and read-only.
+
+        It is formed when one of its values is first needed. Setting it decomposes a tensor into the factors; setting
+        it to the weight of another layer of the same format ties the two, as it does for plain layers.
+        """
+        return read_weight(self, self.format, self.factors)
+
+    @weight.setter
+    def weight(self, weight: Tensor) -> None:
+        owner = owner_of(weight)
+        if owner is None:
+            self.set_weight(weight)
+        elif isinstance(owner, FactorizedLayer) and owner is not self:
+            self.share_factors(owner)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; one called ``weight`` is decomposed, for that is where ``layer.weight = W`` ends."""
+        if name == "weight" and param is not None:
+            self.weight = param.detach()
+        else:
+            super().register_parameter(name, param)
 
     @property
     def product(self) -> Tensor:
@@ -184,11 +226,28 @@ class FactorizedLayer(nn.Module):
         weight: Tensor,  # (out, in/groups, *size)
     ) -> None:
         """Make the product the best approximation of ``weight`` at this rank (section 3.1)."""
+        self._check_weight(weight)
+        self.set_factors(*self.format.decompose(weight))
+
+    def _check_weight(self, weight: Tensor) -> None:
+        """Raise unless the factors can be set from ``weight``."""
+        if not isinstance(weight, Tensor):
+            raise ValueError(f"weight must be a tensor, got {type(weight).__name__}; nothing was changed")
+        if not weight.is_floating_point():
+            got = str(weight.dtype).removeprefix("torch.")
+            raise ValueError(f"weight must be floating point, got {got}; nothing was changed")
+        if tuple(weight.shape) != self.shape.weight_shape:
+            got = "x".join(map(str, weight.shape))
+            raise ValueError(f"weight must be {self.shape} for this layer, got {got}; nothing was changed")
         if any(isinstance(factor, DTensor) for factor in self.factors):
             raise ValueError(
                 "the factors are sharded over processes and cannot be set whole; do this before fully_shard"
             )
-        self.set_factors(*self.format.decompose(weight))
+        if weight.is_meta or self.factors[0].is_meta:
+            which = "weight is" if weight.is_meta else "the factors are"
+            raise ValueError(f"{which} on the meta device, without values; materialize it first, by to_empty")
+        if not torch.isfinite(weight).all():
+            raise ValueError("weight holds NaN or infinity; nothing was changed")
 
     @torch.no_grad()
     def set_factors(self, *factors: Tensor) -> None:
@@ -200,8 +259,14 @@ class FactorizedLayer(nn.Module):
         """Draw the factors at random."""
         self.format.draw([factor.detach() for factor in self.factors], fill_of(init, self.shape))
 
-    def share_factors(self, other: Self) -> None:
-        """Hold the very factors of ``other``."""
+    def share_factors(self, other: FactorizedLayer) -> None:
+        """Hold the very factors of ``other``, which has the same format."""
+        if other.format != self.format:
+            own, others = self.format.describe(), other.format.describe()
+            raise ValueError(
+                f"a {self.shape} weight ({own}) cannot be tied to a {other.shape} one ({others}); to copy the values, "
+                "set layer.weight = other.weight.clone()"
+            )
         for holder in self._holders:
             setattr(self, holder, getattr(other, holder))
 
@@ -225,8 +290,8 @@ class FactorizedLayer(nn.Module):
             self.set_weight(weight)
         elif init is not None and not weight.is_meta:
             self.draw_factors(init)
-        for factor in self.factors:
-            factor.requires_grad_(weight.requires_grad)
+        for name, factor in zip(self.format.cores, self.factors, strict=True):
+            factor.requires_grad_(weight.requires_grad and name not in self.format.frozen)
         bias = getattr(dense, "bias", None)
         if bias is not None and self.bias is not None:
             self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.formats.format import Format, run_transposed
+from factorized.formats.format import Format
 from factorized.nn.dense import check_dense, dense_weight, format_of
 from factorized.nn.init import Init
 from factorized.nn.layer import Execution, FactorizedLayer, Lowered
@@ -89,14 +88,8 @@ class FactorizedLinear(FactorizedLayer):
         input: Tensor,  # (..., in)
     ) -> Tensor:  # (..., out)
         """Apply the layer."""
-        way, factors = self.chosen_execution(), self.factors
-        if not self.transposed:
-            return self.format.run(way, input, factors, self.bias, None, self.adjust)
-        if way == "composed":
-            weight, adjust = self.format.compose(factors), self.adjust
-            return F.linear(input, (weight if adjust is None else adjust(weight)).mT, self.bias)
-        assert self.format.chain is not None
-        return run_transposed(self.format.chain, self.format.chain_weights(factors), input, self.bias)
+        run = self.format.run_transposed if self.transposed else self.format.run
+        return run(self.chosen_execution(), input, self.factors, self.bias, None, self.adjust)
 
     def lowered(self) -> list[Lowered]:
         """Return one plain linear for each step of the chain."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,11 +101,18 @@ class Lamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        stepping = [parameter for _, parameters in groups for parameter in parameters]
+        gradients = [
+            {
+                parameter: _local_gradient(parameter.grad, parameter)
+                for parameter in group["params"]
+                if parameter.grad is not None
+            }
+            for group in self.param_groups
+        ]
+        stepping = {parameter: gradient for found in gradients for parameter, gradient in found.items()}
         if not stepping:
             return loss
-        norm = global_norm([_gradient(parameter) for parameter in stepping], stepping)
+        norm = global_norm(list(stepping.values()), list(stepping))
         passed = self.guard.passes(norm)
         if passed is False:
             return loss
@@ -113,19 +120,19 @@ class Lamb(Optimizer):
         if self.max_grad_norm is not None:
             scale = torch.nan_to_num(self.max_grad_norm / norm, nan=0.0).clamp(max=1.0)
         self._before_updates()
-        for group, parameters in groups:
-            if parameters:
-                self._update(group, parameters, scale, passed if isinstance(passed, Tensor) else None)
+        for group, found in zip(self.param_groups, gradients, strict=True):
+            if found:
+                self._update(group, found, scale, passed if isinstance(passed, Tensor) else None)
         return loss
 
     def _before_updates(self) -> None:
         """Look at the parameters before any of them moves."""
 
     def _update(
-        self, group: dict[str, Any], parameters: list[nn.Parameter], scale: Tensor | None, passed: Tensor | None
+        self, group: dict[str, Any], found: Mapping[nn.Parameter, Tensor], scale: Tensor | None, passed: Tensor | None
     ) -> None:
-        """Update one group; ``passed`` is 1 or 0 on the device where the host may not look."""
-        gradients = [_gradient(parameter) for parameter in parameters]
+        """Update one group by its gradients; ``passed`` is 1 or 0 on the device where the host may not look."""
+        parameters, gradients = list(found), list(found.values())
         if passed is not None:
             gradients = [torch.where(passed > 0, gradient, 0.0) for gradient in gradients]
         if scale is not None:
@@ -184,11 +191,10 @@ class Lamb(Optimizer):
         return state
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    if parameter.grad.is_sparse:
+def _local_gradient(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    if gradient.is_sparse:
         raise ValueError("a parameter has a sparse gradient, which LAMB cannot use; pass sparse=False to its embedding")
-    return local_part(placed_like(parameter.grad, parameter))
+    return local_part(placed_like(gradient, parameter))
 
 
 def _kept(beta: float, passed: Tensor | None) -> float | Tensor:

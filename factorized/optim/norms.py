@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank has: all of it unless it is sharded. Changes reach the tensor."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()  # type: ignore[attr-defined]
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def norms(

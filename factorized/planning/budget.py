@@ -66,7 +66,7 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
     if budget.name in ("energy", "macs") and not scheme.by_spectrum:
         none = ", or none" if scheme.rank_scale is not None else ""
         raise ValueError(f"{budget} is for LowRank; {type(scheme).__name__} takes ratio=, rank_scale= or rank={none}")
-    if budget.name == "rank_scale" and value < 1 and not scheme.compresses:
+    if budget.name == "rank_scale" and value < scheme.least_scale:
         raise ValueError(f"{budget} is below full rank; rank_scale must be at least 1 for {scheme}, or use LowRank()")
     if budget.name in ("ratio", "energy", "macs") and value > 1 and scheme.compresses:
         raise ValueError(f"{budget} is above 1; {_allowed(scheme, budget)}")

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from factorized.attention.cost import AttentionCall, watch
 from factorized.attention.family import is_transposed
 from factorized.attention.unit import AttentionUnit
 from factorized.formats.format import Call, Format
 from factorized.formats.kernel import KernelShape
+from factorized.nn.held_weight import HeldWeight
 from factorized.nn.running import ExampleInput, run_once
 
 # Torch's counter knows attention on every device but this one, where it would count nothing.
@@ -63,16 +66,45 @@ def measure(
     handles = [
         module.register_forward_hook(partial(_record, calls[module], shape), with_kwargs=True)
         for module, shape in shapes.items()
+        if not isinstance(module, HeldWeight)
     ]
     attention, watching = watch(units or {})
     counter = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
+    unseen, holding = _watch_holders(model, calls, counter)
     try:
         with counter:
             run_once(model, example_input)
     finally:
-        for handle in (*handles, *watching):
+        for handle in (*handles, *watching, *holding):
             handle.remove()
-    return Measured(counter.get_total_flops() // 2, calls, attention)
+    return Measured(counter.get_total_flops() // 2 + sum(unseen), calls, attention)
+
+
+def _watch_holders(
+    model: nn.Module, calls: Mapping[nn.Module, list[Call]], counter: FlopCounterMode
+) -> tuple[list[int], list[RemovableHandle]]:
+    """Record the calls of modules that hold weights; return what torch's counter misses in each, and the hooks.
+
+    It knows neither oneDNN's LSTM nor cuDNN's recurrent networks.
+    """
+    held = {module.weight: module for module in calls if isinstance(module, HeldWeight)}
+    started, unseen, handles = [0], [], []
+
+    def start(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        started[0] = counter.get_total_flops() // 2
+
+    def end(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], y: Any) -> None:
+        total = 0
+        for weight in (held[p] for p in module._parameters.values() if p is not None and p in held):
+            positions = weight.positions((*inputs, *keywords.values()))
+            calls[weight].append(Call(positions, whole=True))
+            total += positions * weight.weight.numel()
+        unseen.append(total - (counter.get_total_flops() // 2 - started[0]))
+
+    for module in model.modules():
+        if any(p in held for p in module._parameters.values() if p is not None):
+            handles += [module.register_forward_pre_hook(start), module.register_forward_hook(end, with_kwargs=True)]
+    return unseen, handles
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
@@ -100,7 +132,12 @@ def _record(
     if isinstance(module, nn.Embedding):
         calls.append(Call(x.numel(), looked_up=True))
         return
-    positions = x.numel() // shape.out_channels if is_transposed(module) else y.numel() // shape.out_channels
+    if isinstance(module, nn.EmbeddingBag):  # sums and means are widened once a bag
+        by_bag = module.mode != "max" and not module.scale_grad_by_freq
+        calls.append(Call(len(y) if by_bag else x.numel(), looked_up=True))
+        return
+    if is_transposed(module) or isinstance(module, _ConvTransposeNd):
+        x, y = y, x  # it costs what the layer that it transposes costs on its output
     dims = len(shape.size)
     before, after = (tuple(t.shape[t.dim() - dims :]) for t in (x, y))
-    calls.append(Call(positions // prod(after), before, after))
+    calls.append(Call(y.numel() // shape.out_channels // prod(after), before, after))

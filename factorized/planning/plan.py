@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any, ClassVar
 
 from factorized.formats.format import Format, Rank
@@ -168,7 +169,10 @@ def _entry_to_dict(entry: Entry) -> dict[str, Any]:
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     if isinstance(entry, PlanEntry) and entry.format is not None:
         shape = entry.format.shape
-        plain["format"] = {"groups": shape.groups, "row_dims": shape.row_dims, **entry.format.to_dict()}
+        # a stack of matrices is read as one below the other
+        stacked = {} if shape.weight_shape == entry.shape else {"stacked": True}
+        own = {"groups": shape.groups, "row_dims": shape.row_dims, **stacked}
+        plain["format"] = {**own, **entry.format.to_dict()}
     return plain
 
 
@@ -194,6 +198,8 @@ def _entry_from_dict(data: Mapping[str, Any]) -> Entry:
 def _read_format(weight_shape: tuple[int, ...], settings: dict[str, Any]) -> Format:
     own = {key: settings.pop(key) for key in ("groups", "row_dims")}
     _check_fields("format", own)
+    if settings.pop("stacked", False):
+        weight_shape = (prod(weight_shape[:-1]), weight_shape[-1])
     outputs, inputs, *size = weight_shape
     if own["row_dims"] > len(size):
         raise ValueError(f"format: row_dims must be in 0..{len(size)}, got {own['row_dims']}")

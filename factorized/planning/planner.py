@@ -156,7 +156,7 @@ def _solve(
         lowest = ceil((rest + lowest_cost(items)) / whole * 1e4) / 1e4  # rounded up, so that asking for it works
         allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
         more = "attention=, " if scheme.by_spectrum else ""
-        floor = "rank 1 everywhere" if scheme.compresses else "full rank everywhere, the lowest of Overcomplete,"
+        floor = "full rank everywhere, the lowest of Overcomplete," if scheme.least_scale else "rank 1 everywhere"
         raise ValueError(
             f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} "
             f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "

@@ -10,11 +10,12 @@ from factorized.formats.kernel import KernelShape
 from factorized.formats.kronecker import Kronecker
 from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank, Overcomplete
+from factorized.formats.residual import Residual
 from factorized.formats.scheme import Scheme
 from factorized.formats.tensor_train import TensorTrain
 from factorized.formats.tucker import Tucker
 
-SCHEMES: tuple[type[Scheme], ...] = (LowRank, Overcomplete, TensorTrain, Tucker, Monarch, Kronecker)
+SCHEMES: tuple[type[Scheme], ...] = (LowRank, Overcomplete, TensorTrain, Tucker, Monarch, Kronecker, Residual)
 
 FORMATS: dict[str, type[Format]] = {format.name: format for scheme in SCHEMES for format in scheme.formats}
 
@@ -26,7 +27,8 @@ def read_scheme(data: Mapping[str, Any]) -> Scheme:
     known = {scheme.name: scheme for scheme in SCHEMES}
     if name not in known:
         raise ValueError(f"scheme name must be one of {', '.join(known)}, got {name!r}")
-    return known[name].read(settings)
+    parts = {key: read_scheme(value) for key, value in settings.items() if isinstance(value, dict) and "name" in value}
+    return known[name].read(settings | parts)
 
 
 def read_format(shape: KernelShape, data: Mapping[str, Any]) -> Format:

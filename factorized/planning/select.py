@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from factorized.attention.family import is_transposed
@@ -18,10 +18,14 @@ from factorized.attention.multihead import is_shrunk_multihead
 from factorized.attention.register import Found, adapter_of, find_attention
 from factorized.attention.unit import AttentionUnit, FormKind
 from factorized.formats.kernel import KernelShape
+from factorized.nn.held_weight import HeldWeight, HoldsFactors, named_layers
 from factorized.nn.layer import FactorizedLayer
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunk, why_tied
 
-DENSE_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+DENSE_TYPES: tuple[type[nn.Module], ...] = (
+    *(nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 Pattern = str | type[nn.Module]
 ALREADY = "already factorized; to choose its rank anew, fz.compose the model first"
 
@@ -84,7 +88,7 @@ def _walk(
     parts: dict[nn.Module, str] = {}
     known = {found.module: found for found in find_attention(model)}
     strange = {found.name: found.module for found in known.values() if adapter_of(found.module) is None}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in named_layers(model).items():
         if any(name.startswith(f"{unit}.") or unit == "" for unit in units):
             parts.setdefault(module, name)
             continue
@@ -132,11 +136,13 @@ def _choose_forms(model: nn.Module, candidates: list[Candidate], attention: Sequ
 
 
 def _is_factorized(module: nn.Module) -> bool:
-    return isinstance(module, FactorizedLayer) or is_around_heads(module) or is_shrunk_multihead(module)
+    if isinstance(module, (FactorizedLayer, HoldsFactors)):
+        return True
+    return is_around_heads(module) or is_shrunk_multihead(module)
 
 
 def _has_weight_matrix(module: nn.Module) -> bool:
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase, *DENSE_TYPES)):
+    if isinstance(module, DENSE_TYPES):
         return True
     weight = module._parameters.get("weight")
     return weight is not None and not is_lazy(weight) and weight.dim() >= 2
@@ -154,8 +160,9 @@ def _inspect(
     candidate = Candidate(names[0], module, tuple(names[1:]), reason=_why_never(module))
     if candidate.reason is None:
         assert isinstance(module.weight, torch.Tensor)
-        groups = module.groups if isinstance(module, _ConvNd) else 1
-        candidate.shape = kernel(tuple(module.weight.shape), groups)
+        groups = module.groups if isinstance(module, (_ConvNd, HeldWeight)) else 1
+        extents = module.matrix_shape if isinstance(module, HeldWeight) else tuple(module.weight.shape)
+        candidate.shape = kernel(extents, groups)
     return candidate
 
 
@@ -164,12 +171,10 @@ def _why_never(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if _is_factorized(module):
         return ALREADY
-    if isinstance(module, _ConvTransposeNd):
-        return "transposed convolution"
     weight = module._parameters.get("weight")
     if weight is not None and is_lazy(weight):
         return "not initialized yet; run the model once"
-    if type(module) not in DENSE_TYPES and not is_transposed(module):
+    if type(module) not in DENSE_TYPES and not (is_transposed(module) or isinstance(module, HeldWeight)):
         return f"{kind} is not a plain Linear, Conv or Embedding"
     if weight is None:
         return "its weight is computed by another rule (weight norm, pruning)"
@@ -177,7 +182,7 @@ def _why_never(module: nn.Module) -> str | None:
         return "its weight has no entries"
     if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution"
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         return "max_norm renormalizes rows of the table, which a product has not"
     return why_not_replaced(module)
 
@@ -237,8 +242,10 @@ def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
 def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Return (module name, parameter name) of every place that holds a parameter which another module holds too."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    held = {name for name, module in named_layers(model).items() if isinstance(module, HeldWeight)}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(parameter, []).append((name, key))
+                place = f"{name}.{key}".removeprefix(".")
+                owners.setdefault(parameter, []).append((place, "weight") if place in held else (name, key))
     return [places for places in owners.values() if len(places) > 1]

@@ -25,7 +25,7 @@ def squared_spectrum(candidate: Candidate) -> Tensor:  # (full rank,)
             f"{candidate.name}: singular values need weights, but the model is on the meta device; "
             'load it, or plan by ratio= or rank_scale= with allocate="uniform"'
         )
-    matrix = to_matrix(weight, candidate.shape)
+    matrix = to_matrix(weight.reshape(candidate.shape.weight_shape), candidate.shape)
     matrix = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
     if not torch.isfinite(matrix).all():
         raise ValueError(f"{candidate.name}: weight holds NaN or infinite values, so it has no singular values")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from factorized.attention.unit import AttentionUnit
+from factorized.nn.held_weight import FactorizedWeight, HoldsFactors, release
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_copyable, check_model
-from factorized.surgery.heads import shrunk_attention, with_plain_attention
+from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 from factorized.surgery.state import check_finite, is_sharded
 
@@ -41,7 +42,12 @@ def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
     back, filled up with zeros, in the class it came from. The given model is not touched, and nothing of this package
     is left in the copy. Weights that are not finite are refused unless ``allow_nonfinite``.
     """
-    return convert(model, dense_layer, lambda unit: unit.head_size, allow_nonfinite=allow_nonfinite)
+    return convert(
+        model,
+        lambda names, layer, shared: dense_layer(layer, shared),
+        lambda names, unit: plain_attention(unit, unit.head_size),
+        allow_nonfinite=allow_nonfinite,
+    )
 
 
 def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
@@ -55,15 +61,15 @@ def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
 
 def convert(
     model: nn.Module,
-    to_plain: Callable[[FactorizedLayer, SharedWeights], nn.Module],
-    head_size: Callable[[AttentionUnit], int],
+    to_plain: Callable[[list[str], FactorizedLayer, SharedWeights], nn.Module],
+    to_plain_attention: Callable[[list[str], AttentionUnit], nn.Module],
     *,
     allow_nonfinite: bool,
 ) -> nn.Module:
     """Return a copy of ``model`` in which ``to_plain`` has replaced every factorized layer, under all of its names.
 
-    Shrunk attention is replaced by its own class with heads of ``head_size``. Weights must be finite, before and
-    after, unless ``allow_nonfinite``.
+    ``to_plain_attention`` has replaced shrunk attention. Weights must be finite, before and after, unless
+    ``allow_nonfinite``.
     """
     check_model(model)
     if is_sharded(model):
@@ -77,17 +83,20 @@ def convert(
     copy = deepcopy(model)
     places: dict[FactorizedLayer, list[str]] = {}
     for name, module in copy.named_modules(remove_duplicate=False):
-        if isinstance(module, FactorizedLayer):
+        if isinstance(module, FactorizedLayer) and not isinstance(module, FactorizedWeight):
             places.setdefault(module, []).append(name)
-    if not (places or shrunk_attention(copy)):
+    holders = [module for module in copy.modules() if isinstance(module, HoldsFactors)]
+    if not (places or holders or shrunk_attention(copy)):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
     for layer, names in places.items():
-        plain = to_plain(layer, shared)
+        plain = to_plain(names, layer, shared)
         layer.hand_back(plain)
         for name in names:
             copy = replace_module(copy, name, plain)
-    copy = with_plain_attention(copy, head_size)
+    for module in holders:
+        release(module, lambda layer, weight: shared.parameter(layer, "weight", weight))
+    copy = with_plain_attention(copy, to_plain_attention)
     if not allow_nonfinite:
         check_finite(
             copy,

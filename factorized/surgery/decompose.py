@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from factorized.nn.layer import FactorizedLayer
+from factorized.surgery.progress import Count
 
 # Weights of one shape are decomposed together, as long as their stack stays below this many entries.
 STACKED_ENTRIES = 2**25
@@ -22,7 +23,7 @@ def refuse_not_finite(weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def decompose_all(
-    weights: Mapping[str, Tensor], layers: Mapping[str, FactorizedLayer]
+    weights: Mapping[str, Tensor], layers: Mapping[str, FactorizedLayer], count: Count
 ) -> dict[str, tuple[Tensor, ...]]:
     """Return the factors of every weight for the layer of the same name; weights of one shape in a batch."""
     refuse_not_finite(weights)
@@ -34,6 +35,8 @@ def decompose_all(
         layer = layers[names[0]]
         size = max(1, STACKED_ENTRIES // layer.shape.numel)
         for batch in (names[start : start + size] for start in range(0, len(names), size)):
-            stacks = layer.format.decompose(torch.stack([weights[name] for name in batch]))
+            stacked = torch.stack([weights[name].reshape(layer.shape.weight_shape) for name in batch])
+            stacks = layer.format.decompose(stacked)
             factors.update(zip(batch, zip(*stacks, strict=True), strict=True))
+            count.add(len(batch))
     return factors

@@ -19,7 +19,7 @@ def describe(model: nn.Module) -> Plan:
     """
     check_model(model)
     places = {
-        module: [plain_name(name) for name in names]
+        module: [module.dense_name(plain_name(name)) for name in names]
         for module, names in module_names(model).items()
         if isinstance(module, FactorizedLayer)
     }
@@ -60,7 +60,7 @@ def _entry(layer: FactorizedLayer, names: list[str], tied_to: str | None) -> Pla
     return PlanEntry(
         name=names[0],
         type=type(layer.dense_skeleton()).__name__,
-        shape=layer.shape.weight_shape,
+        shape=layer.dense_shape,
         format=layer.format,
         aliases=tuple(names[1:]),
         tied_to=tied_to,

@@ -15,7 +15,14 @@ from factorized.attention.unit import FormKind
 from factorized.formats.format import Format
 from factorized.formats.scheme import Scheme
 from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
+from factorized.nn.conv_transpose import (
+    FactorizedConvTranspose1d,
+    FactorizedConvTranspose2d,
+    FactorizedConvTranspose3d,
+)
 from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.embedding_bag import FactorizedEmbeddingBag
+from factorized.nn.held_weight import ExpertWeights, FactorizedWeight, RecurrentWeight, hold, named_layers
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
@@ -28,14 +35,21 @@ from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
 from factorized.planning.select import Pattern
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
+from factorized.surgery.progress import Count, Progress
 from factorized.surgery.replace import refuse_wrapped, replace_module
 
 LAYERS: dict[type[nn.Module], Any] = {
     nn.Linear: FactorizedLinear,
     nn.Embedding: FactorizedEmbedding,
+    nn.EmbeddingBag: FactorizedEmbeddingBag,
     nn.Conv1d: FactorizedConv1d,
     nn.Conv2d: FactorizedConv2d,
     nn.Conv3d: FactorizedConv3d,
+    nn.ConvTranspose1d: FactorizedConvTranspose1d,
+    nn.ConvTranspose2d: FactorizedConvTranspose2d,
+    nn.ConvTranspose3d: FactorizedConvTranspose3d,
+    RecurrentWeight: FactorizedWeight,
+    ExpertWeights: FactorizedWeight,
 }
 
 
@@ -44,6 +58,7 @@ def factorize(
     plan: Plan | Scheme | None = None,
     *,
     init: Init | None = None,
+    progress: Progress | None = None,
     ratio: float | None = None,
     rank_scale: float | None = None,
     rank: int | None = None,
@@ -65,6 +80,9 @@ def factorize(
     new layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself
     one layer cannot be changed in place: use what is returned. Attributes set on a layer go to the new one, and plain
     values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
+
+    ``progress`` is called with the number of layers that are decomposed and of all; without it a bar by tqdm appears
+    after two seconds, in a terminal or a notebook.
     """
     check_model(model)
     if not isinstance(plan, Plan):
@@ -98,10 +116,12 @@ def factorize(
         raise ValueError("the plan already says which layers: give include=, exclude= and the like to fz.plan instead")
     init = init if init is not None else plan.scheme.init
     check_init(init)
-    return install(model, plan, build_layers(model, plan, init))
+    return install(model, plan, build_layers(model, plan, init, progress))
 
 
-def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, nn.Module]:
+def build_layers(
+    model: nn.Module, plan: Plan, init: Init | None, progress: Progress | None = None
+) -> dict[str, nn.Module]:
     """Return the new module of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
     dense = _matching_layers(model, plan, same_ties=init is not None)
     layers: dict[str, FactorizedLayer] = {}
@@ -109,32 +129,45 @@ def build_layers(model: nn.Module, plan: Plan, init: Init | None) -> dict[str, n
         with named(entry.name):
             layers[entry.name] = _build(dense[entry.name], entry.format)
             layers[entry.name].carry(dense[entry.name])
-    leaders = [entry.name for entry in plan.layers if entry.tied_to is None]
+    leaders = [entry.name for entry in plan.layers if entry.tied_to is None and init is not None]
     filled = {name: layers[name] for name in leaders if not layers[name].factors[0].is_meta}
     weights = {name: _weight(dense[name]) for name in filled}
+    count = Count(progress, len(filled) + len(plan.attention))
     if init == "spectral":
-        factors = decompose_all(weights, filled)
+        factors = decompose_all(weights, filled, count)
         for name, layer in filled.items():
             layer.set_factors(*factors[name])
     elif init is not None:
         refuse_not_finite(weights)  # they are not used, yet a model that holds them is not what its user thinks
         for layer in filled.values():
             layer.draw_factors(init)
+            count.add(1)
     for entry in plan.layers:
         if entry.tied_to is not None:
             tie(layers[entry.name], layers[entry.tied_to])
-    return {**layers, **{entry.name: build_attention(model, entry, init) for entry in plan.attention}}
+    built: dict[str, nn.Module] = {**layers}
+    for attention in plan.attention:
+        built[attention.name] = build_attention(model, attention, init)
+        count.add(1)
+    return built
 
 
 def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Put built modules into ``model`` under all of their names, layers with the very bias of those they replace."""
+    held: dict[nn.Module, dict[str, FactorizedWeight]] = {}
     for entry in plan.selected:
         layer = layers[entry.name]
+        if isinstance(layer, FactorizedWeight):
+            host, _, key = entry.name.rpartition(".")
+            held.setdefault(model.get_submodule(host), {})[key] = layer
+            continue
         replaced = model.get_submodule(entry.name)
         if isinstance(layer, FactorizedLayer) and layer.bias is not None:
             layer.bias = replaced.bias  # type: ignore[assignment]
         for name in (entry.name, *entry.aliases):
             model = replace_module(model, name, layer)
+    for module, weights in held.items():
+        hold(module, weights)
     keep_off_nested_tensors(model)
     return model
 
@@ -158,7 +191,7 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     With ``same_ties`` they must share weights as the plan says: else a weight would be dropped, or untied, in silence.
     """
     refuse_wrapped(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = named_layers(model)
     refuse_unregistered(plan.attention, modules)
     places: dict[nn.Module, set[str]] = {}
     for name, module in modules.items():
@@ -220,7 +253,8 @@ def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module],
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                holders.setdefault(parameter, set()).add(name if key == "weight" else f"{name}.{key}")
+                full = f"{name}.{key}".removeprefix(".")
+                holders.setdefault(parameter, set()).add(name if key == "weight" else full)
     wrong = []
     for entry in plan.layers:
         has, wants = holders[_weight(modules[entry.name])], planned[entry.tied_to or entry.name]

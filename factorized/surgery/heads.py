@@ -32,12 +32,16 @@ def shrunk_attention(model: nn.Module) -> dict[str, AttentionUnit]:
     return found
 
 
-def with_plain_attention(model: nn.Module, size: Callable[[AttentionUnit], int]) -> nn.Module:
-    """Put plain modules with heads of ``size`` in the place of all shrunk ones; return the model."""
+def plain_attention(unit: AttentionUnit, size: int) -> nn.Module:
+    """Return the plain module that computes what a shrunk one does, with heads of ``size``."""
+    return plain_module(unit, size, padded_matrices(unit, size))
+
+
+def with_plain_attention(model: nn.Module, to_plain: Callable[[list[str], AttentionUnit], nn.Module]) -> nn.Module:
+    """Put what ``to_plain`` gives in the place of all shrunk attention; return the model."""
     places = module_names(model)
     for unit in shrunk_attention(model).values():
-        extent = size(unit)
-        plain = plain_module(unit, extent, padded_matrices(unit, extent))
+        plain = to_plain(places[unit.module], unit)
         for name in places[unit.module]:
             model = replace_module(model, name, plain)
     allow_nested_tensors(model)

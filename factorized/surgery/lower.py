@@ -2,49 +2,207 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
 from torch import nn
 
-from factorized.attention.resize import plain_size
+from factorized.attention.resize import lowered_module, plain_size
+from factorized.attention.unit import AttentionUnit
 from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_model, module_names
+from factorized.nn.running import ExampleInput, count_parameters, run_once
 from factorized.surgery.compose import SharedWeights, convert, dense_layer
+from factorized.surgery.heads import plain_attention, shrunk_attention
+from factorized.surgery.reads import weights_read
+
+Reasons = dict[str, str]
 
 
-def lower(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
+def lower(
+    model: nn.Module,
+    *,
+    exclude: Sequence[str] = (),
+    example_input: ExampleInput | None = None,
+    allow_nonfinite: bool = False,
+) -> nn.Module:
     """Return a copy of ``model`` whose low-rank layers are pairs of plain layers in ``nn.Sequential``.
 
     Two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a factor. A
     layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tensor train gives
     two plain layers, a Tucker tensor three (1×1, k×k, 1×1) and a separable convolution its depthwise one before them;
-    where its dimensions mix outputs and inputs, the tensor is composed. Shrunk attention keeps the smallest head size
-    that its own class can hold: one for all forms, the dense one for ``nn.MultiheadAttention``, which has no other, and
-    where rotary embeddings need it. A tied embedding and output layer go on sharing ``U``; ``V`` stands transposed in
-    one of them and is copied. The given model is not touched. Code that reads ``layer.weight`` of a lowered layer finds
-    a pair there: such a model wants ``fz.compose``. Torch's own encoder, which does so on its fast paths, is kept off
-    them; like in training, its output at padded positions is then no longer zero. Weights that are not finite are
-    refused unless ``allow_nonfinite``.
+    where its dimensions mix outputs and inputs, the tensor is composed. Heads of shrunk attention keep their sizes,
+    padded by plain layers where their class has one size for all; ``nn.MultiheadAttention``, which has no other, gets
+    its dense one back. A tied embedding and output layer go on sharing ``U``; ``V`` stands transposed in one of them
+    and is copied.
+
+    A pair has the settings of its dense layer (``in_features``, ``stride``) as attributes, and no ``weight``. Layers
+    whose weight the model's own code reads are composed: without ``example_input`` those that the source of
+    its classes names, with it those that a run asks for. Torch's own encoder reads weights on its fast paths and is
+    kept off them; like in training, its output at padded positions is then no longer zero. A warning names every layer
+    that is composed though its factors are smaller, and attention that grows, and says why.
+
+    Args:
+        model: a factorized model; it is not touched.
+        exclude: names or globs of layers and attention modules to compose, or of containers of them.
+        example_input: what the model's forward takes; the lowered model is run on it once.
+        allow_nonfinite: convert weights that are not finite, too, instead of refusing them.
     """
-    lowered = convert(model, _chain_or_dense, plain_size, allow_nonfinite=allow_nonfinite)
-    for module in lowered.modules():
+    check_model(model)
+    composed = _excluded(model, exclude)
+    read = weights_read(model, _places(model))
+    if example_input is None:
+        composed |= {
+            name: "the model's code reads its weight; give example_input= to check by a run whether it does here"
+            for name, what in read.items()
+            if "" in what
+        }
+    while True:
+        lowering = _Lowering(model, composed, read)
+        lowered = convert(model, lowering.layer, lowering.attention, allow_nonfinite=allow_nonfinite)
+        _keep_off_fast_paths(lowered)
+        found = lowering.asked_of(lowered, example_input) if example_input is not None else {}
+        if not found:
+            break
+        composed |= found
+    if lowering.grown:
+        places = "; ".join(lowering.grown[:3])
+        more = f"; and {len(lowering.grown) - 3} more" if len(lowering.grown) > 3 else ""
+        warnings.warn(
+            f"lowered, {type(model).__name__} has {count_parameters(lowered):,} parameters, and factorized "
+            f"{count_parameters(model):,}: {places}{more}",
+            stacklevel=2,
+        )
+    return lowered
+
+
+class _Lowering:
+    """How each layer of a model is lowered, and which of them grow back to their dense size."""
+
+    def __init__(self, model: nn.Module, composed: Reasons, read: dict[str, set[str]]) -> None:
+        self.model, self.composed, self.read = model, composed, read
+        self.grown: list[str] = []
+        self._counted: set[nn.Parameter] = set()
+        # Layers that share their factors are composed together: a dense weight beside the pair would be both.
+        names = {layer: name for name, layer in model.named_modules() if isinstance(layer, FactorizedLayer)}
+        reasons = {layer.factors: composed[name] for layer, name in names.items() if name in composed}
+        self._reasons = {names[layer]: reasons[layer.factors] for layer in names if layer.factors in reasons}
+        self._chains: dict[str, nn.Sequential] = {}
+
+    def layer(self, names: list[str], layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
+        """Return the chain of a layer, or its dense layer."""
+        reason = next((self._reasons[name] for name in names if name in self._reasons), None)
+        chain = [] if reason is not None else layer.lowered()
+        if not chain:
+            plain = dense_layer(layer, shared)
+            before = self._count(layer.factors)
+            after = self._count(parameter for parameter in plain.parameters() if parameter is not layer.bias)
+            self._note(names[0], before, after, reason or f"{layer.format.name} gives no smaller plain layers here")
+            return plain
+        for part, role, weight in chain:
+            if role is not None and weight is not None:
+                part.weight = shared.parameter(layer, role, weight)
+        last = chain[-1][0]
+        if layer.bias is not None:
+            last.bias = layer.bias
+        sequence = nn.Sequential(*(part for part, _, _ in chain)).train(layer.training)
+        _describe(sequence, layer.dense_skeleton())
+        read = {what for name in names for what in self.read.get(name, ())}
+        if read and "" not in read:  # its type or device alone, which every factor has
+            sequence.__dict__["weight"] = last.weight  # not as a parameter: it is one already
+        self._chains[names[0]] = sequence
+        return sequence
+
+    def attention(self, names: list[str], unit: AttentionUnit) -> nn.Module:
+        """Return a plain module with the sizes of the unit's heads, or the smallest that its class can hold."""
+        reason = next((self.composed[name] for name in names if name in self.composed), None)
+        inside = [f"{name}.{projection.path}".strip(".") for name in names for projection in unit.projections]
+        plain = None if reason is not None or weights_read(self.model, inside) else lowered_module(unit)
+        if plain is None:
+            plain = plain_attention(unit, plain_size(unit) if reason is None else unit.head_size)
+        reason = reason or f"{type(plain).__name__} has one head size for queries and values"
+        self._note(names[0], count_parameters(unit.module), count_parameters(plain), reason)
+        return plain
+
+    def asked_of(self, lowered: nn.Module, example_input: ExampleInput) -> Reasons:
+        """Run the lowered model; where its code asks a chain for what it has not, return all layers of that place."""
+        try:
+            run_once(lowered, example_input)
+        except ValueError as error:
+            cause = error.__cause__
+            asked = (cause.obj, cause.name) if isinstance(cause, AttributeError) else (None, None)
+            place = next((name for name, chain in self._chains.items() if chain is asked[0]), None)
+            if place is None:
+                run_once(self.model, example_input)  # raises, where it is the input that does not fit
+                raise ValueError(
+                    f"the lowered model does not run on example_input: {cause}. Name the layers that it cannot do with "
+                    "as pairs in exclude=, or use fz.compose"
+                ) from error
+            owner, child = _owner(self.model, place)
+            like = [name for name in self._chains if _owner(self.model, name) == (owner, child)]
+            return dict.fromkeys(like, f"{owner.__name__} asks for its {asked[1]}")
+        return {}
+
+    def _note(self, name: str, before: int, after: int, reason: str) -> None:
+        if after > before:
+            self.grown.append(f"{name or 'the model'} {before:,} → {after:,} ({reason})")
+
+    def _count(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return the entries of those parameters that were not counted before: tied layers hold the same ones."""
+        new = {parameter for parameter in parameters if parameter not in self._counted}
+        self._counted |= new
+        return sum(parameter.numel() for parameter in new)
+
+
+def _describe(sequence: nn.Sequential, dense: nn.Module) -> None:
+    """Set the attributes that say what layer a sequence stands for: sizes, stride, padding."""
+    known = vars(nn.Sequential())
+    for name, value in vars(dense).items():
+        if name not in known and not name.startswith("_"):
+            setattr(sequence, name, value)
+
+
+def _places(model: nn.Module) -> list[str]:
+    """Return all names of factorized layers and of shrunk attention modules."""
+    units = {unit.module for unit in shrunk_attention(model).values()}
+    return [
+        name
+        for module, names in module_names(model).items()
+        if isinstance(module, FactorizedLayer) or module in units
+        for name in names
+    ]
+
+
+def _excluded(model: nn.Module, exclude: Sequence[str]) -> Reasons:
+    if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
+        raise ValueError(f"exclude must be a list of names or globs, got {exclude!r}")
+    places = _places(model)
+    reasons: Reasons = {}
+    for pattern in exclude:
+        matched = [name for name in places if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        if not matched:
+            raise ValueError(
+                f"exclude={pattern!r} matches no factorized layer of {type(model).__name__}; they include "
+                f"{', '.join(map(repr, places[:3]))}"
+            )
+        reasons |= dict.fromkeys(matched, "in exclude=")
+    return reasons
+
+
+def _owner(model: nn.Module, place: str) -> tuple[type[nn.Module], str]:
+    parent, _, child = place.rpartition(".")
+    return type(model.get_submodule(parent)), child
+
+
+def _keep_off_fast_paths(model: nn.Module) -> None:
+    for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and _has_pair(module):
             module.activation_relu_or_gelu = 0  # torch's own switch for "not on the fast path"
         elif isinstance(module, nn.TransformerEncoder) and _has_pair(module.layers[0]):
             module.use_nested_tensor = False  # the same for the whole encoder, which asks its first layer
-    return lowered
 
 
 def _has_pair(encoder_layer: nn.Module) -> bool:
     linears = [getattr(encoder_layer, name, None) for name in ("linear1", "linear2")]
     return any(isinstance(linear, nn.Sequential) for linear in linears)
-
-
-def _chain_or_dense(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
-    chain = layer.lowered()
-    if not chain:
-        return dense_layer(layer, shared)
-    for plain, role, weight in chain:
-        if role is not None and weight is not None:
-            plain.weight = shared.parameter(layer, role, weight)
-    last = chain[-1][0]
-    if layer.bias is not None:
-        last.bias = layer.bias
-    return nn.Sequential(*(plain for plain, _, _ in chain)).train(layer.training)

@@ -166,7 +166,7 @@ def refusals() -> dict[str, str]:
         "strided": lambda U: DTensor.from_local(
             U[:3],
             square,
-            [_StridedShard(0, split_factor=1), Shard(0)],
+            [_StridedShard(0, split_factor=2), Shard(0)],
             run_check=False,
             shape=U.shape,
             stride=U.stride(),

@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(scenario: str, folder: Path, worker: str = "tests/distributed/worker.py") -> dict[str, Any]:
+def run(scenario: str, folder: Path, worker: str = "tests/distributed/worker.py", processes: int = 2) -> dict[str, Any]:
     out = folder / "result.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, worker, scenario, str(out)],

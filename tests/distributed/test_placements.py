@@ -33,7 +33,10 @@ def test_a_gradient_held_as_partial_sums_counts_once(result: dict[str, Any], act
     [
         ("whole", "0.U is not sharded, but 0.V, a factor of the same product, is; give all factors"),
         ("mesh", "0.V is distributed over other ranks than 0.U"),
-        ("partial", "0.U has placements (Partial(sum), Replicate()); a factor of a product may be Shard or Replicate"),
+        (
+            "partial",
+            "0.U has placements (Partial(sum), Replicate()); on every mesh dimension a factor of a product may be",
+        ),
         ("strided", "0.U has placements (_StridedShard"),
     ],
 )

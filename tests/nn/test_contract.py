@@ -88,6 +88,10 @@ LINEARS = (
     linear("monarch-composed", 6, 9, fz.Monarch(blocks=3), 1, options={"execution": "composed"}),
     linear("kronecker", 12, 8, fz.Kronecker(), 3, thorough=True),
     linear("kronecker-given-no-bias", 12, 8, fz.Kronecker((4, 2)), 2, bias=False),
+    linear("residual", 12, 7, fz.Residual(), 3, thorough=True),
+    linear("residual-composed", 12, 7, fz.Residual(), 3, options={"execution": "composed"}, thorough=True),
+    linear("residual-monarch-no-bias", 12, 8, fz.Residual(fz.Monarch(blocks=4)), 2, bias=False),
+    transposed("transposed-residual", 12, 7, fz.Residual(), 3, thorough=True),
     transposed("transposed", 12, 7, LOW, 3, thorough=True),
     transposed("transposed-kronecker", 12, 8, fz.Kronecker(), 2),
     transposed("transposed-two-inner", 6, 8, 2, 4),
@@ -122,7 +126,7 @@ def embedding(name: str, how: How, rank: Rank, thorough: bool = False, **setting
 EMBEDDINGS = (
     embedding("table", LOW, 3, thorough=True),
     embedding("table-overcomplete", fz.Overcomplete("wide"), 11),
-    embedding("table-padding", LOW, 3, padding_idx=2),
+    embedding("table-padding", LOW, 3, thorough=True, padding_idx=2),
     embedding("table-negative-padding", 1, 3, padding_idx=-2),
     embedding("table-by-frequency", LOW, 3, scale_grad_by_freq=True),
     embedding("table-all", 2, 3, thorough=True, padding_idx=7, scale_grad_by_freq=True),
@@ -134,7 +138,33 @@ EMBEDDINGS = (
     embedding("table-tucker-padding", fz.Tucker(core="train"), 2, padding_idx=2),
     embedding("table-kronecker", fz.Kronecker(), 2, thorough=True),
     embedding("table-monarch", fz.Monarch(blocks=3), 1, thorough=True),
+    embedding("table-residual", fz.Residual(), 3, thorough=True, padding_idx=2),
     embedding("table-monarch-all", fz.Monarch(blocks=3), 1, padding_idx=7, scale_grad_by_freq=True),
+)
+
+
+def bag(name: str, how: How, rank: Rank, thorough: bool = False, **settings: Any) -> Case:
+    format, full = formats(how, (ENTRIES, WIDTH), rank)
+    dense = partial(nn.EmbeddingBag, ENTRIES, WIDTH, **settings)
+
+    def bags(leading: tuple[int, ...]) -> Tensor:  # without leading dimensions a bag would need offsets
+        return indices(leading or (1,))
+
+    return Case(f"bag-{name}", fz.FactorizedEmbeddingBag, dense, format, bags, full, thorough=thorough)
+
+
+BAGS = (
+    bag("mean", LOW, 3, thorough=True),
+    bag("sum", 1, 3, thorough=True, mode="sum", padding_idx=2),
+    bag("max", LOW, 3, thorough=True, mode="max"),
+    bag("max-padding", 2, 3, mode="max", padding_idx=-2),
+    bag("mean-padding", LOW, 3, padding_idx=7),
+    bag("sparse", LOW, 3, mode="sum", sparse=True),
+    bag("sparse-padding", 1, 3, mode="sum", sparse=True, padding_idx=2),
+    bag("train", TRAIN, 2, thorough=True, mode="sum"),
+    bag("tucker", TUCKER, 2, mode="max"),
+    bag("kronecker", fz.Kronecker(), 2, padding_idx=7),
+    bag("monarch", fz.Monarch(blocks=3), 1, thorough=True, mode="sum"),
 )
 
 DENSE: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -176,6 +206,7 @@ KINDS: dict[str, How] = {
     "separable-tucker": fz.Tucker(separable=True),
     "monarch": fz.Monarch(blocks=2),
     "kronecker": fz.Kronecker(),
+    "residual": fz.Residual(),
 }
 # Put through everything: a few of every kind, in one, two and three dimensions.
 THOROUGH = {
@@ -193,6 +224,8 @@ THOROUGH = {
     "2d-monarch",
     "2d-groups-monarch",
     "2d-kronecker",
+    "2d-residual",
+    "2d-groups-residual",
     "3d-spatial",
     "3d-train",
     "3d-monarch",
@@ -231,6 +264,57 @@ CONVOLUTIONS = (
 )
 
 
+# Of transposed convolutions: the same, and what the stride leaves open.
+TRANSPOSED: dict[str, tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "1d": ((6, 4), (3,), (5,), {"padding": 1}),
+    "1d-strided": ((6, 4), (4,), (5,), {"stride": 3, "padding": 1, "output_padding": 2, "dilation": 2}),
+    "2d": ((6, 4), (3, 3), (4, 5), {"stride": 2, "padding": 1, "output_padding": 1}),
+    "2d-last": ((6, 4), (4, 4), (4, 5), {"stride": 2, "padding": 1}),
+    "2d-unequal": (
+        (6, 4),
+        (3, 2),
+        (4, 3),
+        {"stride": (3, 1), "padding": (0, 2), "output_padding": (2, 0), "dilation": (1, 3), "bias": False},
+    ),
+    "2d-groups": ((4, 8), (3, 2), (4, 5), {"groups": 2, "stride": (1, 2)}),
+    "2d-pointwise": ((6, 4), (1, 1), (4, 5), {"stride": 2, "output_padding": 1}),
+    "3d": ((6, 4), (2, 3, 2), (3, 2, 3), {"stride": (1, 2, 2), "padding": (1, 0, 1), "output_padding": (0, 1, 1)}),
+    "3d-groups": ((4, 8), (2, 1, 2), (3, 2, 3), {"groups": 2}),
+}
+PLAIN_TRANSPOSED: dict[int, type[Any]] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+FACTORIZED_TRANSPOSED: dict[int, type[Any]] = {
+    1: fz.FactorizedConvTranspose1d,
+    2: fz.FactorizedConvTranspose2d,
+    3: fz.FactorizedConvTranspose3d,
+}
+THOROUGH_TRANSPOSED = {
+    *("1d-strided-channel", "1d-train", "2d-spatial", "2d-last-spatial", "2d-groups-spatial-two-inner"),
+    *("2d-unequal-tucker", "2d-unequal-separable-tucker", "2d-monarch", "2d-kronecker", "3d-spatial"),
+}
+
+
+def conv_transpose(geometry: str, kind: str) -> Case:
+    (inputs, outputs), kernel_size, extents, settings = TRANSPOSED[geometry]
+    dims, groups, how = len(kernel_size), settings.get("groups", 1), KINDS[kind]
+    format, full = formats(how, (inputs, outputs // groups, *kernel_size), 2, groups)
+
+    def images(leading: tuple[int, ...]) -> Tensor:
+        x = torch.randn(*leading, inputs, *extents)
+        return x.contiguous(memory_format=LAST[dims]) if "last" in geometry and leading else x
+
+    dense = partial(PLAIN_TRANSPOSED[dims], inputs, outputs, kernel_size, **settings)
+    name, thorough = f"{geometry}-{kind}-transposed", f"{geometry}-{kind}" in THOROUGH_TRANSPOSED
+    return Case(name, FACTORIZED_TRANSPOSED[dims], dense, format, images, full, thorough=thorough)
+
+
+CONVOLUTIONS_TRANSPOSED = tuple(
+    conv_transpose(geometry, kind)
+    for geometry in TRANSPOSED
+    for kind in KINDS
+    if ("groups" not in geometry and "pointwise" not in geometry) or not kind.startswith("separable")
+)
+
+
 class TestLinear(LayerContract):
     cases = LINEARS
 
@@ -239,14 +323,23 @@ class TestEmbedding(LayerContract):
     cases = EMBEDDINGS
 
 
+class TestEmbeddingBag(LayerContract):
+    cases = BAGS
+
+
 class TestConv(LayerContract):
     cases = CONVOLUTIONS
 
 
+class TestConvTranspose(LayerContract):
+    cases = CONVOLUTIONS_TRANSPOSED
+
+
 def test_every_case_has_a_name_of_its_own_and_those_to_be_looked_at_thoroughly_exist() -> None:
-    cases = (*LINEARS, *EMBEDDINGS, *CONVOLUTIONS)
+    cases = (*LINEARS, *EMBEDDINGS, *BAGS, *CONVOLUTIONS, *CONVOLUTIONS_TRANSPOSED)
     assert len({case.name for case in cases}) == len(cases)
     assert {case.name for case in CONVOLUTIONS if case.thorough} == THOROUGH
+    assert sum(case.thorough for case in CONVOLUTIONS_TRANSPOSED) == len(THOROUGH_TRANSPOSED)
 
 
 def test_every_format_is_in_the_table() -> None:

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
-from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.linear import FactorizedLinear
 from factorized.planning.cost import LayerCost, measure
 from factorized.planning.planner import plan
+from factorized.surgery.factorize import LAYERS
 from tests.planning.models_for_planning import EXAMPLES, Attends, ConvNet, Mlp, Reader, TiedReader
 
 WHOLE = {"keep_first_and_last": False}
@@ -39,18 +39,21 @@ def counted(module: nn.Module, x: Tensor) -> int:
         (nn.Conv2d(8, 12, 3), (8, 7, 7)),
         (nn.Conv1d(6, 10, 3, stride=2), (2, 6, 11)),
         (nn.Conv3d(4, 6, 3, stride=(2, 1, 2), padding=1), (1, 4, 6, 5, 6)),
+        (nn.ConvTranspose2d(8, 12, (4, 3), stride=(2, 3), padding=1, output_padding=1), (2, 8, 5, 6)),
+        (nn.ConvTranspose2d(8, 12, 3, groups=2, dilation=2), (2, 8, 5, 6)),
+        (nn.ConvTranspose1d(6, 10, 3, stride=2), (6, 11)),
+        (nn.ConvTranspose3d(4, 6, 3, stride=(2, 1, 2), padding=1), (1, 4, 3, 5, 4)),
     ],
 )
 def test_planned_macs_are_those_the_factorized_convolution_spends(
     dense: nn.Conv2d, extent: tuple[int, ...], kind: str, depth: int
 ) -> None:
-    factorized_type = {nn.Conv1d: FactorizedConv1d, nn.Conv2d: FactorizedConv2d, nn.Conv3d: FactorizedConv3d}
     x = torch.zeros(extent)
     shape = KernelShape.of(dense.weight.shape, dense.groups, kind)
     cost = LayerCost(shape, tuple(measure(dense, x, {dense: shape}).calls[dense]))
     assert cost.macs(None) == counted(dense, x)
     assert cost.params(None) == dense.weight.numel()
-    layer = factorized_type[type(dense)].from_dense(dense, 3, kind=kind, depth=depth)
+    layer = LAYERS[type(dense)].from_dense(dense, 3, kind=kind, depth=depth)
     layer.execution = "chain"
     assert cost.macs(layer.format) == counted(layer, x)
     assert cost.params(layer.format) == sum(factor.numel() for factor in layer.factors)
@@ -207,3 +210,31 @@ def test_channel_convolutions_multiply_at_their_strided_positions_only() -> None
     assert (spatial.format.shape.row_dims, channel.format.shape.row_dims) == (1, 0)
     assert spatial.macs_after == 8 * 4 * (4 * 48) + 4 * 4 * (4 * 48)
     assert channel.macs_after == 4 * 4 * (4 * 16 * 9) + 4 * 4 * (4 * 16)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # torch's counter misses the first of an LSTM
+def test_recurrent_networks_are_counted_and_composing_their_gates_costs(kind: Any, dtype: torch.dtype) -> None:
+    net = kind(6, 8, num_layers=2, bidirectional=True).to(dtype)
+    model, x = nn.ModuleDict({"net": net}), torch.zeros(5, 4, 6, dtype=dtype)
+    model.forward = lambda x: model["net"](x)  # type: ignore[method-assign]
+    made = plan(model, rank=2, example_input=x)
+    weights = sum(p.numel() for name, p in net.named_parameters() if "weight" in name)
+    assert made.macs == 20 * weights
+    composing = sum(entry.format.compose_macs for entry in made.entries if entry.format is not None)  # type: ignore[union-attr]
+    assert made.macs_after == made.macs + composing
+    assert sum(entry.macs or 0 for entry in made.entries) == made.macs
+
+
+def test_experts_are_counted_by_the_tokens_that_are_sent_to_them() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.randn(4, 8, 16))
+
+        def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+            return torch.stack([self.down_proj[k] @ row for row, ks in zip(x, chosen, strict=True) for k in ks])
+
+    chosen = torch.tensor([[0, 1], [2, 3], [1, 1], [0, 3]])
+    made = plan(nn.Sequential(Experts())[0], rank=2, example_input=(torch.randn(4, 16), chosen))
+    assert made.macs == 8 * 8 * 16

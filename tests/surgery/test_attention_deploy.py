@@ -26,6 +26,7 @@ from tests.attention.attention_zoo import (
 from tests.models.unchanged import unchanged
 
 every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
+grows = pytest.mark.filterwarnings("ignore:lowered, .* has one head size for queries and values")
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,7 @@ def test_composed_attention_has_its_dense_size_and_computes_the_same(kind: Kind,
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@grows
 @every_kind
 @pytest.mark.parametrize("unequal", [False, True])
 @torch.no_grad()
@@ -72,6 +74,18 @@ def test_lowered_attention_is_plain_with_the_smallest_heads_its_class_can_hold(k
         for attribute in names.get(type(module).__name__, "head_dim").split("."):
             module = getattr(module, attribute)
         assert module == size
+
+
+@every_kind
+@pytest.mark.parametrize("unequal", [False, True])
+def test_lowered_attention_is_no_larger_or_says_so(kind: Kind, unequal: bool, recwarn: pytest.WarningsRecorder) -> None:
+    model = shrunk(kind, unequal)
+    before, after = (sum(p.numel() for p in m.parameters()) for m in (model, fz.lower(model)))
+    packed = kind in TORCH or (unequal and "gpt2" in kind.name) or (unequal and kind is OWN)
+    assert [str(warning.message).partition(":")[0].split(" ", 2)[-1] for warning in recwarn] == (
+        [f"has {after:,} parameters, and factorized {before:,}"] if packed else []
+    )
+    assert (after > before) == packed
 
 
 @every_kind
@@ -155,6 +169,7 @@ def test_layers_and_attention_are_saved_together(tmp_path: Path) -> None:
     assert loaded.lm_head.U is loaded.transformer.wte.U
 
 
+@grows
 def test_a_shared_attention_module_is_saved_and_comes_back_shared(tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)

@@ -73,6 +73,29 @@ def _report(recipe: TextRecipe, results: Sequence[dict[str, Any]], folder: Path)
     say(f"{recipe.name}: {score} {mean} (n = {mean.n}), {results[0]['parameters']:,} parameters")
 
 
+def plan_recipe(recipe: TextRecipe, html: Path | None) -> None:
+    """Show the plan of a recipe of text; nothing is read but the size of the vocabulary."""
+    import torch
+
+    from factorized.experiments.cli.console import write_page
+    from factorized.experiments.text.models import build_text_model
+    from factorized.experiments.text.network import plan_text
+    from factorized.experiments.text.tokenizer import stand_in_tokenizer
+    from factorized.nn.running import count_parameters
+
+    needs_weights = bool(recipe.model.name) or recipe.factorize.depends_on_weights
+    with torch.device("cpu" if needs_weights else "meta"):
+        dense = build_text_model(recipe, stand_in_tokenizer(recipe.data), seed=0)
+    plan = plan_text(recipe, dense)
+    if plan is None:
+        say(f"{recipe.name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
+        return
+    say(str(plan))
+    if html is not None:
+        write_page(html, plan.to_html(), "--html")
+        say(f"drawn on {html}")
+
+
 def evaluate_run(run: Path, data: str | None, device: torch.device) -> None:
     """Measure a finished run on text once more, and compare with what was recorded."""
     from factorized.experiments.text.train import TASKS

@@ -29,6 +29,11 @@ def recipe_names() -> list[str]:
     return sorted((*files, *_recipes_of_tables()))
 
 
+def image_recipe_names() -> list[str]:
+    """Return the names of those that train on images."""
+    return [name for name in recipe_names() if "task" not in read_recipe(name)]
+
+
 @cache
 def paper_cells() -> tuple[Cell, ...]:
     """Return every figure of the paper's tables, its own and those it quotes, with the recipes that aim at them."""
@@ -57,8 +62,10 @@ def recipe_text(name: str) -> str:
     if name not in _recipes_of_tables():
         return recipe_path(name).read_text().rstrip()
     table = read_recipe(name)
-    ordered = {key: table[key] for key in Recipe.model_fields if key in table}
-    return f"# factorized train {name} --data DIR\n{to_toml(ordered)}"
+    fields = (TextRecipe if "task" in table else Recipe).model_fields
+    ordered = {key: table[key] for key in fields if key in table}
+    embedded = "task" in table and not table["data"].get("train")
+    return f"# factorized train {name}{'' if embedded else ' --data DIR'}\n{to_toml(ordered)}"
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:

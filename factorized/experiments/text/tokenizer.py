@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from factorized.files.atomic import write_whole
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+BERT_PIECES = 30_522  # of the published uncased vocabulary
 SPECIAL: dict[Task, dict[str, str]] = {
     "language": {"pad_token": PAD, "eos_token": END},
     "translation": {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END},
@@ -111,6 +113,26 @@ def _check_learned(model: Any, size: int, given: int) -> None:
         raise ValueError(
             f"data.vocabulary = {size} is too small: its characters alone are {learned} tokens; ask for more"
         )
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What a network is built from, in place of a tokenizer: the size of its vocabulary."""
+
+    size: int
+    pad_token_id: int = 0
+    eos_token_id: int = 1
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def stand_in_tokenizer(data: TextData) -> StandIn:
+    """Return a stand-in of the recipe's vocabulary; a file of word pieces that is not there counts as BERT's."""
+    if isinstance(data.vocabulary, int):
+        return StandIn(data.vocabulary)
+    path = Path(data.vocabulary)
+    return StandIn(len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else BERT_PIECES)
 
 
 def load_tokenizer(folder: Path) -> Any:

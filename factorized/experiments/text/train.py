@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 
+from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
@@ -109,7 +111,7 @@ def _train_one(
         arguments = training_arguments(recipe, run, seed, processes.device, processes.count)
         trainer = TextTrainer(task, model, arguments, watch)
         began = time.perf_counter()
-        with writing(run):
+        with writing(run), quiet(transformers):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - began
         if watch.stopped:
@@ -128,7 +130,7 @@ def _train_one(
         "history": history,
     }
     if processes.is_first:
-        with writing(run):
+        with writing(run), quiet(transformers):
             result["files"] = save_text_model(model, task.tokenizer, run)
             write_json(run / RESULT, result)  # written last: if it exists, everything else does
         shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)

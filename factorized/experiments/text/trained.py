@@ -9,11 +9,13 @@ from typing import Any
 from torch import nn
 
 from factorized.experiments.data.extras import need
+from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.models import AUTO
 from factorized.experiments.text.tokenizer import load_tokenizer
 from factorized.experiments.training.trained import FOLDER, RESULT, changed, check_file, checksum_of, read_sealed
+from factorized.files.folder import MANIFEST
 from factorized.files.pretrained import from_pretrained, save_pretrained
 from factorized.surgery.compose import is_factorized
 
@@ -52,10 +54,11 @@ def load_text_run(run: Path) -> tuple[TextRecipe, dict[str, Any], nn.Module, Any
     recipe = check_text_recipe(result["recipe"], str(run / RESULT))
     for file, expected in result["files"].items():
         check_file(run / FOLDER / Path(file).name, expected)
-    auto = getattr(need("transformers", "transformers", f"task {recipe.task!r}", "text"), AUTO[recipe.task])
-    folder = run / FOLDER
-    if (folder / "plan.json").is_file():
-        model = from_pretrained(auto, folder)
-    else:
-        model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    transformers = need("transformers", "transformers", f"task {recipe.task!r}", "text")
+    auto, folder = getattr(transformers, AUTO[recipe.task]), run / FOLDER
+    with quiet(transformers):
+        if (folder / MANIFEST).is_file():
+            model = from_pretrained(auto, folder)
+        else:
+            model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return recipe, result, model.eval(), load_tokenizer(folder)

@@ -25,6 +25,7 @@ from factorized.planning.cost import measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
 from factorized.surgery.factorize import factorize
+from factorized.surgery.progress import Progress
 
 
 def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
@@ -75,7 +76,9 @@ def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     return factorize_network(recipe, dense, plan_network(recipe, dense, images))
 
 
-def factorize_network(recipe: Recipe, dense: nn.Module, plan: Plan | None) -> nn.Module:
+def factorize_network(
+    recipe: Recipe, dense: nn.Module, plan: Plan | None, progress: Progress | None = None
+) -> nn.Module:
     """Factorize the recipe's dense network by its plan, in place, and return it; None leaves it dense."""
     if empty := [name for name, tensor in dense.state_dict().items() if tensor.is_meta]:
         raise ValueError(f"model {recipe.model.name!r}: {empty[0]} is on the meta device; build it with memory")
@@ -86,7 +89,7 @@ def factorize_network(recipe: Recipe, dense: nn.Module, plan: Plan | None) -> nn
         )
     if plan is None:
         return dense
-    network = factorize(dense, plan, init=recipe.factorize.init)
+    network = factorize(dense, plan, init=recipe.factorize.init, progress=progress)
     for module in network.modules():
         if isinstance(module, FactorizedConv):
             module.execution = recipe.factorize.execution

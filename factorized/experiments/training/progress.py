@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 REFRESH = 20  # steps between two looks at the loss, each of which waits for the device
@@ -26,6 +26,7 @@ class Reporter:
             both = TextColumn("{task.description}\n{task.fields[figures]}")
             columns = (both, BarColumn(bar_width=10), TimeRemainingColumn(compact=True))
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
+        self._layers: TaskID | None = None
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -33,6 +34,15 @@ class Reporter:
 
     def __exit__(self, *exception: object) -> None:
         self.progress.stop()
+
+    def decomposing(self, done: int, total: int) -> None:
+        """Show how many layers of a network are decomposed, until all are."""
+        if self._layers is None:
+            self._layers = self.progress.add_task("decomposing", total=total, figures="")
+        self.progress.update(self._layers, completed=done, figures=f"{done} of {total} layers")
+        if done == total:
+            self.progress.remove_task(self._layers)
+            self._layers = None
 
     def begin(self, title: str, epochs: int, steps: int, done: int) -> None:
         """Begin the run ``title`` of ``epochs`` epochs of ``steps`` steps, ``done`` of which were taken before."""

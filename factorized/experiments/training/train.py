@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
@@ -48,6 +49,7 @@ from factorized.experiments.training.step import TrainingStep, autocast_type
 from factorized.experiments.training.streamed import Streamed
 from factorized.experiments.training.trained import RESULT, read_result, save_trained
 from factorized.nn.running import count_parameters
+from factorized.surgery.progress import Progress, late
 
 ASK = 20  # steps between two checks, across processes, for a stop request
 HIGHEST = 0.1  # the highest learning rate to suggest: the paper's
@@ -80,16 +82,25 @@ def train(
     folders = [folder / f"seed-{seed}" for seed in seeds]
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:
-        trainer = Trainer(recipe, images, processes, seeds[0], allow_other_devices=allow_other_devices)
+        shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
+        claims.enter_context(shown)
+        build = partial(
+            Trainer,
+            recipe,
+            images,
+            processes,
+            allow_other_devices=allow_other_devices,
+            progress=shown.decomposing,
+        )
+        trainer = build(seeds[0])
         processes.from_first(
             lambda: prepare_folders(folders, trainer.bytes_to_write, claims, resume=resume, overwrite=overwrite)
         )
-        shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
-        with shown, StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
+        with StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
             for seed, run_folder in zip(seeds, folders, strict=True):
                 if recipe.factorize.depends_on_weights and seed != seeds[0]:
                     # other ranks: nothing can be shared
-                    trainer = Trainer(recipe, images, processes, seed, allow_other_devices=allow_other_devices)
+                    trainer = build(seed)
                 results.append(trainer.run(seed, run_folder, bool(resume), shown, stop))
     return results
 
@@ -98,13 +109,20 @@ class Trainer:
     """A recipe's network, optimizer, data and step on one device: made once, and run for one seed after another."""
 
     def __init__(
-        self, recipe: Recipe, images: Images, processes: Processes, seed: int, *, allow_other_devices: bool = False
+        self,
+        recipe: Recipe,
+        images: Images,
+        processes: Processes,
+        seed: int,
+        *,
+        allow_other_devices: bool = False,
+        progress: Progress | None = None,  # of decompositions that take a while
     ) -> None:
-        self.allow_other_devices = allow_other_devices
+        self.allow_other_devices, self.progress = allow_other_devices, progress
         self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
         dense = build_dense(recipe, images, seed)
         self.plan = plan_network(recipe, dense, images)
-        self.network = factorize_network(recipe, dense, self.plan)
+        self.network = self._factorize(dense)
         check_network(recipe, self.network, images)
         self.macs = count_macs(self.network, self.plan, images)
         # of the first seed; others are drawn when their turn comes
@@ -191,7 +209,11 @@ class Trainer:
         if seed in self.fresh:
             return self.fresh.pop(seed)
         dense = build_dense(self.recipe, self.images, seed)
-        return factorize_network(self.recipe, dense, self.plan).state_dict()
+        return self._factorize(dense).state_dict()
+
+    def _factorize(self, dense: nn.Module) -> nn.Module:
+        progress = None if self.progress is None else late(self.progress)
+        return factorize_network(self.recipe, dense, self.plan, progress)
 
     def _check_devices(self, state: RunState, folder: Path) -> None:
         """Refuse to go on where the result would be another one, unless that is allowed."""

@@ -4,6 +4,7 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -107,3 +108,23 @@ def test_quiet_shows_nothing_on_a_terminal_or_a_pipe() -> None:
         reporter, file = shown_in(terminal, quiet=True)
         run(reporter)
         assert file.getvalue() == ""
+
+
+def test_layers_that_are_being_decomposed_have_a_bar_until_all_are() -> None:
+    reporter, file = shown_in(terminal=True)
+    with reporter:
+        reporter.decomposing(3, 8)
+        reporter.progress.refresh()
+        assert len(reporter.progress.tasks) == 1
+        reporter.decomposing(8, 8)
+        assert reporter.progress.tasks == []
+    assert re.search(r"decomposing .*3 of 8 layers", file.getvalue())
+
+
+def test_training_reports_decompositions_that_take_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, int]] = []
+    monkeypatch.setattr(Reporter, "decomposing", lambda self, done, total: heard.append((done, total)))
+    monkeypatch.setattr("factorized.experiments.training.train.late", lambda show: show)
+    train(recipe(), digits(), tmp_path, device="cpu", reporter=Reporter(quiet=True))
+    assert heard
+    assert heard[-1][0] == heard[-1][1]

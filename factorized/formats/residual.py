@@ -1,0 +1,240 @@
+"""A weight as a part in another format, which is trained, plus all the rest of it, which is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from factorized._checks import check_choice
+from factorized.formats.convolution import Geometry, convolve, convolve_transposed
+from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Way
+from factorized.formats.kernel import KernelShape
+from factorized.formats.product import LowRank
+from factorized.formats.scheme import Scheme
+
+TYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # of the types that need a scale for every row
+REST, SCALE = "residual", "residual_scale"
+
+
+@dataclass(frozen=True)
+class ResidualFormat(Format):
+    """``W = part + R``: the cores of ``part`` are trained, ``R`` is frozen and may have a ``dtype`` of its own.
+
+    A decay penalizes the part alone. In types of one byte, every row of ``R`` has a scale.
+    """
+
+    shape: KernelShape
+    part: Format
+    dtype: str | None = None  # of the rest; None for that of the layer
+    rank: Rank = field(init=False, compare=False, repr=False)
+
+    name: ClassVar[str] = "residual"
+    frozen: ClassVar[tuple[str, ...]] = (REST, SCALE)
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, tuple(TYPES))
+        object.__setattr__(self, "rank", self.part.rank)
+
+    @property
+    def cores(self) -> dict[str, tuple[int, ...]]:
+        """Those of the part, then the rest of the weight, and its scales where it has them."""
+        rows = (self.shape.out_channels, *(1,) * (len(self.shape.weight_shape) - 1))
+        scale = {SCALE: rows} if self.dtype in LARGEST else {}
+        return {**self.part.cores, REST: self.shape.weight_shape, **scale}
+
+    def core_dtype(self, name: str) -> torch.dtype | None:
+        """Return the type of the rest."""
+        return TYPES[self.dtype] if name == REST and self.dtype is not None else None
+
+    @property
+    def decayed(self) -> tuple[Format, int]:
+        """What a decay of the part penalizes."""
+        return self.part.decayed
+
+    def decompose(
+        self,
+        weights: Tensor,  # (..., out, in/groups, *size)
+    ) -> Cores:
+        """Decompose the part, and keep all that it leaves: the weight is the same, but for rounding."""
+        cores = self.part.decompose(weights)
+        rest = weights - self.part.compose(cores)
+        if self.dtype is None or self.dtype not in LARGEST:
+            return (*cores, rest.to(self.core_dtype(REST) or weights.dtype))
+        own = tuple(range(-len(self.shape.weight_shape) + 1, 0))
+        scale = rest.abs().amax(dim=own, keepdim=True) / LARGEST[self.dtype]
+        scale = torch.where(scale == 0, 1, scale)
+        scaled = rest / scale
+        return (*cores, (scaled.round() if self.dtype == "int8" else scaled).to(TYPES[self.dtype]), scale)
+
+    def rest(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
+        """Return the frozen part of the weight, in the type of the trained one."""
+        rest, *scale = cores[len(self.part.cores) :]
+        rest = rest.to(cores[0].dtype)
+        return rest * scale[0] if scale else rest
+
+    def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
+        """Add the part and the rest."""
+        return self.adjusted(cores, None)
+
+    def adjusted(self, cores: Sequence[Tensor], adjust: Adjust | None) -> Tensor:  # (..., out, in/groups, *size)
+        """Add the part, adjusted, and the rest as it is."""
+        return self.part.adjusted(self._trained(cores), adjust) + self.rest(cores)
+
+    def _trained(self, cores: Sequence[Tensor]) -> Sequence[Tensor]:
+        return cores[: len(self.part.cores)]
+
+    @torch.no_grad()
+    def draw(self, cores: Sequence[Tensor], fill: Fill) -> None:
+        """Draw the part; the rest is zero."""
+        self.part.draw(self._trained(cores), fill)
+        rest, *scale = cores[len(self.part.cores) :]
+        rest.zero_()
+        for one in scale:
+            one.fill_(1)
+
+    def plus(self, cores: Sequence[Tensor], U: Tensor, V: Tensor) -> tuple[Format, Cores]:
+        """Return the part with ``U Vᵀ`` in it, and the same rest."""
+        part, wider = self.part.plus(self._trained(cores), U, V)
+        return replace(self, part=part), (*wider, *cores[len(self.part.cores) :])
+
+    @property
+    def compose_macs(self) -> int:
+        """Of the part."""
+        return self.part.compose_macs
+
+    def macs(self, call: Call) -> int:
+        """Return the multiply-accumulates of the part and of a dense layer."""
+        return self.part.macs(call) + (0 if call.looked_up else call.outputs * self.shape.numel)
+
+    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+        """Return the costs of the part, each with a dense layer: of the rest, or of a composed weight's gradient."""
+        dense = float(prod(self.shape.weight_shape))
+        return {way: cost + dense for way, cost in self.part.ways(stride, device, compiled).items()}
+
+    def run(
+        self,
+        way: Way,
+        x: Tensor,
+        cores: Sequence[Tensor],
+        bias: Tensor | None,
+        geometry: Geometry | None,
+        adjust: Adjust | None = None,
+    ) -> Tensor:
+        """Apply part and rest: as one weight where the part is composed, else one beside the other."""
+        if way == "composed":
+            return super().run(way, x, cores, bias, geometry, adjust)
+        rest = self.rest(cores)
+        y = F.linear(x, rest) if geometry is None else convolve(x, rest, None, geometry, self.shape.groups)
+        return y + self.part.run(way, x, self._trained(cores), bias, geometry)
+
+    def run_transposed(
+        self,
+        way: Way,
+        x: Tensor,
+        cores: Sequence[Tensor],
+        bias: Tensor | None,
+        geometry: Geometry | None,
+        adjust: Adjust | None = None,
+    ) -> Tensor:
+        """Apply the transposes of part and rest: as one weight where the part is composed, else side by side."""
+        if way == "composed":
+            return super().run_transposed(way, x, cores, bias, geometry, adjust)
+        rest, groups = self.rest(cores), self.shape.groups
+        y = F.linear(x, rest.mT) if geometry is None else convolve_transposed(x, rest, None, geometry, groups)
+        return y + self.part.run_transposed(way, x, self._trained(cores), bias, geometry)
+
+    def raised(self) -> list[Self]:
+        """Return the formats whose part has the next higher ranks."""
+        return [replace(self, part=other) for other in self.part.raised()]
+
+    def lowered(self) -> list[Self]:
+        """Return the formats whose part has the next lower ranks."""
+        return [replace(self, part=other) for other in self.part.lowered()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings of the part under a name of its own."""
+        return {"name": self.name, "part": self.part.to_dict(), "dtype": self.dtype}
+
+    def describe(self) -> str:
+        """Return the settings of the part, and how the rest is kept."""
+        return f"residual={self.dtype or 'frozen'}, {self.part.describe()}"
+
+
+@dataclass(frozen=True, repr=False)
+class Residual(Scheme):
+    """``W = U Vᵀ + R``: train the leading part of every weight, and freeze all the rest of it.
+
+    At the start the model computes what it did, but for rounding; ``U Vᵀ`` is the best approximation of ``W`` at its
+    rank, and ``R`` what that leaves (PiSSA, Meng et al., 2024). Nothing is saved: ``R`` is as large as ``W``, unless
+    ``dtype`` keeps it in fewer bytes. Frobenius decay acts on ``U Vᵀ``, never on ``R``.
+
+    Args:
+        part: the scheme of the part that is trained.
+        dtype: the type that ``R`` is kept in, None for that of the weight. ``torch.int8`` and ``torch.float8_e4m3fn``
+            take one byte an entry, with a scale for every row.
+    """
+
+    part: Scheme = field(default_factory=LowRank)
+    dtype: torch.dtype | str | None = None  # kept as its name, for files
+
+    name: ClassVar[str] = "residual"
+    formats: ClassVar[tuple[type[Format], ...]] = (ResidualFormat,)
+    compresses: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.part, Scheme) or isinstance(self.part, Residual):
+            raise ValueError(f"part must be a scheme such as fz.LowRank(), got {self.part!r}")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+            check_choice("dtype", self.dtype, tuple(TYPES))
+
+    @property
+    def _kept(self) -> str | None:
+        return None if self.dtype is None else str(self.dtype)
+
+    def at_scale(self, shape: KernelShape, scale: float) -> ResidualFormat:
+        """Return the part's format at a rank scale, with a rest."""
+        return ResidualFormat(shape, self.part.at_scale(shape, scale), self._kept)
+
+    def at_rank(self, shape: KernelShape, rank: Rank) -> ResidualFormat:
+        """Return the part's format at a rank, with a rest."""
+        return ResidualFormat(shape, self.part.at_rank(shape, rank), self._kept)
+
+    def reference(self, shape: KernelShape) -> int:
+        """Return what the rank scale of the part multiplies."""
+        return self.part.reference(shape)
+
+    @property
+    def rank_scale(self) -> float | None:
+        """That of the part."""
+        return self.part.rank_scale
+
+    def kernel(self, weight_shape: Sequence[int], groups: int = 1) -> KernelShape:
+        """Return the shape that the part reads a weight as."""
+        return self.part.kernel(weight_shape, groups)
+
+    def refuse(self, module: nn.Module, shape: KernelShape) -> str | None:
+        """Return why the part leaves a layer alone, or None."""
+        return self.part.refuse(module, shape)
+
+    def clipped(self, shape: KernelShape, scale: float | None, rank: int | None) -> str | None:
+        """Return which ranks of the part are clipped, or None."""
+        return self.part.clipped(shape, scale, rank)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the scheme as JSON-ready values."""
+        return {"name": self.name, "part": self.part.to_dict(), "dtype": self.dtype}

@@ -1,0 +1,149 @@
+"""Lightning: a callback that factorizes the module, decays its products, and keeps the plan in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from factorized.decay.forms import factor_parameters, forms
+from factorized.decay.frobenius import FrobeniusDecay
+from factorized.decay.strength import Strength
+from factorized.nn.init import Init
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import module_names
+from factorized.planning.plan import Plan
+from factorized.surgery.compose import is_factorized
+from factorized.surgery.describe import describe
+from factorized.surgery.factorize import build_layers, factorize, install
+from factorized.surgery.heads import plain_attention, with_plain_attention
+from factorized.surgery.replace import replace_module
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:  # the smaller package, which has the same classes
+        from pytorch_lightning import Callback
+
+PLAN = "factorized_plan"  # its place in a checkpoint
+
+
+class FactorizeCallback(Callback):
+    """Factorize a ``LightningModule`` before its optimizers are made, and decay its products.
+
+    ``configure_optimizers`` of the module finds the factors in place. Give it ``fz.parameter_groups(self, ...)``, so
+    that no factor gets ordinary weight decay on top of ``decay``. Every checkpoint holds the plan; a run that is
+    resumed from one is factorized by that plan, whatever its own weights would have led to, and goes on exactly.
+
+    Args:
+        plan: a plan for the module, or a function that makes one: ``lambda module: fz.plan(module, ratio=0.3)``. None
+            for a module that is factorized already, or that a checkpoint says how to factorize.
+        init: how factors are filled, as for ``fz.factorize``.
+        decay: the strength of ``fz.FrobeniusDecay``, attached to every optimizer that holds factors; None for none.
+        decoupled: as for ``fz.FrobeniusDecay``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | Callable[[nn.Module], Plan] | None = None,
+        *,
+        init: Init | None = None,
+        decay: Strength | None = None,
+        decoupled: bool | None = None,
+    ) -> None:
+        self.plan, self.init, self.decay, self.decoupled = plan, init, decay, decoupled
+        self.decays: list[FrobeniusDecay] = []  # one for each optimizer that holds factors
+        self._steps: list[int] = []  # taken before, in a checkpoint or an earlier ``fit``, for decays still to be made
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Factorize the module, unless it is already, and let a checkpoint's plan come before its weights."""
+        if self.plan is not None and not is_factorized(pl_module):
+            made = self.plan if isinstance(self.plan, Plan) else self.plan(pl_module)
+            factorize(pl_module, made, init=self.init)
+        if trainer.global_step == 0:
+            self._steps = []
+        # Lightning tells callbacks of a checkpoint only once its weights are loaded, the module before that.
+        of_module = pl_module.on_load_checkpoint
+
+        def restore_first(checkpoint: dict[str, Any]) -> None:
+            restore_plan(pl_module, checkpoint)
+            of_module(checkpoint)
+
+        pl_module.on_load_checkpoint = restore_first  # type: ignore[method-assign]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach a decay to every optimizer that holds factors."""
+        _forget_wrapper(pl_module)
+        if self.decay is None:
+            return
+        factors = factor_parameters(forms(pl_module))
+        holding = [o for o in trainer.optimizers if any(p in factors for g in o.param_groups for p in g["params"])]
+        # Where none holds any, the first says what is wrong.
+        self.decays = [
+            FrobeniusDecay(pl_module, self.decay, decoupled=self.decoupled).attach(optimizer)
+            for optimizer in holding or trainer.optimizers[:1]
+        ]
+        self._resume()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Detach the decays: another ``fit`` makes optimizers of its own."""
+        _forget_wrapper(pl_module)
+        self._steps = self.state_dict()["steps"]
+        for decay in self.decays:
+            decay.detach()
+        self.decays = []
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write the plan into a checkpoint."""
+        if is_factorized(pl_module):
+            checkpoint[PLAN] = describe(pl_module).to_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps that the decays have taken, for strengths that follow a schedule."""
+        return {"steps": [decay.steps for decay in self.decays] or self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a saved run left off."""
+        self._steps = list(state_dict["steps"])
+        self._resume()
+
+    def _resume(self) -> None:
+        # Lightning restores callbacks before or after ``on_fit_start``, depending on its strategy.
+        if self.decays:
+            for decay, steps in zip(self.decays, self._steps, strict=False):
+                decay.load_state_dict({"steps": steps})
+            self._steps = []
+
+
+def restore_plan(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Factorize ``module`` as the one was that wrote ``checkpoint``, for its weights to be loaded next.
+
+    ``FactorizeCallback`` does this where a ``Trainer`` loads. For ``load_from_checkpoint``, which knows no callbacks,
+    call it in the module's ``on_load_checkpoint``. A checkpoint without a plan changes nothing.
+    """
+    if PLAN not in checkpoint:
+        return
+    saved = Plan.from_dict(checkpoint[PLAN])
+    if is_factorized(module):
+        if describe(module).entries == saved.entries:
+            return
+        _make_dense(module)
+    install(module, saved, build_layers(module, saved, init=None))
+
+
+def _make_dense(module: nn.Module) -> None:
+    """Undo a factorization in place; what was tied is tied again by the plan that comes next."""
+    for layer, names in module_names(module).items():
+        if isinstance(layer, FactorizedLayer):
+            dense = layer.to_dense()
+            for name in names:
+                replace_module(module, name, dense)
+    with_plain_attention(module, lambda names, unit: plain_attention(unit, unit.head_size))
+
+
+def _forget_wrapper(module: nn.Module) -> None:
+    """Give the module its own ``on_load_checkpoint`` back: copies and pickles would take the wrapper along."""
+    vars(module).pop("on_load_checkpoint", None)

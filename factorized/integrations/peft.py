@@ -1,0 +1,125 @@
+"""peft: LoRA adapters on factorized linear layers, merged exactly by making the product wider."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import Tensor, nn
+
+from factorized.nn.linear import FactorizedLinear
+
+# Those that leave the weight of the layer alone; the others subtract from it what they put into the adapter.
+INITS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+def on_factorized(config: LoraConfig) -> LoraConfig:
+    """Let ``config`` also target factorized linear layers, and return it.
+
+    ``get_peft_model(model, on_factorized(LoraConfig(target_modules=[...])))`` trains adapters beside the factors, which
+    are frozen. peft does not save this: read a saved adapter with
+    ``PeftModel.from_pretrained(model, folder, config=on_factorized(LoraConfig.from_pretrained(folder)))``. A
+    ``target_modules="all-linear"`` finds plain linears only: name the layers instead.
+    """
+    config._register_custom_module({FactorizedLinear: LoraFactorizedLinear})
+    return config
+
+
+class LoraFactorizedLinear(Linear):
+    """A factorized linear layer with LoRA adapters beside it.
+
+    To merge an adapter ``s B A`` into ``U Vᵀ`` the factors are concatenated: ``[U, s B] [V, Aᵀ]ᵀ`` has the sum of both
+    ranks and is exact, where writing the sum at the old rank would lose part of it.
+    """
+
+    _before_merge: list[FactorizedLinear]
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], None]:
+        """Plain LoRA alone: the variants write to the weight, or depend on its norm."""
+        return {(): None}
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, FactorizedLinear)
+        return module.in_features, module.out_features
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        """Add an adapter."""
+        if config.init_lora_weights not in INITS:
+            raise ValueError(
+                f"init_lora_weights={config.init_lora_weights!r} changes the weight of the layer, and that of a "
+                f"factorized one is a product; use one of {', '.join(map(repr, INITS))}. To train the leading part of "
+                "a weight beside a frozen rest, as PiSSA does, see fz.Residual"
+            )
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Make the product wider by the active adapters, or by those named."""
+        base = self.get_base_layer()
+        if not isinstance(base, FactorizedLinear):  # fz.compose has made it dense
+            super().merge(safe_merge, adapter_names)
+            return
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        wide = base
+        for name in names:
+            wide = _widened(wide, *self._scaled(name))
+            if safe_merge and not all(parameter.isfinite().all() for parameter in wide.parameters()):
+                raise ValueError(f"the adapter {name!r} holds NaN or infinite values; it was not merged")
+        if names:
+            self._before_merge = self._before_merge if self.merged else [base]  # a list is no submodule
+            self.base_layer = wide
+            self.merged_adapters += names
+
+    def unmerge(self) -> None:
+        """Put the product back that was there before."""
+        base = self.get_base_layer()
+        if not self.merged or not isinstance(base, FactorizedLinear):
+            super().unmerge()
+            return
+        (before,) = self._before_merge
+        self.base_layer = before.to(device=base.factors[0].device, dtype=base.factors[0].dtype)
+        self.merged_adapters.clear()
+
+    def _scaled(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return an adapter as ``s B`` (out, r), ``Aᵀ`` (in, r) and what it adds to the bias."""
+        A, B, scale = self.lora_A[name], self.lora_B[name], self.scaling[name]
+        assert isinstance(A, nn.Linear)
+        assert isinstance(B, nn.Linear)
+        return B.weight * scale, A.weight.mT, B.bias * scale if self.lora_bias[name] else None
+
+
+@torch.no_grad()
+def _widened(
+    layer: FactorizedLinear,
+    U: Tensor,  # (out, r)
+    V: Tensor,  # (in, r)
+    bias: Tensor | None,  # (out,)
+) -> FactorizedLinear:
+    """Return a layer with the weight of ``layer`` plus ``U Vᵀ``, and its bias plus ``bias``."""
+    dtype, trains = layer.factors[0].dtype, layer.factors[0].requires_grad
+    added = (part.to(dtype) for part in ((V, U) if layer.transposed else (U, V)))
+    format, factors = layer.format.plus(layer.factors, *added)
+    wider = FactorizedLinear(
+        layer.in_features,
+        layer.out_features,
+        format,
+        layer.bias is not None,
+        execution=layer.execution,
+        init=None,
+        dense_type=layer.dense_type,
+        device=layer.factors[0].device,
+        dtype=dtype,
+    )
+    wider.set_factors(*factors)
+    wider.requires_grad_(trains)
+    wider.bias = layer.bias
+    if bias is not None:
+        if layer.bias is None:
+            raise ValueError("an adapter with lora_bias=True cannot be merged into a layer without a bias")
+        wider.bias = nn.Parameter(layer.bias + bias, layer.bias.requires_grad)
+    wider.carried = layer.carried
+    layer.hand_back(wider)
+    return wider.train(layer.training)

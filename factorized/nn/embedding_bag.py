@@ -1,0 +1,147 @@
+"""A bag of embeddings whose table is held in a format: thin rows are summed up, then multiplied."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from factorized.formats.format import Format
+from factorized.nn.dense import check_dense
+from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.init import Init
+from factorized.nn.layer import Lowered
+
+
+class FactorizedEmbeddingBag(FactorizedEmbedding):
+    """A table (entries, dim) in a format, of which the rows of every bag are summed, averaged or maximized.
+
+    Of a product, sums and means of the thin rows of ``U`` are widened by ``V``, once a bag. A maximum needs every row
+    widened first, and so does ``scale_grad_by_freq``, whose counts are right here: torch 2.13 takes those of other
+    entries on the CPU. A maximum with padding is exported for one batch size only.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        format: Format | int,
+        *,
+        mode: str = "mean",
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        depth: int = 0,
+        init: Init | None = "spectral",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            format,
+            padding_idx,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            depth=depth,
+            init=init,
+            device=device,
+            dtype=dtype,
+        )
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_dense(  # type: ignore[override]
+        cls, dense: nn.EmbeddingBag, format: Format | int, init: Init | None = "spectral", *, depth: int = 0
+    ) -> FactorizedEmbeddingBag:
+        """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
+        check_dense(dense, nn.EmbeddingBag)
+        if dense.max_norm is not None:
+            raise ValueError(f"max_norm renormalizes rows of the table, which a product has not; got {dense.max_norm}")
+        layer = cls(
+            dense.num_embeddings,
+            dense.embedding_dim,
+            format,
+            mode=dense.mode,
+            scale_grad_by_freq=dense.scale_grad_by_freq,
+            sparse=dense.sparse,
+            include_last_offset=dense.include_last_offset,
+            padding_idx=dense.padding_idx,
+            depth=depth,
+            init=None,
+            device=dense.weight.device,
+            dtype=dense.weight.dtype,
+        )
+        layer.take_over(dense, init)
+        return layer
+
+    def plain_table(self, dim: int) -> nn.EmbeddingBag:  # type: ignore[override]
+        """Return an ``nn.EmbeddingBag`` with this layer's settings and rows of ``dim`` numbers on the meta device."""
+        return nn.EmbeddingBag(
+            self.num_embeddings,
+            dim,
+            mode=self.mode,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+            device="meta",
+        )
+
+    @property
+    def widens_bags(self) -> bool:
+        """Whether thin rows are added up before they are widened; else every row is widened first."""
+        return self._has_thin_rows and self.mode != "max" and not self.scale_grad_by_freq
+
+    def forward(
+        self,
+        input: Tensor,  # (bags, entries), or (entries of all bags,)
+        offsets: Tensor | None = None,  # (bags,), where each begins
+        per_sample_weights: Tensor | None = None,  # like input, for sums
+    ) -> Tensor:  # (bags, dim)
+        """Return the sum, mean or maximum of the rows of each bag."""
+        composed = self.chosen_execution() == "composed"
+        if composed and not self.scale_grad_by_freq:
+            return self._bags(input, self.composed_table(), offsets, per_sample_weights, self.padding_idx)
+        if self.widens_bags and not composed:
+            *_, thin = self.format.chain_weights(self.factors)
+            return self.widened(self._bags(input, thin, offsets, per_sample_weights, self.padding_idx, self.sparse))
+        rows = super().forward(input.reshape(-1))
+        places = torch.arange(rows.shape[0], dtype=input.dtype, device=input.device).view_as(input)
+        if self.padding_idx is None:
+            return self._bags(places, rows, offsets, per_sample_weights, None)
+        places = (places + 1).masked_fill(input == self.padding_idx, 0)
+        rows = torch.cat([rows.new_zeros(1, self.embedding_dim), rows])  # one more, for padding
+        return self._bags(places, rows, offsets, per_sample_weights, 0)
+
+    def _bags(
+        self,
+        indices: Tensor,  # like input
+        table: Tensor,  # (entries, any width)
+        offsets: Tensor | None,
+        per_sample_weights: Tensor | None,
+        padding_idx: int | None,
+        sparse: bool = False,
+    ) -> Tensor:  # (bags, any width)
+        return F.embedding_bag(
+            indices,
+            table,
+            offsets,
+            mode=self.mode,
+            sparse=sparse,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding_idx,
+        )
+
+    def lowered(self) -> list[Lowered]:
+        """Return a table of thin rows and the linears that widen their sums or means; nothing for a maximum."""
+        return super().lowered() if self.mode != "max" else []
+
+    def settings_repr(self) -> list[str]:
+        """Return entries, dimension, the mode and the padding entry."""
+        return [*super().settings_repr(), f"mode={self.mode}"]

@@ -1,0 +1,273 @@
+"""Weights that are parameters of a larger module: gates of recurrent networks, stacks of experts.
+
+Such a module keeps its class's forward. Its factors are in a child ``factors``, by the names of the parameters they
+stand for; these are composed once per call, and whenever they are read.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from factorized.formats.format import Format, Way
+from factorized.nn.dense import dense_weight, format_of
+from factorized.nn.init import Init
+from factorized.nn.layer import FactorizedLayer, Lowered
+
+EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # stacks (experts, rows, columns) in transformers
+FACTORS = "factors"
+
+
+class HeldWeight(nn.Module):
+    """A parameter of a larger module, seen as a layer: each of some blocks of ``weight`` is a matrix. Abstract."""
+
+    form_kind: ClassVar[str]  # what a decay calls the product
+    weight: nn.Parameter
+    bias: None
+
+    def __init__(self, weight: nn.Parameter, groups: int) -> None:
+        super().__init__()
+        self.weight, self.groups = weight, groups
+        self.register_parameter("bias", None)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The blocks one below the other: (all rows, columns)."""
+        return self.weight.shape[:-1].numel(), self.weight.shape[-1]
+
+    @abstractmethod
+    def positions(self, arguments: Sequence[Any]) -> int:
+        """Return how often all of the weight is applied when the module is called with these arguments."""
+
+
+class RecurrentWeight(HeldWeight):
+    """The gates of a recurrent layer on its input or on its state, one block each."""
+
+    form_kind = "recurrent"
+
+    def positions(self, arguments: Sequence[Any]) -> int:
+        """Return the steps of all sequences."""
+        x = arguments[0].data  # of a packed sequence, those that are not padding
+        return int(x.shape[:-1].numel())
+
+
+class ExpertWeights(HeldWeight):
+    """The matrices of all experts, one block each."""
+
+    form_kind = "experts"
+
+    def positions(self, arguments: Sequence[Any]) -> int:
+        """Return the pairs of tokens and their experts, over the experts; each pair takes one block."""
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        chosen = [value.numel() for value in tensors if not value.is_floating_point()]
+        return -(-chosen[0] // self.groups) if chosen else tensors[0].shape[:-1].numel()
+
+
+def held_weights(module: nn.Module) -> dict[str, HeldWeight]:
+    """Return the weights that ``module`` holds as parameters of its own, by their names."""
+    parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        gates = {key: p for key, p in parameters.items() if key.startswith("weight_")}
+        return {
+            key: RecurrentWeight(p, 1 if key.startswith("weight_hr") else p.shape[0] // module.hidden_size)
+            for key, p in gates.items()
+        }
+    stacks = {key: p for key, p in parameters.items() if key in EXPERTS and p.dim() == 3}
+    return {key: ExpertWeights(p, p.shape[0]) for key, p in stacks.items()}
+
+
+def named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every module of ``model`` under all of its names, each followed by the weights that it holds."""
+    found: dict[str, nn.Module] = {}
+    held: dict[nn.Module, dict[str, HeldWeight]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[name] = module
+        held[module] = held.get(module) or held_weights(module)
+        found |= {f"{name}.{key}".removeprefix("."): weight for key, weight in held[module].items()}
+    return found
+
+
+class FactorizedWeight(FactorizedLayer):
+    """The factors of a weight that a larger module holds; called, it returns the composed weight."""
+
+    known_ways: ClassVar[tuple[Way, ...]] = ("composed",)
+    tunable = False
+
+    def __init__(
+        self,
+        dense_type: type[HeldWeight],
+        dense_shape: tuple[int, ...],
+        format: Format,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(format, "auto", device, dtype)
+        self.dense_type = dense_type
+        self.form_kind = dense_type.form_kind  # type: ignore[misc]  # of the kind of weight, not of this class
+        self._dense_shape = dense_shape
+        self.bias = None
+
+    @classmethod
+    def from_dense(cls, dense: HeldWeight, format: Format | int, init: Init | None = "spectral") -> Self:
+        """Return factors for ``dense``; ``init=None`` leaves them unfilled."""
+        weight = dense_weight(dense)
+        made = format_of(dense.matrix_shape, format, groups=dense.groups)
+        layer = cls(type(dense), tuple(weight.shape), made, weight.device, weight.dtype)
+        layer.take_over(dense, init)
+        return layer
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter that the factors stand for."""
+        return self._dense_shape
+
+    def dense_name(self, name: str) -> str:
+        """Return the name of the parameter in the dense model, for the ``name`` of this module."""
+        host, _, key = name.rpartition(".")
+        return f"{host.removesuffix(FACTORS)}{key}"
+
+    def factor_name(self, name: str) -> str:
+        """Return the name of this module, for the ``name`` of the parameter in the dense model."""
+        host, _, key = name.rpartition(".")
+        return f"{host}.{FACTORS}.{key}".removeprefix(".")
+
+    def weight_key(self, name: str) -> str:
+        """Return the name of the parameter in a dense state dict, for the ``name`` of this module."""
+        return self.dense_name(name)
+
+    def set_weight(
+        self,
+        weight: Tensor,  # in the dense shape
+    ) -> None:
+        """Make the product the best approximation of ``weight`` at this rank (section 3.1)."""
+        super().set_weight(weight.reshape(self.shape.weight_shape))
+
+    def composed(self) -> Tensor:
+        """Return the weight in the dense shape."""
+        return self.format.compose(self.factors).reshape(self.dense_shape)
+
+    def forward(self) -> Tensor:
+        """Return the weight in the dense shape, with what training does to it."""
+        weight, adjust = self.format.compose(self.factors), self.adjust
+        return (weight if adjust is None else adjust(weight)).reshape(self.dense_shape)
+
+    def dense_skeleton(self) -> HeldWeight:
+        """Return the weight on the meta device."""
+        return self.dense_type(nn.Parameter(torch.empty(self.dense_shape, device="meta")), self.shape.groups)
+
+    def carry(self, dense: nn.Module) -> None:
+        """Let every factor have the attributes set on the weight."""
+        for factor in self.factors:
+            vars(factor).update(vars(dense.weight))
+
+    def lowered(self) -> list[Lowered]:
+        """Return nothing: the module that holds the weight takes it whole."""
+        return []
+
+    def settings_repr(self) -> list[str]:
+        """Return the dense shape."""
+        return ["x".join(map(str, self.dense_shape))]
+
+
+class HoldsFactors(nn.Module):
+    """A module some of whose parameters are products. Abstract: ``hold`` makes a class of it and the module's own."""
+
+    dense_type: ClassVar[type[nn.Module]]
+    parameter_order: tuple[str, ...]  # of the dense module
+
+    @property
+    def held(self) -> dict[str, FactorizedWeight]:
+        """The factors by the names of the parameters that they stand for."""
+        return cast(dict[str, FactorizedWeight], self._modules[FACTORS]._modules)  # type: ignore[union-attr]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a composed weight, or what torch finds."""
+        children = self.__dict__["_modules"].get(FACTORS)
+        if children is not None and name in children._modules:
+            return children._modules[name]()
+        return super().__getattr__(name)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Compose the weights once, and call the dense module's forward with them in place."""
+        if torch.compiler.is_compiling():  # which cannot take an attribute away, and composes each weight once anyway
+            return super().forward(*arguments, **keywords)
+        composed = {key: layer() for key, layer in self.held.items()}
+        for key, weight in composed.items():
+            object.__setattr__(self, key, weight)
+        try:
+            return super().forward(*arguments, **keywords)
+        finally:
+            for key in composed:
+                object.__delattr__(self, key)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Let copies and pickles find the class, which is made for the dense one."""
+        return _blank, (self.dense_type,), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+class HoldsGates(HoldsFactors):
+    """A recurrent network some of whose gates are products. Abstract."""
+
+    _flat_weights_names: list[str]
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        """What torch's kernels take: all weights and biases, composed, in one order."""
+        return [getattr(self, name) for name in self._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: list[Tensor]) -> None:
+        """Keep no list: composed weights are new in every call."""
+
+    def _update_flat_weights(self) -> None:
+        """Do nothing: there is no list to be out of date."""
+
+    def _init_flat_weights(self) -> None:
+        self._flat_weight_refs: list[None] = []
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: the weights of every call are new."""
+
+
+def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
+    """Put factors in the place of parameters of ``host``, in place; its class becomes one that composes them."""
+    dense_type: Any = type(host)
+    order = tuple(host._parameters)
+    for key in layers:
+        del host._parameters[key]
+    host.__class__ = _class_of(dense_type)
+    assert isinstance(host, HoldsFactors)
+    host.parameter_order = order
+    children = nn.Module()
+    for key, layer in layers.items():
+        children.add_module(key, layer)
+    host.add_module(FACTORS, children.train(host.training))
+
+
+def release(host: HoldsFactors, parameter_of: Callable[[FactorizedWeight, Tensor], nn.Parameter]) -> None:
+    """Make ``host`` the plain module again, in place, with parameters made of its composed weights."""
+    made = {key: parameter_of(layer, layer.composed()) for key, layer in host.held.items()}
+    order = host.parameter_order
+    del host._modules[FACTORS], host.parameter_order
+    host.__class__ = host.dense_type  # type: ignore[assignment]
+    have = {**host._parameters, **made}
+    host._parameters.clear()
+    host._parameters.update({key: have[key] for key in (*order, *have) if key in have})
+    if isinstance(host, nn.RNNBase):
+        host._init_flat_weights()
+
+
+@cache
+def _class_of(dense_type: Any) -> Any:  # a class of modules, and one of HoldsFactors
+    base = HoldsGates if issubclass(dense_type, nn.RNNBase) else HoldsFactors
+    return type(f"Factorized{dense_type.__name__}", (base, dense_type), {"dense_type": dense_type})
+
+
+def _blank(dense_type: Any) -> Any:
+    made = _class_of(dense_type)
+    return made.__new__(made)

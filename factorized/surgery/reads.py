@@ -1,0 +1,167 @@
+"""What the code of a model reads of its layers' weights and biases, found in the source of its classes.
+
+A lowered layer is a sequence of plain layers and has no weight of its own: code that computes with
+``self.dense.weight`` would fail. Which layers these are is written in the methods that ``forward`` leads to.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
+
+PROPERTIES = ("dtype", "device", "isinstance")  # of a weight, which are the same for each of its factors
+
+
+@dataclass(frozen=True)
+class Read:
+    """One place that reads a weight, in a method of ``owner`` or, where that is None, in a function."""
+
+    owner: type[nn.Module] | None
+    path: str  # dotted, from ``self`` where ``exact``; otherwise the last part, or the container that is looped over
+    exact: bool
+    of_the_weight: str  # one of PROPERTIES; empty where it is the tensor itself
+
+
+def weights_read(model: nn.Module, names: list[str]) -> dict[str, set[str]]:
+    """Return, of the layers of ``names`` whose weight ``forward`` reads, what it reads: see ``Read.of_the_weight``.
+
+    Classes whose source is not at hand are taken to read nothing.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    classes = frozenset(cls for module in modules.values() for cls in type(module).__mro__ if _may_read(cls))
+    reads = _reads(classes)
+    found: dict[str, set[str]] = {}
+    for name in names:
+        for read in reads:
+            if _applies(read, name, modules):
+                found.setdefault(name, set()).add(read.of_the_weight)
+    return found
+
+
+def _may_read(cls: type) -> bool:
+    return "forward" in vars(cls) and cls.__module__.partition(".")[0] not in ("torch", "factorized")
+
+
+def _applies(read: Read, name: str, modules: dict[str, nn.Module]) -> bool:
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        inside = parts[depth:]
+        if read.owner is not None and not isinstance(modules.get(".".join(parts[:depth])), read.owner):
+            continue
+        if ".".join(inside) == read.path if read.exact else read.path in (inside[-1], *_container(inside)):
+            return True
+    return False
+
+
+def _container(inside: list[str]) -> list[str]:
+    return inside[-2:-1] if inside[-1].isdecimal() else []
+
+
+@dataclass(frozen=True, eq=False)
+class _Function:
+    owner: type[nn.Module] | None
+    body: ast.FunctionDef
+    parents: dict[ast.AST, ast.AST]
+
+
+@cache
+def _reads(classes: frozenset[type[nn.Module]]) -> list[Read]:
+    """Return every read of a weight in the functions that the ``forward`` of these classes leads to."""
+    functions: dict[str, list[_Function]] = {}
+    for function in _functions(classes):
+        functions.setdefault(function.body.name, []).append(function)
+    reached: dict[str, list[ast.Call]] = {"forward": []}  # by name, with the calls that lead there
+    waiting = ["forward"]
+    while waiting:
+        for function in functions.get(waiting.pop(), ()):
+            for call in (node for node in ast.walk(function.body) if isinstance(node, ast.Call)):
+                called = _last(call.func)
+                name = called if called in functions else "forward"  # of a module that is an attribute
+                if name not in reached:
+                    waiting.append(name)
+                reached.setdefault(name, []).append(call)
+    return [
+        read for name, calls in reached.items() for found in functions.get(name, ()) for read in _reads_in(found, calls)
+    ]
+
+
+def _functions(classes: frozenset[type[nn.Module]]) -> Iterator[_Function]:
+    """Yield the methods of the classes, and the functions beside them."""
+    for module in {cls.__module__ for cls in classes}:
+        try:
+            tree = ast.parse(inspect.getsource(sys.modules[module]))
+        except (KeyError, OSError, TypeError, SyntaxError):
+            continue
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node in tree.body:
+                yield _Function(None, node, parents)
+            elif isinstance(node, ast.ClassDef):
+                for cls in (cls for cls in classes if (cls.__module__, cls.__name__) == (module, node.name)):
+                    yield from (
+                        _Function(cls, part, parents) for part in node.body if isinstance(part, ast.FunctionDef)
+                    )
+
+
+def _reads_in(function: _Function, calls: list[ast.Call]) -> Iterator[Read]:
+    for node in ast.walk(function.body):
+        if not (isinstance(node, ast.Attribute) and node.attr in ("weight", "bias") and isinstance(node.ctx, ast.Load)):
+            continue
+        what = _what(function.parents[node]) if node.attr == "weight" else ""
+        path = _path(node.value)
+        if path[:1] == ["self"] and len(path) > 1:
+            yield Read(function.owner, ".".join(path[1:]), True, what)
+        elif isinstance(node.value, ast.Name) and node.value.id != "self":
+            for name in _may_be(node.value.id, function.body, calls):
+                yield Read(function.owner if name in _attributes(function.body) else None, name, False, what)
+        elif isinstance(node.value, (ast.Attribute, ast.Subscript)):
+            yield Read(None, _last(node.value), False, what)
+
+
+def _what(parent: ast.AST) -> str:
+    """Return which of PROPERTIES is read of a weight, given the expression around it; empty where more is."""
+    if isinstance(parent, ast.Call) and _last(parent.func) == "isinstance":
+        return "isinstance"
+    return parent.attr if isinstance(parent, ast.Attribute) and parent.attr in PROPERTIES else ""
+
+
+def _may_be(variable: str, function: ast.FunctionDef, calls: list[ast.Call]) -> set[str]:
+    """Return the names of attributes that a variable of ``function`` may hold, or the elements of which."""
+    sources: list[ast.AST] = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and any(_names(target, variable) for target in node.targets):
+            sources.append(node.value)
+        elif isinstance(node, (ast.For, ast.comprehension)) and _names(node.target, variable):
+            sources.append(node.iter)
+    if any(argument.arg == variable for argument in (*function.args.args, *function.args.kwonlyargs)):
+        sources += [value for call in calls for value in (*call.args, *(k.value for k in call.keywords))]
+    return {name for source in sources for name in _attributes(source)}
+
+
+def _attributes(tree: ast.AST) -> set[str]:
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def _names(target: ast.AST, variable: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == variable for node in ast.walk(target))
+
+
+def _last(node: ast.AST) -> str:
+    """Return the last name of an expression such as ``self.layers[0]``."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _path(node: ast.AST) -> list[str]:
+    """Return the names of an expression such as ``self.mlp.dense``; nothing where it is another one."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    inner = _path(node.value) if isinstance(node, ast.Attribute) else []
+    return [*inner, node.attr] if inner and isinstance(node, ast.Attribute) else []

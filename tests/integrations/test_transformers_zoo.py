@@ -1,0 +1,105 @@
+"""Every architecture of the zoo, through all that is done to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import factorized as fz
+from factorized.nn.layer import FactorizedLayer
+from tests.integrations.zoo import MODELS, Tiny
+
+SAMPLE = ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",  # DeBERTa and GPT-BigCode, when imported
+    "ignore:Initializing zero-element tensors is a no-op",  # MobileBERT
+)
+every_model = pytest.mark.parametrize(
+    "tiny", [pytest.param(t, marks=() if t.name in SAMPLE else pytest.mark.nightly, id=t.name) for t in MODELS]
+)
+
+
+def floats(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in what a model returns."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, (dict, list, tuple)):
+        for value in output.values() if isinstance(output, dict) else output:
+            yield from floats(value)
+
+
+def run(model: nn.Module, tiny: Tiny) -> list[Tensor]:
+    torch.manual_seed(0)
+    return list(floats(model(**tiny.inputs(next(model.parameters()).dtype))))
+
+
+@torch.no_grad()
+def difference(model: nn.Module, other: nn.Module, tiny: Tiny) -> float:
+    """Return the largest error of a model's outputs, relative to the largest entry of each."""
+    pairs = list(zip(run(model, tiny), run(other, tiny), strict=True))
+    assert pairs
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in pairs if a.numel())
+
+
+def small(tiny: Tiny, dtype: torch.dtype = torch.float64) -> Any:
+    return fz.factorize(tiny.build(dtype), rank_scale=0.25, keep_first_and_last=False)
+
+
+@every_model
+def test_at_full_rank_it_computes_what_the_dense_model_does(tiny: Tiny) -> None:
+    model = fz.factorize(tiny.build(), fz.Overcomplete("full"), init="spectral", keep_first_and_last=False)
+    assert difference(model, tiny.build(), tiny) < tiny.tolerance
+
+
+@every_model
+def test_a_step_with_frobenius_decay_is_finite_and_differs_from_one_without(tiny: Tiny) -> None:
+    models = [small(tiny).train() for _ in range(2)]
+    for model, strength in zip(models, (0.0, 1.0), strict=True):
+        optimizer = torch.optim.SGD(fz.parameter_groups(model, weight_decay=1e-4), lr=0.01)
+        fz.FrobeniusDecay(model, strength).attach(optimizer)
+        sum(output.square().mean() for output in run(model, tiny) if output.requires_grad).backward()
+        optimizer.step()
+    with_decay, without = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
+    assert with_decay.isfinite().all()
+    assert not torch.equal(with_decay, without)
+
+
+@every_model
+def test_composed_it_computes_the_same(tiny: Tiny) -> None:
+    model = small(tiny)
+    assert difference(fz.compose(model), model, tiny) < tiny.tolerance
+
+
+@every_model
+def test_lowered_it_is_plain_and_computes_the_same(tiny: Tiny, recwarn: pytest.WarningsRecorder) -> None:
+    model = small(tiny)
+    lowered = fz.lower(model)
+    assert difference(lowered, model, tiny) < tiny.tolerance
+    assert not any(type(module).__module__.startswith("factorized") for module in lowered.modules())
+    dense = {name for name, module in model.named_modules() if isinstance(module, FactorizedLayer)} - {
+        name for name, module in lowered.named_modules() if isinstance(module, nn.Sequential)
+    }
+    assert bool(dense) == any("the model's code reads its weight" in str(warning.message) for warning in recwarn)
+
+
+@every_model
+def test_what_is_saved_comes_back_exactly(tiny: Tiny, tmp_path: Path) -> None:
+    model = small(tiny)
+    fz.save(model, tmp_path)
+    assert difference(fz.load(tmp_path, tiny.build()), model, tiny) == 0
+
+
+@every_model
+def test_from_pretrained_gives_the_model_that_was_saved(tiny: Tiny, tmp_path: Path) -> None:
+    model = small(tiny, torch.float32)
+    fz.save_pretrained(model, tmp_path)
+    loaded = fz.from_pretrained(type(model), tmp_path)
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    assert difference(loaded, model, tiny) < 1e-6  # the config does not say how experts are run

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pickle
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import factorized as fz
+from factorized.nn.held_weight import FactorizedWeight, held_weights
+from factorized.testing import error
+
+INPUTS, HIDDEN = 6, 8
+SETTINGS: list[tuple[type[nn.RNNBase], dict[str, Any]]] = [
+    (nn.LSTM, {}),
+    (nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True, "proj_size": 3}),
+    (nn.LSTM, {"num_layers": 2, "bias": False}),
+    (nn.GRU, {"num_layers": 2, "bidirectional": True}),
+    (nn.GRU, {"bias": False, "batch_first": True}),
+    (nn.RNN, {"nonlinearity": "relu"}),
+]
+
+
+def low_rank(dense: nn.Module) -> Any:
+    """Return a factorized copy of ``dense`` whose factors are not those of a decomposition."""
+    model = fz.factorize(nn.Sequential(deepcopy(dense)), rank_scale=0.4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model[0]  # type: ignore[index]
+
+
+def tensors(outputs: Any) -> list[Tensor]:
+    """Return all tensors of what a recurrent network returns."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return [tensor for part in outputs if part is not None for tensor in tensors(part)]
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS)
+def test_a_recurrent_network_computes_what_its_composed_one_does(
+    kind: type[nn.RNNBase], settings: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    layer = low_rank(kind(INPUTS, HIDDEN, **settings).double())
+    dense = fz.compose(nn.Sequential(layer))[0]  # type: ignore[index]
+    assert type(dense) is kind
+    assert isinstance(layer, kind)
+    x = torch.randn(5, 4, INPUTS, dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([4, 4, 2, 1, 1]) if settings.get("batch_first") else torch.tensor([5, 3, 2, 1])
+    packed = pack_padded_sequence(x, lengths, batch_first=settings.get("batch_first", False))
+    _, hx = dense(x)
+    for arguments in ((x,), (x, hx), (packed,), (x[:, 0],)):
+        found, expected = tensors(layer(*arguments)), tensors(dense(*arguments))
+        assert [error(a, b) < 1e-12 for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert isinstance(layer(packed)[0], PackedSequence)
+    keys = list(held_weights(dense))
+    through = torch.autograd.grad(dense(x)[0].square().sum(), [getattr(dense, key) for key in keys])
+    for key, gradient in zip(keys, through, strict=True):
+        factors = layer.factors.get_submodule(key).factors
+        own = torch.autograd.grad(layer(x)[0].square().sum(), factors, retain_graph=True)
+        reference = torch.autograd.grad(getattr(layer, key), factors, gradient)
+        assert [error(a, b) < 1e-10 for a, b in zip(own, reference, strict=True)] == [True] * len(own)
+
+
+def test_between_its_layers_it_drops_as_the_dense_one_does() -> None:
+    layer = low_rank(nn.LSTM(INPUTS, HIDDEN, num_layers=2, dropout=0.5).double())
+    dense, x = fz.compose(nn.Sequential(layer))[0], torch.randn(5, 4, INPUTS).double()  # type: ignore[index]
+    torch.manual_seed(1)
+    found = layer(x)[0]
+    torch.manual_seed(1)
+    assert error(found, dense(x)[0]) < 1e-12
+    assert error(layer.eval()(x)[0], found) > 1e-3
+
+
+def test_every_gate_has_factors_of_its_own() -> None:
+    model = fz.factorize(nn.Sequential(nn.LSTM(INPUTS, HIDDEN)), rank=2)
+    forms = {form.name: form for form in fz.forms(model)}
+    assert list(forms) == ["0.factors.weight_ih_l0", "0.factors.weight_hh_l0"]
+    assert forms["0.factors.weight_ih_l0"].U.shape == (4, HIDDEN, 2)
+    assert forms["0.factors.weight_ih_l0"].V.shape == (4, INPUTS, 2)
+    assert {form.kind for form in forms.values()} == {"recurrent"}
+    fz.FrobeniusDecay(model, {"recurrent": 1e-4})
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRUCell])
+def test_copies_pickles_and_other_types_keep_their_factors(kind: type[nn.Module]) -> None:
+    layer = low_rank(kind(INPUTS, HIDDEN).double())
+    x = torch.randn(4, INPUTS).double()
+    expected = tensors(layer(x))[0]
+    for other in (deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is type(layer)
+        assert error(tensors(other(x))[0], expected) == 0
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        assert error(tensors(layer(x))[0], expected) == 0
+    assert tensors(layer.float()(x.float()))[0].dtype == torch.float32
+    assert type(layer).__name__ == f"Factorized{kind.__name__}"
+    assert "FactorizedWeight(" in repr(layer)
+
+
+def test_functional_call_takes_other_factors() -> None:
+    layer, x = low_rank(nn.GRU(INPUTS, HIDDEN).double()), torch.randn(5, 4, INPUTS).double()
+    other = low_rank(nn.GRU(INPUTS, HIDDEN).double())
+    y, _ = torch.func.functional_call(layer, dict(other.named_parameters()), (x,))
+    assert error(y, other(x)[0]) == 0
+
+
+def test_weights_that_two_cells_share_are_factorized_together() -> None:
+    model = nn.ModuleDict({"a": nn.GRUCell(8, 8), "b": nn.GRUCell(8, 8), "c": nn.Linear(8, 8)})
+    model["b"].weight_hh = model["a"].weight_hh
+    fz.factorize(model, rank=2, include=["a", "b"])
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, FactorizedWeight)}
+    assert layers["a.factors.weight_hh"].U is layers["b.factors.weight_hh"].U
+    plain = fz.compose(model)
+    assert plain["a"].weight_hh is plain["b"].weight_hh  # type: ignore[index]
+
+
+def test_some_weights_of_a_module_may_stay_dense() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(INPUTS, HIDDEN).double())
+    x = torch.randn(5, 4, INPUTS).double()
+    fz.factorize(model, rank=2, include=["*.weight_hh_l0"])
+    assert [name for name, _ in model.named_parameters()] == [
+        *("0.weight_ih_l0", "0.bias_ih_l0", "0.bias_hh_l0"),
+        *("0.factors.weight_hh_l0.U", "0.factors.weight_hh_l0.V"),
+    ]
+    plain = fz.compose(model)
+    assert list(plain.state_dict()) == list(nn.Sequential(nn.LSTM(INPUTS, HIDDEN)).state_dict())
+    assert error(plain(x)[0], model(x)[0]) < 1e-12
+    again = fz.plan(nn.Sequential(model, nn.Linear(8, 8)), rank=1, keep_first_and_last=False)
+    assert "already factorized" in (again.entries[0].reason or "")
+
+
+def test_drop_connect_acts_on_the_product_of_every_gate() -> None:
+    layer, x = low_rank(nn.GRU(INPUTS, HIDDEN).double()), torch.randn(5, 4, INPUTS).double()
+    expected = layer(x)[0]
+    fz.drop_connect(layer, 0.5)
+    assert error(layer(x)[0], expected) > 1e-3
+    assert error(layer.eval()(x)[0], expected) < 1e-12

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import io
+import sys
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from factorized.surgery import progress
+from factorized.surgery.progress import late
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 12), nn.MultiheadAttention(12, 2), nn.Linear(12, 12), nn.Linear(12, 12))
+
+
+@pytest.mark.parametrize("init", ["spectral", "normal"])
+def test_a_callback_hears_of_every_layer_and_attention_module(init: Any) -> None:
+    heard: list[tuple[int, int]] = []
+    plan = fz.plan(net(), rank_scale=0.25, keep_first_and_last=False, attention=True)
+    fz.factorize(net(), plan, init=init, progress=lambda done, total: heard.append((done, total)))
+    assert heard[-1] == (4, 4)
+    assert [done for done, _ in heard] == sorted({done for done, _ in heard})
+    assert len(heard) > 2
+
+
+def test_weights_that_are_decomposed_together_are_reported_together() -> None:
+    heard: list[tuple[int, int]] = []
+    options: Any = {"rank": 2, "keep_first_and_last": False}
+    fz.factorize(net(), progress=lambda done, total: heard.append((done, total)), **options)
+    assert heard == [(1, 3), (3, 3)]
+
+
+def test_an_error_in_the_callback_leaves_the_model_as_it_was() -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    model = net()
+    with pytest.raises(KeyboardInterrupt):
+        fz.factorize(model, rank=2, keep_first_and_last=False, progress=stop)
+    assert isinstance(model[0], nn.Linear)
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, seconds: float) -> str:
+    """Return what a factorization writes by itself, whose every look at the clock is so many seconds later."""
+    clock = count(0, seconds)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sys, "stderr", stream)
+    fz.factorize(net(), rank=2, keep_first_and_last=False)
+    return stream.getvalue()
+
+
+def test_a_terminal_sees_a_bar_only_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm")
+    assert shown(monkeypatch, Terminal(), seconds=0.1) == ""
+    assert "decomposing" in shown(monkeypatch, Terminal(), seconds=1.5)
+
+
+def test_a_file_or_a_session_without_tqdm_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert shown(monkeypatch, io.StringIO(), seconds=5) == ""
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    assert shown(monkeypatch, Terminal(), seconds=5) == ""
+
+
+def test_a_late_callback_is_told_nothing_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    heard: list[int] = []
+    told = late(lambda done, total: heard.append(done))
+    told(1, 2)
+    told(2, 2)
+    assert heard == [2]
+
+
+def test_loading_a_dense_checkpoint_counts_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, int]] = []
+    monkeypatch.setattr(progress, "_nothing", lambda done, total: heard.append((done, total)))
+    model = fz.factorize(net(), rank=2, keep_first_and_last=False)
+    heard.clear()
+    fz.load_dense(model, net().state_dict())
+    assert heard[-1] == (3, 3)
+    assert torch.isfinite(model[0].U).all()
