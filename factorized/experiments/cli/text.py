@@ -78,15 +78,16 @@ def plan_recipe(recipe: TextRecipe, html: Path | None) -> None:
     import torch
 
     from factorized.experiments.cli.console import write_page
-    from factorized.experiments.text.models import build_text_model
-    from factorized.experiments.text.network import plan_text
+    from factorized.experiments.text.network import plan_text, starting_network
     from factorized.experiments.text.tokenizer import stand_in_tokenizer
     from factorized.nn.running import count_parameters
+    from factorized.surgery.compose import is_factorized
+    from factorized.surgery.describe import describe
 
-    needs_weights = bool(recipe.model.name) or recipe.factorize.depends_on_weights
+    needs_weights = bool(recipe.model.name or recipe.model.from_run) or recipe.factorize.depends_on_weights
     with torch.device("cpu" if needs_weights else "meta"):
-        dense = build_text_model(recipe, stand_in_tokenizer(recipe.data), seed=0)
-    plan = plan_text(recipe, dense)
+        dense = starting_network(recipe, stand_in_tokenizer(recipe.data), seed=0)
+    plan = describe(dense) if is_factorized(dense) else plan_text(recipe, dense)
     if plan is None:
         say(f"{recipe.name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
         return

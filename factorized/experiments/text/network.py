@@ -46,10 +46,15 @@ def plan_text(recipe: TextRecipe, dense: nn.Module) -> Plan | None:
     )
 
 
+def starting_network(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module:
+    """Return the network that the recipe factorizes: drawn with ``seed``, or that of a run, which may be factorized."""
+    run = recipe.model.from_run
+    return build_text_model(recipe, tokenizer, seed) if run is None else build_from_run(recipe, run, seed)
+
+
 def build_text_network(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module:
     """Return the recipe's network on the CPU, factorized, drawn with ``seed``."""
-    run = recipe.model.from_run
-    dense = build_text_model(recipe, tokenizer, seed) if run is None else build_from_run(recipe, run, seed)
+    dense = starting_network(recipe, tokenizer, seed)
     plan = None if is_factorized(dense) else plan_text(recipe, dense)
     if plan is not None:
         return factorize(dense, plan, init=recipe.factorize.init)

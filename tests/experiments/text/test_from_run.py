@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from factorized.experiments.cli.text import plan_recipe
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.text.corpus import load_corpus
 from factorized.experiments.text.network import build_text_network
@@ -26,7 +27,7 @@ INPUTS = torch.tensor([[2, 20, 21, 3, 30, 31, 32, 3]])
 
 
 def low_rank(model: nn.Module) -> nn.Module:
-    return factorize(model, LowRank(), rank=4)
+    return factorize(model, LowRank(), rank=4, include=["*encoder*"])
 
 
 def half_heads(model: nn.Module) -> nn.Module:
@@ -54,7 +55,9 @@ def test_the_encoder_of_a_run_is_kept_as_it_is_under_a_new_head(
 
 def test_a_dense_run_can_be_factorized_for_its_new_task(tmp_path: Path) -> None:
     run = pretrained_run(tmp_path)
-    recipe = recipe_of({"model": {"from_run": str(run)}, "factorize": {"scheme": "low_rank", "rank": 4}})
+    recipe = recipe_of(
+        {"model": {"from_run": str(run)}, "factorize": {"scheme": "low_rank", "rank": 4, "include": ["*encoder*"]}}
+    )
     assert is_factorized(build_text_network(recipe, load_text_run(run)[3], seed=0))
 
 
@@ -66,6 +69,12 @@ def test_a_run_of_the_same_task_is_trained_further_whole(tmp_path: Path) -> None
     further = build_text_network(check_text_recipe(table, "further"), tokenizer, seed=0)
     for name, value in model.state_dict().items():
         assert torch.equal(further.state_dict()[name], value)
+
+
+def test_the_plan_of_a_recipe_is_that_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = pretrained_run(tmp_path, low_rank)
+    plan_recipe(recipe_of({"model": {"from_run": str(run)}}), None)
+    assert "bert.encoder.layer.1.attention.self.query" in capsys.readouterr().out
 
 
 def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
@@ -99,12 +108,13 @@ def test_a_recipe_that_does_not_fit_the_run_is_refused(tmp_path: Path, changes: 
 
 def test_a_run_that_pretrained_nothing_is_refused(tmp_path: Path) -> None:
     recipe = recipe_of({"model": {"from_run": str(tmp_path / "none")}})
-    with pytest.raises(ValueError, match=r"there is no .*none/result.json; give the folder of a finished run"):
+    with pytest.raises(
+        ValueError, match=r"model.from_run = .*: there is no .*none/result.json; give the folder of a finished run"
+    ):
         load_corpus(recipe, pretrained_run(tmp_path).parent / "squad", tmp_path / "cache")
     run = tmp_path / "pretrained"
     result = json.loads((run / "result.json").read_text())
     result["recipe"] |= {"task": "language", "model": {}, "data": {"length": 64}}
-    write_json(run / "result.json", {key: value for key, value in result.items() if key != "checksum"} | {"files": {}})
-    (run / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    write_json(run / "result.json", {key: value for key, value in result.items() if key != "checksum"})
     with pytest.raises(ValueError, match=r"is a run of task 'language'; give one of task 'masked'"):
         build_text_network(recipe_of({"model": {"from_run": str(run)}}), None, seed=0)
