@@ -36,15 +36,23 @@ def on_one_device(numbers: Sequence[Tensor]) -> Tensor:  # (numbers,)
 def local_range(tensor: DTensor, dim: int) -> tuple[int, int]:
     """Return where, along ``dim`` of a distributed tensor, this process's part begins, and its length.
 
-    Mesh dimensions split it one after the other, each into ⌈length / ranks⌉. One with a ``_StridedShard`` comes last:
-    so FSDP2 splits what tensor parallelism has split already.
+    Every mesh dimension that splits it leaves pieces of ⌈length / ranks⌉.
     """
-    mesh, cuts = tensor.device_mesh, list(enumerate(tensor.placements))
-    late = [axis for axis, placement in cuts if isinstance(placement, _StridedShard) and placement.dim == dim]
-    early = [axis for axis, placement in cuts if placement.is_shard(dim) and axis not in late]
+    mesh = tensor.device_mesh
     start, length = 0, tensor.shape[dim]
-    for axis in (*early, *reversed(late)):
+    for axis in split_order(tensor, dim):
         piece = -(-length // mesh.size(axis))
         skipped = min(mesh.get_local_rank(axis) * piece, length)
         start, length = start + skipped, min(piece, length - skipped)
     return start, length
+
+
+def split_order(tensor: DTensor, dim: int) -> list[int]:
+    """Return the mesh dimensions that split ``dim`` of a distributed tensor, one after the other.
+
+    Those with a ``_StridedShard`` come last: so FSDP2 splits what tensor parallelism has split already.
+    """
+    cuts = list(enumerate(tensor.placements))
+    late = [axis for axis, placement in cuts if isinstance(placement, _StridedShard) and placement.dim == dim]
+    early = [axis for axis, placement in cuts if placement.is_shard(dim) and axis not in late]
+    return [*early, *reversed(late)]

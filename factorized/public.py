@@ -38,6 +38,7 @@ from factorized.surgery.compose import compose
 from factorized.surgery.factorize import factorize
 from factorized.surgery.lower import lower
 from factorized.surgery.shrink import factorize_attention, spectral_init_attention
+from factorized.surgery.truncate import truncate
 from factorized.version import __version__
 
 __all__ = [  # noqa: RUF022, in path order
@@ -80,6 +81,7 @@ __all__ = [  # noqa: RUF022, in path order
     "Flambe",
     "compose",
     "lower",
+    "truncate",
     "save",
     "load",
     "load_dense",

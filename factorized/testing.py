@@ -147,11 +147,12 @@ class LayerContract:
             return run
 
         (weight_gradient,) = gradients(changed(dense), x, [dense.weight])
-        expected = torch.autograd.grad(layer.weight, layer.factors, weight_gradient)
+        trained = [factor for factor in layer.factors if factor.requires_grad]
+        expected = torch.autograd.grad(layer.weight, trained, weight_gradient)
         for execution in layer.executions:
             layer.execution = execution
             assert error(changed(layer)(x), changed(dense)(x)) < 1e-12
-            for gradient, reference in zip(gradients(changed(layer), x, layer.factors), expected, strict=True):
+            for gradient, reference in zip(gradients(changed(layer), x, trained), expected, strict=True):
                 assert error(gradient, reference) < 1e-11
 
     @_only(lambda case: case.thorough and case.full is not None)
@@ -243,6 +244,17 @@ class LayerContract:
         with pytest.raises(ValueError, match=f"weight must be {layer.shape} for this layer, got 3x1"):
             layer.weight = torch.ones(3, 1)
 
+    def test_truncated_it_is_what_a_decomposition_of_its_weight_is(self, case: Case) -> None:
+        format, factors = case.format, [factor.detach() for factor in case.make_layer().factors]
+        for target in format.lowered():
+            cores = format.truncate(factors, target)
+            assert [tuple(core.shape) for core in cores] == list(target.cores.values())
+            expected = target.decompose(format.compose(factors))
+            assert error(target.compose(cores), target.compose(expected)) < 1e-10
+            assert all(error(core.norm(), other.norm()) < 1e-10 for core, other in zip(cores, expected, strict=True))
+            half = format.truncate([factor.half() for factor in factors], target)
+            assert {core.dtype for core in half} == {torch.float16}
+
     def test_its_repr_says_what_it_saves(self, case: Case) -> None:
         shown, used = repr(case.make_layer()), case.format.numel
         assert shown.startswith(f"{case.layer.__name__}(")
@@ -256,6 +268,7 @@ class LayerContract:
         assert all(other.height < format.height and other.numel < format.numel for other in format.lowered())
         assert case.full is None or case.full.decayed[0].is_product or not case.full.raised()
 
+    @pytest.mark.filterwarnings("ignore:lowered, :UserWarning")  # that says what grows back to its dense size
     @torch.no_grad()
     def test_lowered_and_composed_it_computes_the_same(self, case: Case) -> None:
         model, x = nn.Sequential(case.make_layer()), case.make_input(3)

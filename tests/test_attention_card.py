@@ -30,8 +30,8 @@ class MyAttention(nn.Module):
 
 def test_its_first_lines_run_on_a_model() -> None:
     names = {"fz": fz, "torch": torch}
-    *calls, rest = BLOCKS[0].split("\n", 3)
-    for call in calls:  # three ways to begin, each on a model of its own
+    *calls, rest = BLOCKS[0].split("\n", 5)
+    for call in calls:  # five ways to begin, each on a model of its own
         exec(compile(call, "attention.md", "exec"), {**names, "model": GPT2.make()})
     scope = {**names, "model": GPT2.make()}
     exec(compile(rest, "attention.md", "exec"), scope)

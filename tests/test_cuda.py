@@ -125,7 +125,7 @@ def attention_model() -> nn.Module:
     layer = nn.TransformerEncoderLayer(24, 3, 32, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     model = nn.Sequential(nn.Flatten(2), nn.Linear(256, 24), encoder, nn.Flatten(), nn.Linear(72, 10))
-    model = fz.factorize(model.double(), rank_scale=0.5, attention=True)
+    model = fz.factorize(model.double(), rank_scale=0.5, attention="heads")
     return fz.factorize(model, rank=3, include=["4"]).cuda()
 
 

@@ -171,6 +171,7 @@ def test_the_library_imports_only_packages_that_it_states_as_dependencies() -> N
         "factorized/integrations/lightning.py: lightning",
         "factorized/integrations/lightning.py: pytorch_lightning",
         "factorized/integrations/peft.py: peft",
+        "factorized/integrations/transformers.py: transformers",
         "factorized/testing.py: pytest",
         "factorized/testing.py: onnxruntime",
     }

@@ -1,4 +1,4 @@
-"""Attention as one unit of a plan: what it costs at a head size, by count or by calls, and its spectrum."""
+"""What an attention module costs at a head size, in parameters and in multiply-accumulates, and its spectrum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from factorized.attention.matrices import stacked_by_group, with_bias_row
-from factorized.attention.unit import KINDS, AttentionUnit, FormKind
+from factorized.attention.unit import FORMS, AttentionUnit, FormName
 from factorized.formats.svd import factor_spectrum
 
 Shape = tuple[int, ...]
@@ -30,10 +30,10 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """What an attention module costs with the forms in ``kinds`` at a rank per head, or dense (``rank=None``)."""
+    """What an attention module costs with its ``forms`` at a rank per head, or dense (``rank=None``)."""
 
     unit: AttentionUnit
-    kinds: tuple[FormKind, ...]
+    forms: tuple[FormName, ...]  # those that are shrunk
     calls: tuple[AttentionCall, ...] = ()
 
     @property
@@ -43,8 +43,8 @@ class AttentionCost:
 
     def ranks(self, rank: int | None) -> tuple[int, int]:
         """Return the sizes of QK and OV when the forms to shrink are at ``rank``."""
-        now = {kind: self.unit.form(kind)[0].head_size for kind in KINDS}
-        qk, ov = (size if rank is None or kind not in self.kinds else min(rank, size) for kind, size in now.items())
+        now = {form: self.unit.form(form)[0].head_size for form in FORMS}
+        qk, ov = (size if rank is None or form not in self.forms else min(rank, size) for form, size in now.items())
         return qk, ov
 
     def params(self, rank: int | None) -> int:
@@ -56,7 +56,7 @@ class AttentionCost:
         return self.macs_at(*self.ranks(rank))
 
     def params_at(self, qk: int, ov: int) -> int:
-        """Return the same for a rank of each form."""
+        """Return the entries of the projections and biases at a rank of each form."""
         unit = self.unit
         count = 0
         for projection, size in zip(unit.projections, (qk, qk, ov, ov), strict=True):
@@ -68,7 +68,7 @@ class AttentionCost:
         return count + (unit.output.long if has_bias else 0)
 
     def macs_at(self, qk: int, ov: int) -> int:
-        """Return the same for a rank of each form."""
+        """Return the MACs of all calls at a rank of each form."""
         unit = self.unit
         between = qk + ov
         if unit.one_size:  # the smaller of the two is padded
@@ -86,7 +86,7 @@ class AttentionCost:
 def watch(
     units: Mapping[nn.Module, AttentionUnit],
 ) -> tuple[dict[nn.Module, list[AttentionCall]], list[RemovableHandle]]:
-    """Let every call of these modules be recorded; return the records and the hooks to remove afterwards."""
+    """Record every call of these modules; return the records and the hooks, to be removed afterwards."""
     calls: dict[nn.Module, list[AttentionCall]] = {module: [] for module in units}
     handles: list[RemovableHandle] = []
     for module, unit in units.items():
@@ -101,12 +101,12 @@ def watch(
     return calls, handles
 
 
-def attention_spectrum(name: str, unit: AttentionUnit, kinds: Sequence[FormKind]) -> Tensor:  # (head size,)
-    """Return the squared singular values of the forms in ``kinds``, summed over them and over heads."""
+def attention_spectrum(name: str, unit: AttentionUnit, forms: Sequence[FormName]) -> Tensor:  # (head size,)
+    """Return the squared singular values of some forms, summed over them and over heads."""
     total = torch.zeros(unit.head_size, dtype=torch.float64)
-    for kind in kinds:
-        left, right = (p.view(p.weight.detach()).double() for p in unit.form(kind))
-        if kind == "qk":
+    for form in forms:
+        left, right = (p.view(p.weight.detach()).double() for p in unit.form(form))
+        if form == "qk":
             biases = (None if p.bias is None else p.bias_view(p.bias.detach()).double() for p in (unit.query, unit.key))
             left, right = (with_bias_row(W, b) for W, b in zip((left, right), biases, strict=True))
             left = stacked_by_group(left, unit.groups)

@@ -75,17 +75,16 @@ def read_gpt2(module: nn.Module) -> AttentionUnit:
     return (GPT2_CROSS if module.is_cross_attention else GPT2_SELF)(module)
 
 
-SHRUNKEN = Family("q_proj", "k_proj", "v_proj", "out_proj", heads="num_heads", one_size=False)
+SHRUNK = Family("q_proj", "k_proj", "v_proj", "out_proj", heads="num_heads", one_size=False)
 
 
 def read_shrunk(module: nn.Module) -> AttentionUnit:
     """Read what a shrunk ``nn.MultiheadAttention`` has become."""
-    return replace(SHRUNKEN(module), sums_to_one=not module.add_zero_attn)
+    return replace(SHRUNK(module), sums_to_one=not module.add_zero_attn)
 
 
-def read_multihead(module: nn.Module) -> AttentionUnit:
+def read_multihead(module: nn.MultiheadAttention) -> AttentionUnit:
     """Read an ``nn.MultiheadAttention``."""
-    assert isinstance(module, nn.MultiheadAttention)
     if module.bias_k is not None or module.bias_v is not None:
         raise UnreadableAttention(
             "add_bias_kv=True appends a learned key and value, which are no product of two matrices"

@@ -10,6 +10,7 @@ from torch import nn
 
 from factorized.attention.heads import is_around_heads
 from factorized.attention.unit import AttentionUnit, Projection, shrunk_note
+from factorized.nn.layer import FactorizedLayer
 
 
 class UnreadableAttention(ValueError):
@@ -69,8 +70,8 @@ class Family:
         return _weight(module, self.output).shape[_dim(module, self.output, 1)] // heads
 
     def _check_whole(self, module: nn.Module, heads: int, size: int) -> None:
-        if getattr(module, "pruned_heads", None):
-            raise UnreadableAttention(f"heads {sorted(module.pruned_heads)} were pruned")  # type: ignore[arg-type]
+        if pruned := getattr(module, "pruned_heads", None):
+            raise UnreadableAttention(f"heads {sorted(pruned)} were pruned")
         if self.width is not None and heads * size != attribute(module, self.width):
             raise UnreadableAttention(
                 f"{heads} heads of {size} are not its {self.width}, {attribute(module, self.width)}: heads were pruned "
@@ -79,7 +80,7 @@ class Family:
 
 
 def attribute(module: nn.Module, path: str) -> Any:
-    """Return the attribute at a dotted path; say which is missing."""
+    """Return the attribute at a dotted path; raise where there is none."""
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError as error:
@@ -94,11 +95,13 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def plain_weight(layer: nn.Module, path: str) -> nn.Parameter:
-    """Return the weight parameter of a projection; say why where there is none of its own."""
+    """Return the weight parameter of a projection; raise where its layer is not a plain one."""
+    if isinstance(layer, FactorizedLayer):
+        raise UnreadableAttention(f"{path} is factorized as a layer of its own")
     weight = layer._parameters.get("weight")
     known = isinstance(layer, nn.Linear) or is_transposed(layer) or is_around_heads(layer)
     if weight is None or not known:
-        raise UnreadableAttention(f"{path} is {type(layer).__name__}, whose weight is no plain parameter")
+        raise UnreadableAttention(f"{path} is {type(layer).__name__}, whose weight is not a plain parameter")
     if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
         raise UnreadableAttention(f"{path} is {type(layer).__name__}, whose forward is not that of Linear")
     if not weight.is_floating_point():
@@ -107,7 +110,7 @@ def plain_weight(layer: nn.Module, path: str) -> nn.Parameter:
 
 
 def plain_bias(layer: nn.Module, path: str) -> nn.Parameter | None:
-    """Return the bias parameter that ``path`` ends with, or None where there is no bias; say why if it is computed."""
+    """Return the bias parameter that ``path`` ends with, or None where there is no bias; raise if it is computed."""
     name = path.rpartition(".")[2]
     bias = layer._parameters.get(name)
     if bias is None and getattr(layer, name) is not None:

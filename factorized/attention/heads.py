@@ -10,7 +10,7 @@ from factorized._checks import check_whole
 
 
 def is_around_heads(layer: nn.Module) -> bool:
-    """Return whether a layer is one of the two below."""
+    """Return whether a layer is a ``HeadsIn`` or a ``HeadsOut``."""
     return isinstance(layer, (HeadsIn, HeadsOut))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from factorized.attention.unit import AttentionUnit, FormKind, Projection
+from factorized.attention.unit import AttentionUnit, FormName, Projection
 from factorized.formats.kernel import KernelShape
 from factorized.formats.svd import spectral_factors
 from factorized.nn.init import Init, check_init, fill_of
@@ -50,22 +50,22 @@ def read_matrices(unit: AttentionUnit) -> Matrices:
 
 @torch.no_grad()
 def spectral_matrices(
-    unit: AttentionUnit, qk: int, ov: int, kinds: Collection[FormKind], *, may_add_bias: bool
+    unit: AttentionUnit, qk: int, ov: int, forms: Collection[FormName], *, may_add_bias: bool
 ) -> Matrices:
-    """Return the matrices with the forms in ``kinds`` rebalanced, and truncated to the sizes given (section 3.1).
+    """Return the matrices with these ``forms`` rebalanced, and truncated to the sizes given (section 3.1).
 
     Query and key biases are rows of the augmented matrices. A value bias is folded into the output bias, where
-    attention weights sum to one and there is such a bias or one ``may`` be added; else it is a row as well.
+    attention weights sum to one and there is such a bias or ``may_add_bias``; else it is a row as well.
     """
     old = new = read_matrices(unit)
     groups = unit.groups
-    if "qk" in kinds:
+    if "qk" in forms:
         has_bias = old.query[1] is not None or old.key[1] is not None
         left, right = (with_bias_row(*heads) if has_bias else heads[0] for heads in (old.query, old.key))
         left, right = rebalance(stacked_by_group(left, groups), right, qk)
         left = unstacked(left, groups)
         new = replace(new, query=_split(left, old.query), key=_split(right, old.key))
-    if "ov" in kinds:
+    if "ov" in forms:
         left, bias = old.value
         folds = bias is not None and unit.sums_to_one and (may_add_bias or old.output_bias is not None)
         if bias is not None and folds:
@@ -81,8 +81,8 @@ def spectral_matrices(
 
 
 @torch.no_grad()
-def drawn_matrices(unit: AttentionUnit, qk: int, ov: int, kinds: Collection[FormKind], init: Init) -> Matrices:
-    """Return the matrices with those of the forms in ``kinds`` drawn anew, each as if it were a layer's weight.
+def drawn_matrices(unit: AttentionUnit, qk: int, ov: int, forms: Collection[FormName], init: Init) -> Matrices:
+    """Return the matrices with those of these ``forms`` drawn anew, each as if it were a layer's weight.
 
     The input biases of these forms become zero, the output bias stays.
     """
@@ -98,9 +98,9 @@ def drawn_matrices(unit: AttentionUnit, qk: int, ov: int, kinds: Collection[Form
         by_head = weight.unflatten(0, (projection.heads, size)).mT
         return by_head, None if old is None else old.new_zeros(projection.heads, size)
 
-    if "qk" in kinds:
+    if "qk" in forms:
         new = replace(new, query=drawn(unit.query, qk, new.query[1]), key=drawn(unit.key, qk, new.key[1]))
-    if "ov" in kinds:
+    if "ov" in forms:
         new = replace(new, value=drawn(unit.value, ov, new.value[1]), output=drawn(unit.output, ov, None)[0])
     return new
 
@@ -117,12 +117,10 @@ def padded_matrices(unit: AttentionUnit, size: int) -> Matrices:
         return _pad(heads[0], size), None if heads[1] is None else _pad(heads[1], size)
 
     new = replace(old, query=pad(old.query), key=pad(old.key), value=pad(old.value), output=_pad(old.output, size))
-    free = unit.value.head_size
-    if unit.shrunk is None or not unit.shrunk.added_bias or size == free:
+    free, bias = unit.value.head_size, new.value[1]
+    if unit.has_output_bias or new.output_bias is None or bias is None or size == free:
         return new
-    assert new.value[1] is not None
-    assert new.output_bias is not None
-    new.value[1][0, free] = 1.0
+    bias[0, free] = 1.0
     new.output[0, :, free] = new.output_bias
     return replace(new, output_bias=None)
 

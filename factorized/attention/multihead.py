@@ -208,7 +208,7 @@ _KEPT_OFF = "nested_before_shrinking"  # the mark of an encoder that took nested
 
 
 def keep_off_nested_tensors(model: nn.Module) -> None:
-    """Keep torch's encoders that hold shrunk attention off the path for nested tensors, which it cannot take."""
+    """Switch nested tensors off in torch's encoders that hold shrunk attention, which cannot take them."""
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor and _holds_shrunk(encoder):
             encoder.use_nested_tensor = False
@@ -216,7 +216,7 @@ def keep_off_nested_tensors(model: nn.Module) -> None:
 
 
 def allow_nested_tensors(model: nn.Module) -> None:
-    """Give that path back to encoders that were kept off it and hold no shrunk attention any more."""
+    """Switch nested tensors on again in encoders that no longer hold shrunk attention."""
     for encoder in model.modules():
         if not isinstance(encoder, nn.TransformerEncoder) or _holds_shrunk(encoder):
             continue

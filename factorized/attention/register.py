@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from factorized.attention.family import Family, UnreadableAttention, is_transpos
 from factorized.attention.multihead import ShrunkMultiheadAttention
 from factorized.attention.unit import AttentionUnit
 
-Adapter = Callable[[nn.Module], AttentionUnit]
+Adapter = Callable[[Any], AttentionUnit]  # of a module of its class
 
 # Of transformers, by name, so that it is not imported.
 KNOWN: dict[str, Adapter] = {
@@ -25,11 +26,12 @@ KNOWN: dict[str, Adapter] = {
     "transformers.models.mistral.modeling_mistral.MistralAttention": LLAMA,
     "transformers.models.vit.modeling_vit.ViTAttention": VIT,
 }
-# Those of torch and our own; the others are put there by calls of ``register_attention`` alone.
-_registered: dict[type[nn.Module], Adapter] = {
+# Of torch, and what its class becomes.
+TORCH: dict[type[nn.Module], Adapter] = {
     nn.MultiheadAttention: read_multihead,
     ShrunkMultiheadAttention: read_shrunk,
 }
+_registered: dict[type[nn.Module], Adapter] = {}  # by calls of ``register_attention`` alone
 
 CALLED = ("attention", "attn", "mha")  # words in the names of classes that are attention
 FIVE_LINES = """fz.register_attention(
@@ -65,6 +67,8 @@ def register_attention(
     """Tell the library where an attention class of yours keeps its matrices; subclasses are read alike.
 
     All arguments but the last are dotted names inside the module. Calling it again for a class replaces what was said.
+    Before heads of the class are first cut, one module is run with and without its heads cut, on noise or on the
+    ``example_input`` of ``fz.plan``: a registration that does not fit is refused.
 
     Args:
         cls: the attention class.
@@ -93,11 +97,17 @@ def register_attention(
 
 def adapter_of(module: nn.Module) -> Adapter | None:
     """Return the adapter for the class of ``module``, or for the nearest of its parents that has one."""
-    for cls in type(module).__mro__:
-        adapter = _registered.get(cls) or KNOWN.get(f"{cls.__module__}.{cls.__qualname__}")
-        if adapter is not None:
-            return adapter
-    return None
+    adapters = (_registered.get(cls) or _known_adapter(cls) for cls in type(module).__mro__)
+    return next(filter(None, adapters), None)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Return whether the library itself has the adapter of this very class: not by registration, not of a parent."""
+    return type(module) not in _registered and _known_adapter(type(module)) is not None
+
+
+def _known_adapter(cls: type) -> Adapter | None:
+    return TORCH.get(cls) or KNOWN.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def looks_like_attention(module: nn.Module) -> bool:

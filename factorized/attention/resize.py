@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from factorized.attention.family import is_transposed
 from factorized.attention.heads import HeadsIn, HeadsOut, plain_type_of
 from factorized.attention.matrices import Matrices, write_matrices
 from factorized.attention.multihead import ShrunkMultiheadAttention, dense_multihead
@@ -101,16 +100,16 @@ def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn
 
 
 def _copy_added(old: nn.Module, new: nn.Module) -> None:
-    for name, value in added_attributes(old, *SMALLEST.get(type(old), (1, 1))).items():
+    for name, value in added_attributes(old, type(old), *SMALLEST.get(type(old), (1, 1))).items():
         if not hasattr(new, name):
             setattr(new, name, value)
 
 
 def read_unit(module: nn.Module) -> AttentionUnit:
-    """Return an attention module that is known to be readable, read."""
+    """Return an attention module, read; raise where that cannot be done."""
     found = read_attention("", module)
-    assert found is not None
-    assert found.unit is not None, found.reason
+    if found is None or found.unit is None:
+        raise ValueError(f"{type(module).__name__} cannot be read as attention: {found and found.reason}")
     return found.unit
 
 
@@ -151,7 +150,6 @@ def _plain_layer(
     with torch.device("meta"):
         is_linear = issubclass(plain, nn.Linear)
         layer = plain(inputs, outputs, bias=has_bias) if is_linear else plain(outputs, inputs)
-    assert is_linear or is_transposed(layer)
     return materialized(layer, like.weight)
 
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-FormKind = Literal["qk", "ov"]
-KINDS: tuple[FormKind, ...] = ("qk", "ov")
+FormName = Literal["qk", "ov"]  # of a head: its Query-Key form and its Output-Value form
+FORMS: tuple[FormName, ...] = ("qk", "ov")
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,11 @@ class AttentionUnit:
         return shrunk_note(self.module)
 
     @property
+    def shrunk_forms(self) -> tuple[FormName, ...]:
+        """The forms whose heads are smaller than the dense module's."""
+        return tuple(form for form in FORMS if self.form(form)[0].head_size < self.head_size)
+
+    @property
     def has_output_bias(self) -> bool:
         """Whether the dense module has an output bias; shrinking may have added one."""
         return self.output.bias is not None and not (self.shrunk is not None and self.shrunk.added_bias)
@@ -97,9 +102,9 @@ class AttentionUnit:
         """Query, key, value, output."""
         return self.query, self.key, self.value, self.output
 
-    def form(self, kind: FormKind) -> tuple[Projection, Projection]:
+    def form(self, name: FormName) -> tuple[Projection, Projection]:
         """Return the two factors of a form: query and key, or value and output."""
-        return (self.query, self.key) if kind == "qk" else (self.value, self.output)
+        return (self.query, self.key) if name == "qk" else (self.value, self.output)
 
     def grouped_view(self, projection: Projection, tensor: Tensor) -> Tensor:  # (kv_heads, groups or 1, long, size)
         """Return ``projection.view``; with grouped queries, by K/V head and then by the query heads it serves.
@@ -110,9 +115,9 @@ class AttentionUnit:
         return view if self.groups == 1 else view.unflatten(0, (self.key.heads, -1))
 
 
-def are_kinds(given: object) -> bool:
-    """Return whether an argument that should name forms is a collection of their kinds; it may be empty."""
-    return isinstance(given, Collection) and not isinstance(given, str) and all(kind in KINDS for kind in given)
+def are_forms(given: object) -> bool:
+    """Return whether an argument is a collection of names of forms; it may be empty."""
+    return isinstance(given, Collection) and not isinstance(given, str) and all(name in FORMS for name in given)
 
 
 def shrunk_note(module: nn.Module) -> Shrunk | None:

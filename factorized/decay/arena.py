@@ -1,6 +1,6 @@
 """The Frobenius gradients of many small forms on a GPU, in a handful of launches.
 
-On a GPU the launches are what costs, not the arithmetic. So the factors of all forms are gathered into a few batches,
+On a GPU launches cost more than the arithmetic. So the factors of all forms are gathered into a few batches,
 padded with zeros in rows and columns: zeros add nothing to a Gram matrix and get a zero gradient.
 """
 

@@ -1,6 +1,6 @@
-"""Adding the Frobenius gradients of forms to tensors: which forms are computed together, by whom, and the adding.
+"""Computes the Frobenius gradients of forms and adds them to tensors.
 
-On the CPU each product is computed by itself, on a GPU many in a few launches.
+On the CPU each product is computed by itself, on a GPU many are computed together in a few launches.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from factorized.decay.arena import Arena
 from factorized.decay.forms import Factor, Form, is_attention
 from factorized.decay.fused import Fused, is_fusible
 from factorized.decay.local import placed_like
-from factorized.decay.sharded import Sharded, is_sharded, is_sharded_by_rows, own_gradient, whole
-from factorized.decay.sharded_heads import ShardedHeads
+from factorized.decay.sharded import Sharded, ShardedHeads, is_sharded, is_sharded_by_rows, own_gradient, whole
 from factorized.decay.strength import Number
 from factorized.formats.frobenius import product_is_cheaper
 
 # What the gradient of a factor is added to, shaped like its parameter; None leaves the factor out.
 Target = Callable[[Factor], Tensor | None]
 Place = tuple[torch.device, torch.dtype, torch.Size]  # of a parameter: what workers depend on
-# Forms with more entries than this gain nothing from being computed together, which takes a copy of their factors: on
-# a GPU because a launch of their own is no loss, on the CPU because copying is. There it is for tensors, whose
-# contractions are many small operations; products take four, and stacking them saved 0.1 % of a training step.
+# Computing forms together takes a copy of their factors. Above this many entries it does not pay: on a GPU the launches
+# saved are too few, on the CPU the copy is too slow. On the CPU only tensors are stacked, whose contractions are many
+# small operations; a product takes four, and stacking products saved 0.1 % of a training step.
 LARGEST_BATCHED = {"cuda": 2**20, "cpu": 2**15}
 
 
@@ -42,7 +41,7 @@ class Engine:
         self._turn = _turns(self.form_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles carry: who computes what is found out where they are used."""
+        """Return the state of copies and pickles: no workers, which are made anew for the device in use."""
         return {**self.__dict__, "workers": [], "_made_for": []}
 
     def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
@@ -80,7 +79,7 @@ class Engine:
 
 
 def _turns(factors: Iterable[Factor]) -> dict[Factor, int]:
-    """Number the factors that are one parameter: a GPU may add to many tensors at once, but not twice to one."""
+    """Number the factors that share a parameter: one launch may add to many tensors, but not twice to the same one."""
     seen: Counter[nn.Parameter] = Counter()
     turns = {}
     for factor in factors:
@@ -107,10 +106,9 @@ def gradient_of(factor: Factor) -> Tensor | None:
 
 
 class Alike:
-    """Forms of one format, stacked; or a single one of any, from its factors where they are.
+    """Forms of one format, computed as a stack; or a single form.
 
-    Sharded factors are gathered: those of formats that are no products, which are small and needed whole, and products
-    of which a Gram matrix needs what no rank has alone.
+    Sharded factors are gathered: the cores of formats other than products, and products that are split by columns.
     """
 
     def __init__(self, members: Sequence[Form]) -> None:
@@ -134,9 +132,9 @@ class Alike:
         return [_like_target(factor, gradient) for factor, gradient in zip(self.factors, gradients, strict=True)]
 
     def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[float]) -> None:
-        """Add ``numbers`` times the gradients of a plain pair of matrices to ``targets``, in the products themselves.
+        """Add ``numbers`` times the gradients of a plain pair of matrices to ``targets``, without temporary results.
 
-        The targets are shaped like the parameters and must not be them: they are written while those are read.
+        The targets are shaped like the parameters. They must not be the parameters, which are still read meanwhile.
         """
         U, V = (factor.parameter for factor in self.factors)
         left, right = targets
@@ -151,7 +149,7 @@ Worker = Alike | Fused | Arena | Sharded | ShardedHeads
 
 
 def make_workers(found: Sequence[Form]) -> list[Worker]:
-    """Group forms that can be computed together: sharded ones, what the kernels know, other small ones on a GPU."""
+    """Group forms that are computed together: sharded ones, those that the kernels take, other small ones on a GPU."""
     products = [form for form in found if form.is_product]
     sharded = [form for form in products if any(is_sharded(factor.parameter) for factor in form.factors)]
     by_rows = [form for form in sharded if is_sharded_by_rows(form)]
@@ -163,26 +161,26 @@ def make_workers(found: Sequence[Form]) -> list[Worker]:
     together: dict[tuple[Any, ...], list[Form]] = {}
     for form in found:
         if form not in sharded:
-            together.setdefault(_company(form), []).append(form)
+            together.setdefault(_batch_key(form), []).append(form)
     for (worker, *_), members in together.items():
         workers.append(Alike(members) if len(members) == 1 else worker(members))
     return workers
 
 
-def _company(form: Form) -> tuple[Any, ...]:
-    """Return who computes a form, and what it has in common with those that are computed together with it."""
+def _batch_key(form: Form) -> tuple[Any, ...]:
+    """Return the class that computes a form, and what forms that are computed together have in common."""
     core = form.factors[0].parameter
     if form.format is not None and not form.is_product:
         large = form.format.numel > LARGEST_BATCHED["cuda" if core.is_cuda else "cpu"]
         return Alike, form.format, core.dtype, core.device, form if large else None
     _check_matrices(form)
-    if not _gains_from_company(form):
+    if not _gains_from_batching(form):
         return Alike, form
     return Fused if is_fusible(form) else Arena, core.dtype, core.device
 
 
 def _check_matrices(form: Form) -> None:
-    """Raise unless the factors of a layer are matrices that fit each other, whatever was done to them since."""
+    """Raise unless the factors of a layer are still matrices that fit each other."""
     if form.layer is None:
         return
     shapes = [tuple(factor.parameter.shape) for factor in form.factors]
@@ -195,8 +193,8 @@ def _check_matrices(form: Form) -> None:
         raise ValueError(f"the factors of {form.name!r} must have as many columns as each other, got shapes {shapes}")
 
 
-def _gains_from_company(form: Form) -> bool:
-    """Return whether a product gains from being computed with others: on a GPU, where launches are what costs."""
+def _gains_from_batching(form: Form) -> bool:
+    """Return whether a product is computed faster together with others: on a GPU, where launches dominate the cost."""
     too_large = form.left.value.numel() + form.right.value.numel() > LARGEST_BATCHED["cuda"]
     shares_matrices = form.U.dim() > 3  # grouped queries: there are more products than matrices
     return form.U.is_cuda and not (form.middle or too_large or shares_matrices or _forms_product(form))

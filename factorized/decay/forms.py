@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from factorized.attention.register import find_attention
-from factorized.attention.unit import KINDS, AttentionUnit, FormKind, Projection
+from factorized.attention.unit import FORMS, AttentionUnit, FormName, Projection
 from factorized.decay.local import check_placements, projection_part
 from factorized.formats.format import Format
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
@@ -178,7 +178,7 @@ def forms(model: nn.Module) -> list[Form]:
         unit = attention.get(module)
         if unit is None:
             continue
-        for kind in KINDS:
+        for kind in FORMS:
             identity = [part for p in unit.form(kind) for part in (p.weight, p.start)]
             found.setdefault((kind, *identity), _attention_form(name, unit, kind, names))
     for form in found.values():
@@ -194,7 +194,7 @@ def unread_attention(model: nn.Module) -> str:
 
 def is_attention(form: Form) -> bool:
     """Return whether a form is one of attention."""
-    return form.kind in KINDS
+    return form.kind in FORMS
 
 
 def factor_parameters(found: Sequence[Form]) -> dict[nn.Parameter, Form]:
@@ -232,7 +232,7 @@ def _as_it_is(core: Tensor) -> Tensor:
     return core
 
 
-def _attention_form(name: str, unit: AttentionUnit, kind: FormKind, names: Names) -> Form:
+def _attention_form(name: str, unit: AttentionUnit, kind: FormName, names: Names) -> Form:
     parts = tuple(
         Factor(names[p.weight], p.weight, partial(unit.grouped_view, p), p.heads, projection=p) for p in unit.form(kind)
     )

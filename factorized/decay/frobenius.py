@@ -14,7 +14,7 @@ from factorized._torch import computable, on_one_device, without_autocast
 from factorized.decay.engine import Engine, gradient_of
 from factorized.decay.forms import Factor, forms, unread_attention
 from factorized.decay.guard import composed_layers, is_adaptive
-from factorized.decay.hook import AttachedDecay, Step
+from factorized.decay.hook import AttachedDecay, Step, inner_optimizer
 from factorized.decay.rest import decay_rest
 from factorized.decay.strength import (
     Number,
@@ -99,6 +99,7 @@ class FrobeniusDecay(AttachedDecay):
         Torch's optimizers leave such attachments out of their copies: attach a decay of the copied model to those.
         An LBFGS, which compares losses, is given them with the penalty.
         """
+        optimizer = inner_optimizer(optimizer)
         if self._inside and any(group.get("maximize", False) for group in optimizer.param_groups):
             raise ValueError(
                 "in_backward=True adds λW to gradients that are descended, and the optimizer maximizes; "

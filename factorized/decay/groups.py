@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from factorized.attention.unit import are_kinds
+from factorized.attention.unit import are_forms
 from factorized.decay.forms import Form, factor_parameters, forms, is_attention
 from factorized.decay.rest import REST_DECAY, packed_parameters
 from factorized.decay.strength import check_number
@@ -45,7 +45,7 @@ def parameter_groups(
     """
     check_model(model)
     check_number("weight_decay", weight_decay)
-    if not are_kinds(attention):
+    if not are_forms(attention):
         raise ValueError(f'attention must be a list of "ov" and "qk", got {attention!r}')
     chosen = [f for f in forms(model) if not is_attention(f) or (f.kind in attention and not crs)]
     owners = factor_parameters(chosen)

@@ -27,9 +27,9 @@ from factorized.nn.layer import FactorizedLayer
 
 
 class DecaysProducts(ABC):
-    """Base class of what decays products: before an optimizer's steps, or as that optimizer. Abstract."""
+    """Base class of all that decays products: attached decays, and optimizers that decay. Abstract."""
 
-    penalizes: ClassVar[str]  # two that penalize the same of one factor exclude each other
+    penalizes: ClassVar[str]  # a factor must not be decayed twice by the same penalty
 
     @abstractmethod
     def holds(self, parameter: nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""Acting just before an optimizer's steps: the base class of decays that do, and what a step is about to do."""
+"""Base class of decays that hook into an optimizer's step, and the settings of that step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Step:
-    """One step of an optimizer, as its groups say when it begins."""
+    """The settings of one optimizer step, read from its groups when it begins."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._group_of: dict[nn.Parameter, dict[str, Any]] = {
             parameter: group for group in optimizer.param_groups for parameter in group["params"]
         }
-        # A fused optimizer unscales its gradients itself, after this, and is told by what here.
+        # Set where a fused optimizer unscales its gradients itself, which happens after the decay has been added.
         self.scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         self._found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
 
@@ -35,7 +35,7 @@ class Step:
         return parameter in self._group_of
 
     def maximizes(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter goes along its gradient, so that what shrinks it has to be subtracted there."""
+        """Return whether the optimizer ascends the gradient, so that a decay has to be subtracted from it."""
         return bool(self._group_of[parameter].get("maximize", False))
 
     def rate(self, parameter: nn.Parameter) -> Number:
@@ -46,16 +46,16 @@ class Step:
                 "a decoupled decay is scaled by the learning rate, and a group of the optimizer has no number as "
                 "'lr'; use decoupled=False, or call apply_(lr=...) by hand"
             )
-        # Of several devices it is the sum, so that a step to be skipped may have more than 1.
+        # found_inf is a sum over devices, so it may be more than 1.
         return rate if self._found_inf is None else rate * (self._found_inf == 0)
 
     def for_gradient(self, parameter: nn.Parameter, number: Number) -> Number:
-        """Return what to multiply by, in place of ``number``, what is added to the parameter's gradient."""
+        """Return ``number`` with the sign and the scale of the parameter's gradient."""
         number = number if self.scale is None else number * self.scale
         return -number if self.maximizes(parameter) else number
 
     def for_gradients(self, numbers: Mapping[Factor, Number]) -> dict[Factor, Number]:
-        """Return the same for the factors that the optimizer has to update."""
+        """Return ``for_gradient`` of the factors that the optimizer updates."""
         made: dict[tuple[Number, bool], Number] = {}  # equal numbers keep sharing one tensor, and so one launch
         result: dict[Factor, Number] = {}
         for factor, number in numbers.items():
@@ -92,6 +92,7 @@ class AttachedDecay(DecaysProducts):
 
         Torch's optimizers leave such attachments out of their copies: attach a decay of the copied model to those.
         """
+        optimizer = inner_optimizer(optimizer)
         if self._handle is not None:
             raise ValueError(f"this {self.noun} is attached already; call detach() first")
         check_attachable(self, self._decayed, optimizer)
@@ -111,15 +112,14 @@ class AttachedDecay(DecaysProducts):
         return any(factor.parameter is parameter for form in self._decayed for factor in form.factors)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles carry: they are attached to no optimizer."""
+        """Return the state of copies and pickles, which are attached to no optimizer."""
         return {**self.__dict__, "_handle": None}
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Act now, or, where ``optimizer.step`` is given a closure, each time it has made the gradients anew.
+        """Act now, or, where ``optimizer.step`` is given a closure, after each of its calls.
 
-        What changes parameters acts after the first of these times only: it may not do so at every look that a line
-        search takes. An optimizer that compares losses is given them with the penalty. Returns what to call the step
-        with instead, if anything.
+        A decay that changes parameters acts after the first call only, not at every point of a line search. An
+        optimizer that compares losses gets them with the penalty. Returns new arguments for the step, if any.
         """
         if not torch.compiler.is_compiling():
             check_still_held(self._decayed)
@@ -145,6 +145,13 @@ class AttachedDecay(DecaysProducts):
             return loss
 
         return (args[0], closure_then_act, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside those that accelerate wraps around one: they run no hooks of their own."""
+    while isinstance(inner := vars(optimizer).get("optimizer"), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _own_decays(optimizer: Optimizer) -> list[object]:

@@ -63,14 +63,14 @@ def split_dims(tensor: DTensor) -> dict[int, int]:
     return {axis: placement.dim for axis, placement in placed if isinstance(placement, (Shard, _StridedShard))}
 
 
-def is_by_rows(parameter: DTensor) -> bool:
-    """Return whether no dimension of a parameter but its rows is split."""
-    return not any(split_dims(parameter).values())
+def is_by_rows(parameter: DTensor, but_for: int | None = None) -> bool:
+    """Return whether no mesh dimension, ``but_for`` one, splits anything of a parameter but its rows."""
+    return all(dim == 0 for axis, dim in split_dims(parameter).items() if axis != but_for)
 
 
 def row_groups(parameter: DTensor) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that a parameter's rows are spread over, one for each mesh dimension that does."""
-    return [parameter.device_mesh.get_group(axis) for axis in split_dims(parameter)]
+    return [parameter.device_mesh.get_group(axis) for axis, dim in split_dims(parameter).items() if dim == 0]
 
 
 def projection_part(

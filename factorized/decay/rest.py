@@ -12,11 +12,11 @@ from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, O
 from factorized.decay.forms import Factor, Form
 from factorized.decay.hook import Step
 
-# The key that fz.parameter_groups puts into the group of packed weights, whose own weight_decay is zero: an optimizer
-# decays whole parameters, and of these a part is decayed as a product.
+# The key of the strength in the group that fz.parameter_groups makes of packed weights. Its weight_decay is zero,
+# because an optimizer decays whole parameters, and a part of these is decayed as a product.
 REST_DECAY = "rest_decay"
-# Torch's optimizers whose decay is a part of the gradient, and those that take it off the parameters; the Adam family
-# says in its groups which it does.
+# Torch's optimizers that add their decay to the gradient, and those that subtract it from the parameters. The Adam
+# family says in its groups which it does.
 _COUPLED = (SGD, Adadelta, Adagrad, Adamax, ASGD, RMSprop)
 _DECOUPLED = (Adafactor, Muon)
 

@@ -7,15 +7,19 @@ by columns are gathered, as the cores of other formats are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from factorized._torch import computable, local_range
-from factorized.decay.forms import Factor, Form
+from factorized._torch import computable, local_range, split_order
+from factorized.attention.unit import Projection
+from factorized.decay.forms import Factor, Form, is_attention
 from factorized.decay.local import as_distributed, is_by_rows, own_part, projection_part, row_groups
+from factorized.formats.frobenius import gradients_from_grams
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -24,8 +28,9 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def is_sharded_by_rows(form: Form) -> bool:
-    """Return whether every factor of a distributed form is split by rows, or replicated."""
-    return all(is_by_rows(as_distributed(factor.parameter)) for factor in form.factors)
+    """Return whether every factor of a distributed form is split by rows, or replicated; of attention, or by heads."""
+    axis = heads_axis(form) if is_attention(form) else None
+    return all(is_by_rows(as_distributed(factor.parameter), axis) for factor in form.factors)
 
 
 class Sharded:
@@ -48,30 +53,131 @@ class Sharded:
         for index, form in enumerate(self.members):
             left, right = grams[2 * index], grams[2 * index + 1]  # (groups, r, r)
             inner = [computable(whole(factor)).unflatten(0, (left.shape[0], -1)) for factor in form.middle]
-            rights = [right]  # of M_{j+1}…M_d Vᵀ
-            for M in reversed(inner):
-                rights.append(M @ rights[-1] @ M.mT)
-            rights.reverse()
-            middle = []
-            for M, R in zip(inner, rights[1:], strict=True):
-                middle.append((left @ M @ R).flatten(0, 1))
-                left = M.mT @ left @ M
-            result.append(_times_gram(form.left, rights[0]))
-            result += [
-                own_part(gradient, as_distributed(factor.parameter))
-                for gradient, factor in zip(middle, form.middle, strict=True)
-            ]
+            right, left, middle = gradients_from_grams(left, right, inner)
+            result.append(_times_gram(form.left, right))
+            for factor, gradient in zip(form.middle, middle, strict=True):
+                result.append(own_part(gradient.flatten(0, 1), as_distributed(factor.parameter)))
             result.append(_times_gram(form.right, left))
         return result
+
+
+class ShardedHeads:
+    """All attention forms whose weights are split by rows, by heads, or replicated.
+
+    A weight whose rows are the model's side (the output of most families, every input of GPT-2) is left where it is:
+    the Gram matrices of its heads are summed over the shards, in one collective for all. The rows of the others are
+    head dimensions, and a head's Gram matrix needs all pairs of them: such a weight is gathered. Where tensor
+    parallelism gives every rank heads of its own, that is done for these alone.
+    """
+
+    def __init__(self, members: Sequence[Form]) -> None:
+        self.members = list(members)
+        self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in form.factors)
+        self.axes = [heads_axis(form) for form in members for _ in form.factors]
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's part of every factor's gradient of ½Σ_h‖U_h V_hᵀ‖², in the order of ``factors``."""
+        gathered: dict[tuple[Tensor, int | None], Tensor] = {}
+        for factor, axis in zip(self.factors, self.axes, strict=True):
+            if _projection(factor).dim == 0 and (factor.parameter, axis) not in gathered:
+                gathered[factor.parameter, axis] = _gathered(factor, axis)
+        placed = list(zip(self.factors, self.axes, strict=True))
+        values = [_by_head(factor, axis, gathered.get((factor.parameter, axis))) for factor, axis in placed]
+        grams = [value.mT @ value for value in values]  # (heads, size, size)
+        split = [i for i, factor in enumerate(self.factors) if _projection(factor).dim == 1]
+        parameters = [as_distributed(self.factors[i].parameter) for i in split]
+        sums = _sum_over_shards([grams[i] for i in split], parameters)
+        for i, gram in zip(split, sums, strict=True):
+            grams[i] = gram
+        result = []
+        for index, ((factor, axis), value) in enumerate(zip(placed, values, strict=True)):
+            gradient = value @ _for_heads(grams[index ^ 1], value.shape[0])  # left and right stand side by side
+            result.append(_own_part(factor, axis, gradient))
+        return result
+
+
+def heads_axis(form: Form) -> int | None:
+    """Return the mesh dimension that gives every rank whole heads of an attention form, if there is one."""
+    weights = [as_distributed(factor.parameter) for factor in form.factors]
+    for axis in range(weights[0].device_mesh.ndim):
+        if all(_splits_heads(_projection(factor), axis) for factor in form.factors):
+            return axis
+    return None
+
+
+def _splits_heads(projection: Projection, axis: int) -> bool:
+    weight = as_distributed(projection.weight)
+    is_all = projection.size == weight.shape[projection.dim]  # of a packed weight, ranks would have parts of either
+    order = split_order(weight, projection.dim)
+    return (
+        is_all
+        and order[:1] == [axis]
+        and len(order) <= 2  # by the heads, and by FSDP2 after them
+        and projection.heads % weight.device_mesh.size(axis) == 0
+    )
+
+
+def _projection(factor: Factor) -> Projection:
+    return cast(Projection, factor.projection)  # which every factor of attention has
+
+
+def _gathered(factor: Factor, axis: int | None) -> Tensor:
+    """Return a weight that is split by rows whole, or all rows of the heads that ``axis`` gives to this rank."""
+    if axis is None:
+        return whole(factor)
+    weight = as_distributed(factor.parameter.detach())
+    mesh, rows = weight.device_mesh, weight.to_local()
+    for other in split_order(weight, 0)[1:]:
+        length = weight.shape[0] // mesh.size(axis)
+        own = rows.new_zeros(-(-length // mesh.size(other)), weight.shape[1])
+        own[: len(rows)] = rows
+        parts = [torch.empty_like(own) for _ in range(mesh.size(other))]
+        dist.all_gather(parts, own, group=mesh.get_group(other))
+        rows = torch.cat(parts)[:length]
+    return rows
+
+
+def _by_head(factor: Factor, axis: int | None, gathered: Tensor | None) -> Tensor:
+    # (this rank's heads, long or its local rows, size)
+    weight = as_distributed(factor.parameter.detach())
+    ranks = 1 if axis is None else weight.device_mesh.size(axis)
+    projection = replace(_projection(factor), heads=_projection(factor).heads // ranks)
+    return projection.view(computable(weight.to_local() if gathered is None else gathered))
+
+
+def _for_heads(
+    grams: Tensor,  # (heads of the partner, size, size)
+    heads: int,
+) -> Tensor:  # (heads, size, size)
+    """Return the partner's Gram matrices for each head: those of query heads summed for the K/V head they share."""
+    if grams.shape[0] > heads:
+        return grams.unflatten(0, (heads, -1)).sum(dim=1)
+    return grams.repeat_interleave(heads // grams.shape[0], dim=0)
+
+
+def _own_part(
+    factor: Factor,
+    axis: int | None,
+    gradient: Tensor,  # (this rank's heads, long or its local rows, size)
+) -> Tensor:
+    """Return the gradient laid out as the local part of the factor's parameter is."""
+    projection, weight = _projection(factor), as_distributed(factor.parameter)
+    if projection.dim == 1:
+        return gradient.transpose(0, 1).flatten(1)
+    rows = gradient.mT.flatten(0, 1)  # (heads · size, long)
+    begin = projection.start if axis is None else len(rows) * weight.device_mesh.get_local_rank(axis)
+    first, count = local_range(weight, 0)
+    start, stop = (min(max(row - begin, 0), len(rows)) for row in (first, first + count))
+    return rows[start:stop]
 
 
 def _summed_grams(factors: Sequence[Factor]) -> list[Tensor]:
     """Return the Gram matrices (groups, r, r) of factors whose rows are spread over ranks."""
     grams = [torch.stack([rows.mT @ rows for rows in _group_rows(factor)]) for factor in factors]
-    return sum_over_shards(grams, [as_distributed(factor.parameter) for factor in factors])
+    return _sum_over_shards(grams, [as_distributed(factor.parameter) for factor in factors])
 
 
-def sum_over_shards(
+def _sum_over_shards(
     grams: Sequence[Tensor],  # one of the rows that this rank has of each parameter
     parameters: Sequence[DTensor],
 ) -> list[Tensor]:

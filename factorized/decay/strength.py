@@ -10,11 +10,11 @@ from math import isfinite
 from torch import Tensor, nn
 
 from factorized.attention.register import find_attention
-from factorized.attention.unit import KINDS
+from factorized.attention.unit import FORMS
 from factorized.decay.forms import Form
 from factorized.planning.schemes import FORMATS
 
-FORM_KINDS = ("linear", "conv", "embedding", *FORMATS, *KINDS)  # and the names of formats
+FORM_KINDS = ("linear", "conv", "embedding", *FORMATS, *FORMS)  # and the names of formats
 Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
 Strength = Number | Mapping[str, Number] | Callable[[int], float]
 
@@ -78,7 +78,7 @@ def check_strength(strength: Strength, found: Sequence[Form]) -> None:
 def check_readable(strength: Strength, model: nn.Module) -> None:
     """Raise if ``strength`` names a kind of attention form and some attention of ``model`` cannot be read."""
     numbers = strength if isinstance(strength, Mapping) else {}
-    named = [k for k in KINDS if k in numbers and (isinstance(numbers[k], Tensor) or numbers[k] != 0)]
+    named = [k for k in FORMS if k in numbers and (isinstance(numbers[k], Tensor) or numbers[k] != 0)]
     for read in find_attention(model) if named else ():
         if read.unit is None:
             raise ValueError(

@@ -53,7 +53,7 @@ class NormMatcher:
         self,
         norms: Tensor,  # (forms,)
     ) -> None:
-        """Rescale the factors so that the norms are ``norms``, without waiting for the device: nothing is checked."""
+        """Rescale the factors so that the norms are ``norms``; checks nothing, so it never waits for the device."""
         ratios = norms / self.norms()
         for factor, exponents in self._exponents():
             for index, exponent in exponents.items():
@@ -90,7 +90,7 @@ class NormMatcher:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles carry: they are attached to no optimizer."""
+        """Return the state of copies and pickles, which are attached to no optimizer."""
         return {**self.__dict__, "_handle": None}
 
     def detach(self) -> None:

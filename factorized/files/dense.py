@@ -33,8 +33,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     }
     places = module_names(inside)
     attention = [
-        DenseAttention(unit, [plain_name(name) for name in places[unit.module]])
-        for unit in shrunk_attention(inside).values()
+        DenseAttention(unit, [plain_name(name) for name in places[unit.module]]) for unit in shrunk_attention(inside)
     ]
     if not (layers or attention):
         raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")

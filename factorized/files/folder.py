@@ -26,6 +26,7 @@ from factorized.version import __version__
 
 FORMAT = 1
 MANIFEST = "plan.json"
+TRANSFORMERS_WEIGHTS = "model.safetensors"  # in one file or in several, with an index
 
 
 def write_checkpoint(
@@ -36,15 +37,7 @@ def write_checkpoint(
     What earlier saves left there that were killed is removed first.
     """
     new = folder / f"weights-{uuid.uuid4().hex[:12]}.safetensors"
-    manifest = {
-        "format": FORMAT,
-        "factorized": __version__,
-        "torch": torch.__version__,
-        "weights": new.name,
-        "aliases": aliases,
-        "plan": plan.to_dict(),
-    }
-    text = json.dumps(sealed(manifest), indent=1)
+    text = _manifest(plan, new.name, aliases)
     with _named_failure(folder, bytes_needed(tensors) + len(text)):
         folder.mkdir(parents=True, exist_ok=True)
         remove_abandoned(folder, _is_ours, _is_needed)
@@ -59,6 +52,31 @@ def write_checkpoint(
             for path in (old, new):
                 if path is not None and path != _current_weights(folder):
                     path.unlink(missing_ok=True)
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """Write ``plan.json`` beside weights that transformers wrote into ``folder``, in place of a checkpoint of ours."""
+    text = _manifest(plan, TRANSFORMERS_WEIGHTS, {})
+    with _named_failure(folder, len(text)):
+        folder.mkdir(parents=True, exist_ok=True)
+        old = _current_weights(folder)
+        with WholeFile(folder / MANIFEST) as named:
+            named.file.write(text.encode())
+            named.put()
+        if old is not None:
+            old.unlink(missing_ok=True)
+
+
+def _manifest(plan: Plan, weights: str, aliases: dict[str, str]) -> str:
+    manifest = {
+        "format": FORMAT,
+        "factorized": __version__,
+        "torch": torch.__version__,
+        "weights": weights,
+        "aliases": aliases,
+        "plan": plan.to_dict(),
+    }
+    return json.dumps(sealed(manifest), indent=1)
 
 
 @contextmanager
@@ -101,6 +119,8 @@ def _is_needed(path: Path) -> bool:
 def read_checkpoint(folder: Path) -> tuple[Plan, dict[str, Tensor]]:
     """Return the plan and the weights; where another process saves meanwhile, those of one of its saves."""
     manifest = _read_manifest(folder)
+    if manifest["weights"] == TRANSFORMERS_WEIGHTS:
+        raise ValueError(f"the weights in {folder} were written by transformers; use fz.from_pretrained(cls, folder)")
     while True:
         weights = folder / manifest["weights"]
         try:
@@ -120,6 +140,17 @@ def read_checkpoint(folder: Path) -> tuple[Plan, dict[str, Tensor]]:
     if wrong := [alias for alias, key in aliases.items() if alias in tensors or key not in tensors]:
         raise ValueError(f"{folder / MANIFEST} is damaged: alias {wrong[0]!r} must be another name of a saved tensor")
     return plan, tensors | {alias: tensors[key] for alias, key in aliases.items()}
+
+
+def read_plan_of_transformers(folder: Path) -> Plan | None:
+    """Return the plan in ``folder`` where transformers wrote the weights; None where ``fz.save`` did."""
+    manifest = _read_manifest(folder)
+    if manifest["weights"] != TRANSFORMERS_WEIGHTS:
+        return None
+    try:
+        return Plan.from_dict(manifest["plan"])
+    except ValueError as error:
+        raise ValueError(f"{folder / MANIFEST}: {error}") from error
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -148,7 +179,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{path} is damaged: {', '.join(missing)} is missing")
     aliases, weights = manifest["aliases"], manifest["weights"]
-    if not _is_weights_name(weights):
+    if not _is_weights_name(weights) and weights != TRANSFORMERS_WEIGHTS:
         raise ValueError(f"{path} is damaged: weights must be a name that fz.save gives, got {weights!r}")
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
         raise ValueError(f"{path} is damaged: aliases must map names to names, got {aliases!r}")

@@ -14,8 +14,11 @@ import torch
 from torch import nn
 
 from factorized.files.checkpoint import load, save
-from factorized.files.folder import MANIFEST
+from factorized.files.folder import MANIFEST, read_plan_of_transformers, write_plan
 from factorized.nn.model import check_model
+from factorized.planning.plan import Plan
+from factorized.surgery.describe import describe
+from factorized.surgery.factorize import build_layers, install
 from factorized.surgery.state import unwrapped
 
 GENERATION = "generation_config.json"
@@ -39,6 +42,15 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, allow_nonfinite: bo
         inside.generation_config.save_pretrained(folder)
 
 
+def save_plan(model: nn.Module, folder: str | Path) -> None:
+    """Write ``plan.json`` into a folder where transformers saved ``model``, so that ``fz.from_pretrained`` opens it.
+
+    ``config.json``, ``model.safetensors`` and ``plan.json`` are then all that a repository on a hub needs.
+    """
+    check_model(model)
+    write_plan(Path(folder), describe(unwrapped(model)))
+
+
 def from_pretrained(
     cls: Any,
     folder: str | Path,
@@ -49,7 +61,8 @@ def from_pretrained(
     """Return the model that ``fz.save_pretrained`` wrote: ``cls`` built from its config, factorized anew, and filled.
 
     ``cls`` is a model class of transformers, such as ``BertForMaskedLM``, or an auto class. The model is of the type it
-    was saved in unless ``dtype`` says otherwise, and in evaluation mode. No code of the folder is run.
+    was saved in unless ``dtype`` says otherwise, and in evaluation mode. No code of the folder is run. Folders that
+    transformers wrote are opened too, where ``fz.save_plan`` or ``FactorizedTrainerMixin`` added the plan.
     """
     path = Path(folder)
     if not (path / "config.json").is_file() or not (path / MANIFEST).is_file():
@@ -71,6 +84,9 @@ def from_pretrained(
         _refuse_own_code(path / "config.json", cls)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     dtype = dtype or config.dtype or torch.get_default_dtype()
+    plan = read_plan_of_transformers(path)
+    if plan is not None:
+        return _loaded_by_transformers(cls, path, plan, config, dtype).to(device).eval()
     # Built in that type and not cast to it: rotary frequencies and the like stay in float32, as transformers has them.
     with _default_type(dtype):
         model = cls(config) if is_model else cls.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -78,6 +94,37 @@ def from_pretrained(
     if (path / GENERATION).is_file():
         filled.generation_config = GenerationConfig.from_pretrained(path)  # type: ignore[assignment]
     return filled
+
+
+def _loaded_by_transformers(cls: Any, path: Path, plan: Plan, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Let transformers fill a model of a class that is factorized as soon as it is built."""
+    if getattr(cls, "config_class", None) is None:
+        with torch.device("meta"):
+            cls = type(cls.from_config(config, dtype=dtype, trust_remote_code=False))
+
+    def build(self: Any, *arguments: Any, **keywords: Any) -> None:
+        cls.__init__(self, *arguments, **keywords)
+        install(self, plan, build_layers(self, plan, init=None))
+
+    # transformers finds much by the name of a class and of its module
+    own = {"__init__": build, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    built = type(cls.__name__, (cls,), own)
+    model, info = built.from_pretrained(  # type: ignore[attr-defined]
+        path,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # they are refused below
+        output_loading_info=True,
+    )
+    wrong = [
+        f"{what.replace('_', ' ')}: {', '.join(sorted(map(str, found))[:3])}" for what, found in info.items() if found
+    ]
+    if wrong:
+        raise ValueError(f"the weights in {path} do not fit its {MANIFEST}: {'; '.join(wrong)}. Save the model again")
+    model.__class__ = cls
+    return model
 
 
 def _refuse_own_code(path: Path, cls: Any) -> None:

@@ -131,6 +131,10 @@ class Format(ABC):
         """Return the gradients of half the squared norm; that of the weight is the weight, which is pulled back."""
         return pull_back(self.compose, cores)
 
+    def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:  # those of target
+        """Return the weight's cores in a format of lower ranks: what ``target`` makes of the composed weight."""
+        return target.decompose(self.compose(cores))
+
     def spectrum(self, cores: Sequence[Tensor]) -> Tensor:  # (..., groups, singular values)
         """Return the singular values of the weight, read as the matrices of its shape."""
         return torch.linalg.svdvals(to_matrix(self.compose(cores), self.shape))

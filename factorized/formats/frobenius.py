@@ -52,16 +52,25 @@ def frobenius_gradients(
     """
     if product_is_cheaper(U.shape[-2], V.shape[-2], U.shape[-1], len(inner), products=3):
         return _gradients_from_product(U, V, inner)
-    right = [V.mT @ V]
+    right, left, inner_gradients = gradients_from_grams(U.mT @ U, V.mT @ V, inner)
+    return U @ summed_like(right, U), V @ summed_like(left, V), inner_gradients
+
+
+def gradients_from_grams(
+    left: Tensor,  # (..., r, r): Uᵀ U
+    right: Tensor,  # (..., r, r): Vᵀ V
+    inner: Sequence[Tensor],  # each (..., r, r)
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # (..., r, r), (..., r, r), like inner
+    """Return ``R_0``, ``L_d`` and the inner gradients; the gradients of ``U`` and ``V`` are ``U R_0`` and ``V L_d``."""
+    rights = [right]
     for M in reversed(inner):
-        right.append(M @ right[-1] @ M.mT)
-    right.reverse()  # right[j] is R_j, j = 0..d
-    left = U.mT @ U
+        rights.append(M @ rights[-1] @ M.mT)
+    rights.reverse()  # rights[j] is R_j, j = 0..d
     inner_gradients = []
-    for M, R in zip(inner, right[1:], strict=True):
+    for M, R in zip(inner, rights[1:], strict=True):
         inner_gradients.append(left @ M @ R)
         left = M.mT @ left @ M
-    return U @ summed_like(right[0], U), V @ summed_like(left, V), tuple(inner_gradients)
+    return rights[0], left, tuple(inner_gradients)
 
 
 def summed_like(

@@ -15,7 +15,7 @@ from factorized.formats.format import Cores, Format, Rank, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
-from factorized.formats.svd import spectral_factors
+from factorized.formats.svd import spectral_factors, truncated_factors
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,14 @@ class KroneckerFormat(Format):
         lead = rearranged.shape[:-2]
         blocks = rearranged.reshape(*lead, rows, columns, out, inputs, -1).transpose(-4, -3)
         return blocks.reshape(*lead, *self.shape.weight_shape)
+
+    def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
+        """Return the best sum of fewer products, without forming the weight."""
+        U, V = truncated_factors(*self._as_product(cores), [], target.height)
+        lead = U.shape[:-2]
+        return tuple(
+            factor.mT.reshape(*lead, *extents) for factor, extents in zip((U, V), target.cores.values(), strict=True)
+        )
 
     def norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)
         """Return the squared norm from rank × rank Gram matrices."""

@@ -26,7 +26,7 @@ from factorized.formats.kernel import (
 )
 from factorized.formats.scheme import LARGEST_SCALE, Scheme, Start
 from factorized.formats.shifted import two_products
-from factorized.formats.svd import factor_spectrum, spectral_factors
+from factorized.formats.svd import factor_spectrum, spectral_factors, truncated_factors
 
 Variant = Literal["full", "deep", "wide"]
 
@@ -86,9 +86,7 @@ class Product(Format):
     ) -> Cores:
         """Return spectral initializations: ``U = Ũ√Σ``, ``V = Ṽ√Σ``, and identities between them."""
         U, V = spectral_factors(to_matrix(weights, self.shape), self.rank)  # (..., groups, rows or columns, rank)
-        U, V = U.flatten(-3, -2), V.flatten(-3, -2)
-        eye = torch.eye(self.rank, dtype=U.dtype, device=U.device).repeat(self.shape.groups, 1)
-        return (U, *[eye.expand(*U.shape[:-2], *eye.shape)] * self.depth, V)
+        return self.with_inner(U.flatten(-3, -2), V.flatten(-3, -2))
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
         """Multiply the factors."""
@@ -114,6 +112,19 @@ class Product(Format):
         if self.shape.groups == 1:
             return [core.unsqueeze(-3) for core in cores]
         return [grouped(core, self.shape.groups) for core in cores]
+
+    def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
+        """Return the best approximation of lower rank, without forming the product."""
+        if not isinstance(target, Product):
+            return super().truncate(cores, target)
+        U, *inner, V = self.products(cores)
+        U, V = truncated_factors(U, V, inner, target.rank)  # (..., groups, long, rank)
+        return target.with_inner(U.flatten(-3, -2), V.flatten(-3, -2))
+
+    def with_inner(self, U: Tensor, V: Tensor) -> Cores:
+        """Return all cores for these outer ones: identities are between them."""
+        eye = torch.eye(self.rank, dtype=U.dtype, device=U.device).repeat(self.shape.groups, 1)
+        return (U, *[eye.expand(*U.shape[:-2], *eye.shape)] * self.depth, V)
 
     def spectrum(self, cores: Sequence[Tensor]) -> Tensor:  # (..., groups, singular values)
         """Return the singular values from an SVD no larger than the rank."""

@@ -82,6 +82,22 @@ def spectral_factors(
     return U.to(W.dtype), V.to(W.dtype)
 
 
+def truncated_factors(
+    U: Tensor,  # (..., m, r)
+    V: Tensor,  # (..., n, r)
+    inner: Sequence[Tensor],  # each (..., r, r)
+    rank: int,
+) -> tuple[Tensor, Tensor]:  # (..., m, rank), (..., n, rank)
+    """Return the spectral factors of ``U M₁…M_d Vᵀ`` at another rank, from an SVD no larger than the one it has."""
+    dtype = U.dtype
+    exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    (Q, core), (P, T) = torch.linalg.qr(U.to(exact)), torch.linalg.qr(V.to(exact))
+    for M in inner:
+        core = core @ M.to(exact)
+    A, B = spectral_factors(core @ T.mT, rank, "exact")
+    return (Q @ A).to(dtype), (P @ B).to(dtype)
+
+
 def factor_spectrum(
     U: Tensor,  # (..., m, r)
     V: Tensor,  # (..., n, r)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from factorized.formats.folding import TensorScheme
@@ -72,6 +73,24 @@ def tt_svd(
         before = rank
     cores.append(rest.reshape(*batch, before, dims[-1], 1))
     return tuple(cores)
+
+
+def tt_round(
+    cores: Sequence[Tensor],  # each (..., r_{k-1}, d_k, r_k)
+    ranks: Sequence[int],
+) -> Cores:
+    """Return what ``tt_svd`` makes of the tensor of a train, from its cores: QR from the right, SVD from the left."""
+    right = [cores[-1]]
+    for core in reversed(cores[:-1]):  # all but the first get orthonormal rows
+        Q, R = torch.linalg.qr(right[0].flatten(-2).mT)  # (..., d_k·r_k, s), (..., s, r_{k-1})
+        right[0] = Q.mT.unflatten(-1, right[0].shape[-2:])
+        right.insert(0, _times_right(core, R.mT))
+    made, rest = [], right[0]
+    for following, rank in zip(right[1:], ranks, strict=True):
+        U, S, V = truncated_svd(rest.flatten(-3, -2), rank, "exact")
+        made.append(U.unflatten(-2, rest.shape[-3:-1]))
+        rest = _times_left(S.unsqueeze(-1) * V.mT, following)
+    return (*made, rest)
 
 
 def tt_expand(
@@ -252,6 +271,12 @@ class TrainFormat(TensorFormat):
         """Return the cores of the TT-SVD, scaled to one norm."""
         cores = balanced(tt_svd(tensor, self.rank), tensor.dim() - len(self.dims))
         return tuple(core.to(tensor.dtype) for core in cores)
+
+    def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
+        """Return the train that the TT-SVD of the tensor is, without forming it."""
+        if not isinstance(target, TrainFormat) or cores[0].dtype in (torch.float16, torch.bfloat16):
+            return super().truncate(cores, target)
+        return balanced(tt_round(cores, target.rank), cores[0].dim() - 3)
 
     def expand(self, cores: Sequence[Tensor]) -> Tensor:  # (..., *dims)
         """Multiply the cores in the cheapest order of two halves."""

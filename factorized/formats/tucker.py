@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -193,6 +194,18 @@ class TuckerFormat(TensorFormat):
         """Multiply the core by the factors in the cheapest order."""
         core, factors = self.parts(cores)
         return hosvd.tucker_expand(core, factors, self.order)
+
+    def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
+        """Return what ``target`` makes of the tensor: the HOSVD of a core whose factors are orthonormal."""
+        half = cores[0].dtype in (torch.float16, torch.bfloat16)
+        if half or not isinstance(target, TuckerFormat) or target.train is not None:
+            return super().truncate(cores, target)
+        core, factors = self.parts(cores)
+        split = [None if factor is None else torch.linalg.qr(factor) for factor in factors]
+        core = hosvd.tucker_expand(core, [None if pair is None else pair.R for pair in split])
+        core, small = hosvd.hosvd(core, (*target.rank, *[None] * self.kept), target.refinements, "exact")
+        whole = [pair.Q @ s for pair, s in zip(split, small, strict=True) if pair is not None and s is not None]
+        return balanced((core, *whole), core.dim() - len(self.dims))
 
     def parts(self, cores: Sequence[Tensor]) -> tuple[Tensor, hosvd.Factors]:
         """Return the core as one tensor, and a factor or None per mode."""

@@ -17,7 +17,7 @@ from factorized.planning.plan import Plan
 from factorized.surgery.compose import is_factorized
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import build_layers, factorize, install
-from factorized.surgery.heads import plain_attention, with_plain_attention
+from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _make_dense(module: nn.Module) -> None:
             dense = layer.to_dense()
             for name in names:
                 replace_module(module, name, dense)
-    with_plain_attention(module, lambda names, unit: plain_attention(unit, unit.head_size))
+    with_plain_attention(module, shrunk_attention(module), lambda names, unit: plain_attention(unit, unit.head_size))
 
 
 def _forget_wrapper(module: nn.Module) -> None:

@@ -120,6 +120,6 @@ def _widened(
         if layer.bias is None:
             raise ValueError("an adapter with lora_bias=True cannot be merged into a layer without a bias")
         wider.bias = nn.Parameter(layer.bias + bias, layer.bias.requires_grad)
-    wider.carried = layer.carried
+    wider.carried, wider.dense_class = layer.carried, layer.dense_class
     layer.hand_back(wider)
     return wider.train(layer.training)

@@ -63,6 +63,7 @@ class FactorizedConv(FactorizedLayer):
         self.dilation = dense.dilation
         self.groups = groups
         self.padding_mode = padding_mode
+        self.transposed, self.output_padding = dense.transposed, dense.output_padding  # as the dense one has them
         self.geometry = Geometry(
             dense.stride, explicit_padding(dense.padding, made.shape.size, dense.dilation), dense.dilation, padding_mode
         )

@@ -65,6 +65,7 @@ class FactorizedConvTranspose(FactorizedLayer):
         self.kernel_size = dense.kernel_size
         self.padding = dense.padding
         self.output_padding = dense.output_padding
+        self.transposed = dense.transposed
         self.dilation = dense.dilation
         self.groups = groups
         self.padding_mode = padding_mode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,8 @@ CALL_HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
+# What a subclass of a plain layer may define and still be the same layer; the last is Python 3.14's.
+MAKES_OR_SHOWS = ("__init__", "__repr__", "extra_repr", "reset_parameters", "__annotate_func__")
 
 
 def format_of(
@@ -35,12 +39,45 @@ def format_of(
     return format
 
 
-def added_attributes(module: nn.Module, *arguments: object) -> dict[str, object]:
-    """Return the attributes that were set on a module after it was made: those that one of these arguments has not."""
+def added_attributes(module: nn.Module, plain: type[nn.Module], *arguments: object) -> dict[str, object]:
+    """Return the attributes set on a module that a fresh layer of its plain class has not."""
     with torch.device("meta"):
-        fresh = type(module)(*arguments)
+        fresh = plain(*arguments)
     standard = {*vars(fresh), "_compiled_call_impl"}  # the latter, of module.compile(), would go on calling the old one
     return {name: value for name, value in vars(module).items() if name not in standard}
+
+
+def plain_class(module: nn.Module, known: Collection[type[nn.Module]]) -> type[nn.Module] | None:
+    """Return the one of ``known`` that computes what ``module`` does: its class, or one that inherits everything."""
+    for cls in type(module).__mro__:
+        if cls in known:
+            return cls
+        if _defined(cls):
+            return None
+    return None
+
+
+def why_not_plain(module: nn.Module, known: Collection[type[nn.Module]]) -> str | None:
+    """Return what keeps ``module`` from being one of the ``known`` layers, or None."""
+    if plain_class(module, known) is not None:
+        return None
+    reason = f"{type(module).__name__} is not a plain Linear, Conv or Embedding"
+    if not isinstance(module, tuple(known)):
+        return reason
+    defined = next(names for cls in type(module).__mro__ if (names := _defined(cls)))
+    telling = min(defined, key=lambda name: name.startswith("__"))
+    return f"{reason}: it defines {telling!r}, which a replacement would lose"
+
+
+def _defined(cls: type) -> list[str]:
+    """Return the names that a class defines for its objects, besides how they are made and shown."""
+    return [
+        name
+        for name, value in vars(cls).items()
+        if not isinstance(value, (staticmethod, classmethod))
+        and name not in MAKES_OR_SHOWS
+        and (callable(value) or not name.startswith("__") or name == "__slots__")
+    ]
 
 
 def check_dense(dense: nn.Module, expected: type[nn.Module]) -> None:
@@ -50,10 +87,13 @@ def check_dense(dense: nn.Module, expected: type[nn.Module]) -> None:
             f"dense must be an nn.{expected.__name__}, got {type(dense).__name__}; fz.factorize finds the right class "
             "for every layer of a model"
         )
+    if (reason := why_not_plain(dense, (expected,))) is not None:
+        raise ValueError(reason)
 
 
 def dense_weight(dense: nn.Module) -> Tensor:
     """Return the weight of a dense layer."""
     weight = dense.weight
-    assert isinstance(weight, Tensor)
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"dense must have a weight, got {type(dense).__name__}, whose weight is {weight!r}")
     return weight

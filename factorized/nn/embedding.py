@@ -44,6 +44,7 @@ class FactorizedEmbedding(FactorizedLayer):
         self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
+        self.max_norm, self.norm_type = None, 2.0  # what a table has that is not renormalized
         self.bias = None
         self._has_thin_rows = made.chain is not None and all(step.groups == 1 for step in made.chain)
         if init is not None:
@@ -110,20 +111,11 @@ class FactorizedEmbedding(FactorizedLayer):
         input: Tensor,  # (...)
     ) -> Tensor:  # (..., dim)
         """Return rows of the table, from its thin rows."""
-        *_, thin = self.format.chain_weights(self.factors)
-        x = self.widened(F.embedding(input, thin, self.padding_idx, sparse=self.sparse))
+        factors = self.factors
+        *wide, thin = self.format.chain_weights(factors)
+        x = widened(F.embedding(input, thin, self.padding_idx, sparse=self.sparse), wide, factors[0].dtype)
         scale = self._gradient_scale(input, x.dtype) if torch.is_grad_enabled() else None
         return x if scale is None else _ScaleGradient.apply(x, scale)  # type: ignore[no-untyped-call]
-
-    def widened(
-        self,
-        thin: Tensor,  # (..., rank)
-    ) -> Tensor:  # (..., dim)
-        """Multiply thin rows, or sums of them, by the other cores."""
-        *rest, _ = self.format.chain_weights(self.factors)
-        for weight in reversed(rest):
-            thin = F.linear(thin, weight.mT)
-        return thin.to(self.factors[0].dtype)
 
     def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what the dense layer multiplies the gradient of each looked-up row by.
@@ -184,6 +176,17 @@ class FactorizedEmbedding(FactorizedLayer):
         """Return entries, dimension and the padding entry."""
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return [f"{self.num_embeddings}, {self.embedding_dim}{padding}"]
+
+
+def widened(
+    rows: Tensor,  # (..., rank)
+    weights: list[Tensor],  # of the chain, all but the table of thin rows
+    dtype: torch.dtype,
+) -> Tensor:  # (..., dim)
+    """Multiply thin rows, or sums of them, by the other weights of a chain."""
+    for weight in reversed(weights):
+        rows = F.linear(rows, weight.mT)
+    return rows if rows.dtype == dtype else rows.to(dtype)  # autocast multiplies in a type of its own
 
 
 class _ScaleGradient(torch.autograd.Function):

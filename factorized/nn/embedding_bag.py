@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from factorized.formats.format import Format
 from factorized.nn.dense import check_dense
-from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.embedding import FactorizedEmbedding, widened
 from factorized.nn.init import Init
 from factorized.nn.layer import Lowered
 
@@ -108,8 +108,10 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         if composed and not self.scale_grad_by_freq:
             return self._bags(input, self.composed_table(), offsets, per_sample_weights, self.padding_idx)
         if self.widens_bags and not composed:
-            *_, thin = self.format.chain_weights(self.factors)
-            return self.widened(self._bags(input, thin, offsets, per_sample_weights, self.padding_idx, self.sparse))
+            factors = self.factors
+            *wide, thin = self.format.chain_weights(factors)
+            bags = self._bags(input, thin, offsets, per_sample_weights, self.padding_idx, self.sparse)
+            return widened(bags, wide, factors[0].dtype)
         rows = super().forward(input.reshape(-1))
         places = torch.arange(rows.shape[0], dtype=input.dtype, device=input.device).view_as(input)
         if self.padding_idx is None:
@@ -139,8 +141,8 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         )
 
     def lowered(self) -> list[Lowered]:
-        """Return a table of thin rows and the linears that widen their sums or means; nothing for a maximum."""
-        return super().lowered() if self.mode != "max" else []
+        """Return nothing: a pair in ``nn.Sequential`` would take neither offsets nor weights of single entries."""
+        return []
 
     def settings_repr(self) -> list[str]:
         """Return entries, dimension, the mode and the padding entry."""

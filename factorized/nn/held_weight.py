@@ -7,7 +7,7 @@ stand for; these are composed once per call, and whenever they are read.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Self, cast
 
@@ -147,14 +147,11 @@ class FactorizedWeight(FactorizedLayer):
         """Make the product the best approximation of ``weight`` at this rank (section 3.1)."""
         super().set_weight(weight.reshape(self.shape.weight_shape))
 
-    def composed(self) -> Tensor:
-        """Return the weight in the dense shape."""
-        return self.format.compose(self.factors).reshape(self.dense_shape)
-
     def forward(self) -> Tensor:
         """Return the weight in the dense shape, with what training does to it."""
         weight, adjust = self.format.compose(self.factors), self.adjust
-        return (weight if adjust is None else adjust(weight)).reshape(self.dense_shape)
+        weight = weight if adjust is None else adjust(weight)
+        return weight.reshape(self.dense_shape).to(self.factors[0].dtype)  # also under autocast
 
     def dense_skeleton(self) -> HeldWeight:
         """Return the weight on the meta device."""
@@ -196,7 +193,7 @@ class HoldsFactors(nn.Module):
         """Compose the weights once, and call the dense module's forward with them in place."""
         if torch.compiler.is_compiling():  # which cannot take an attribute away, and composes each weight once anyway
             return super().forward(*arguments, **keywords)
-        composed = {key: layer() for key, layer in self.held.items()}
+        composed = self.composed_weights()
         for key, weight in composed.items():
             object.__setattr__(self, key, weight)
         try:
@@ -204,6 +201,10 @@ class HoldsFactors(nn.Module):
         finally:
             for key in composed:
                 object.__delattr__(self, key)
+
+    def composed_weights(self) -> dict[str, Tensor]:
+        """Return what takes the place of parameters in a call, by name."""
+        return {key: layer() for key, layer in self.held.items()}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Let copies and pickles find the class, which is made for the dense one."""
@@ -214,6 +215,23 @@ class HoldsGates(HoldsFactors):
     """A recurrent network some of whose gates are products. Abstract."""
 
     _flat_weights_names: list[str]
+    hidden_size: int
+
+    def composed_weights(self) -> dict[str, Tensor]:
+        """Return the weights; on a GPU with the biases in one piece of memory, as cuDNN wants them, or it warns."""
+        composed = super().composed_weights()
+        if not next(iter(composed.values())).is_cuda:
+            return composed
+        weights = {
+            name: composed[name] if name in composed else getattr(self, name) for name in self._flat_weights_names
+        }
+        ordered = sorted(weights, key=lambda name: name.startswith("bias"))
+        parts = [weights[name].reshape(-1) for name in ordered]
+        if not self.bias:  # cuDNN has them, as zeros
+            rows = sum(weight.shape[0] for name, weight in weights.items() if not name.startswith("weight_hr"))
+            parts.append(parts[0].new_zeros(rows))
+        pieces = torch.cat(parts).split([part.numel() for part in parts])
+        return {name: piece.view_as(weights[name]) for name, piece in zip(ordered, pieces, strict=False)}
 
     @property
     def _flat_weights(self) -> list[Tensor]:
@@ -228,10 +246,21 @@ class HoldsGates(HoldsFactors):
         """Do nothing: there is no list to be out of date."""
 
     def _init_flat_weights(self) -> None:
+        """Keep no references either."""
         self._flat_weight_refs: list[None] = []
 
     def flatten_parameters(self) -> None:
         """Do nothing: the weights of every call are new."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights as torch does, and decompose those that are products."""
+        bound = self.hidden_size**-0.5
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.uniform_(-bound, bound)
+        for layer in self.held.values():
+            layer.set_weight(torch.empty_like(layer.weight).uniform_(-bound, bound))
 
 
 def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
@@ -241,6 +270,7 @@ def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
     for key in layers:
         del host._parameters[key]
     host.__class__ = _class_of(dense_type)
+    host.__dict__.pop("_flat_weights", None)  # of recurrent networks: the dense parameters
     assert isinstance(host, HoldsFactors)
     host.parameter_order = order
     children = nn.Module()
@@ -249,9 +279,9 @@ def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
     host.add_module(FACTORS, children.train(host.training))
 
 
-def release(host: HoldsFactors, parameter_of: Callable[[FactorizedWeight, Tensor], nn.Parameter]) -> None:
-    """Make ``host`` the plain module again, in place, with parameters made of its composed weights."""
-    made = {key: parameter_of(layer, layer.composed()) for key, layer in host.held.items()}
+def release(host: HoldsFactors, parameters: Mapping[FactorizedLayer, nn.Parameter]) -> None:
+    """Make ``host`` the plain module again, in place, with a parameter for each of its factors."""
+    made = {key: parameters[layer] for key, layer in host.held.items()}
     order = host.parameter_order
     del host._modules[FACTORS], host.parameter_order
     host.__class__ = host.dense_type  # type: ignore[assignment]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -63,19 +63,34 @@ class FactorizedLayer(nn.Module):
         self._has_lists = self._holders != tuple(format.cores)
         self.drop_connect = 0.0  # share of the product's entries dropped in training, see fz.drop_connect
         self.carried: tuple[str, ...] = ()  # attributes that were set on the dense layer, see ``carry``
+        self.dense_class: type[nn.Module] | None = None  # of the layer that it replaced, where that is known
         self.decay_in_backward = 0.0  # added to the gradient of a composed weight, see fz.FrobeniusDecay
         self.execution = execution
-        # Filled here, because a cached property would break a trace that reads it first.
+        self._find_ways()
+
+    def _find_ways(self) -> None:
+        """Note the ways in which this layer can run, because a cached property would break a trace that reads it."""
         machines = [(device, compiled) for device in ("cpu", "cuda") for compiled in (False, True)]
         costs = {
-            machine: {w: cost for w, cost in format.ways(self.stride, *machine).items() if w in self.known_ways}
+            machine: {w: cost for w, cost in self.format.ways(self.stride, *machine).items() if w in self.known_ways}
             for machine in machines
         }
-        self.executions: tuple[Way, ...] = tuple(costs["cpu", False])  # the ways in which this layer can run
+        self.executions: tuple[Way, ...] = tuple(costs["cpu", False])
         self._cheapest: dict[tuple[str, bool], Way] = {
             machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()
         }
         self.check_execution()
+
+    def change_ranks(self, format: Format, factors: Sequence[nn.Parameter]) -> None:
+        """Hold other factors, those of the same kind of format at other ranks."""
+        for name, factor in zip(format.cores, factors, strict=True):
+            holder, _, place = name.partition(".")
+            if place:
+                self.get_submodule(holder)[int(place)] = factor  # type: ignore[operator]
+            else:
+                setattr(self, holder, factor)
+        self.format = format
+        self._find_ways()
 
     @property
     def shape(self) -> KernelShape:
@@ -299,7 +314,9 @@ class FactorizedLayer(nn.Module):
 
     def carry(self, dense: nn.Module) -> None:
         """Take over the attributes set on a dense layer, and let every factor have those set on its weight."""
-        added = added_attributes(dense, *(1,) * (3 if isinstance(dense, _ConvNd) else 2))
+        self.dense_class = type(dense)
+        plain = type(self.dense_skeleton())
+        added = added_attributes(dense, plain, *(1,) * (3 if issubclass(plain, _ConvNd) else 2))
         taken = sorted(name for name in added if hasattr(self, name))
         if taken:
             raise ValueError(
@@ -313,7 +330,9 @@ class FactorizedLayer(nn.Module):
             vars(factor).update(vars(dense.weight))
 
     def hand_back(self, plain: nn.Module) -> None:
-        """Give the plain module in this layer's place what was set on the dense one, and the hooks of this layer."""
+        """Give the plain module in this layer's place the class of the dense one, what was set on it, and our hooks."""
+        if self.dense_class is not None and issubclass(self.dense_class, type(plain)):
+            plain.__class__ = self.dense_class  # it defines nothing but how it is made, see ``plain_class``
         for name in self.carried:
             setattr(plain, name, getattr(self, name))
         for name in CALL_HOOKS:

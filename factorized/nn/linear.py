@@ -41,6 +41,8 @@ class FactorizedLinear(FactorizedLayer):
         self.out_features = out_features
         self.dense_type = dense_type
         self.transposed = transposed
+        if transposed:
+            self.nf, self.nx = out_features, in_features  # transformers' names
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         if init is not None:
             self.reset_parameters(init)

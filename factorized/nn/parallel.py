@@ -228,17 +228,17 @@ def _parallel_class(layer: FactorizedLayer, mesh: DeviceMesh, style: str) -> typ
     whole = "leave it out of the parallelize plan, so that every rank runs it whole"
     if any(isinstance(factor, DTensor) for factor in layer.factors):
         raise ValueError(f"{layer} is distributed already; call parallelize_module once, and before fully_shard")
-    parallel = next((made for plain, made in _PARALLEL.items() if isinstance(layer, plain)), None)
-    if parallel is None:
-        raise ValueError(f"{style} splits linears and embeddings, got {layer}; {whole}")
-    if not layer.format.is_product:
-        raise ValueError(f"{style} splits products U Vᵀ, got {layer}; factorize it with fz.LowRank(), or {whole}")
     computed = [name for name in layer.format.cores if name not in dict(layer.named_parameters())]
     if computed:
         raise ValueError(
             f"{computed[0]} of {layer} is not a parameter: a parametrization or pruning computes it. Make it one again "
             f"(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or {whole}"
         )
+    parallel = _PARALLEL.get(type(layer))
+    if parallel is None:
+        raise ValueError(f"{style} splits linears and embeddings, got {layer}; {whole}")
+    if not layer.format.is_product:
+        raise ValueError(f"{style} splits products U Vᵀ, got {layer}; factorize it with fz.LowRank(), or {whole}")
     if layer.execution not in ("auto", "chain"):
         raise ValueError(f'{style} runs a layer as a chain, got {layer}; set its execution to "auto", or {whole}')
     if isinstance(layer, FactorizedEmbedding) and layer.sparse:

@@ -50,7 +50,8 @@ def owner_of(weight: Tensor) -> nn.Module | None:
 
 def _compose(format: Format, factors: Sequence[Tensor]) -> Tensor:
     # In the factors' type, where autocast composes in another, and contiguous, as the weight of a plain layer is.
-    return format.compose(factors).to(factors[0].dtype).contiguous()
+    weight, dtype = format.compose(factors), factors[0].dtype
+    return (weight if weight.dtype == dtype else weight.to(dtype)).contiguous()
 
 
 class ComposedWeight(Tensor):
@@ -61,6 +62,7 @@ class ComposedWeight(Tensor):
     """
 
     source: _Source
+    _is_hf_initialized = True  # transformers draws the weights that have no such mark, after it loaded the others
 
     @classmethod
     def __torch_function__(
@@ -204,14 +206,15 @@ def _call_with_plain(
 
 def _plain(argument: Any, used: list[Tensor]) -> Any:
     """Return an argument with the plain tensor in the place of every ``ComposedWeight``; note those in ``used``."""
-    if isinstance(argument, ComposedWeight):
+    kind = type(argument)
+    if kind is ComposedWeight:
         used.append(argument.source.value())
         return used[-1]
-    if isinstance(argument, list):
+    if kind is list:
         return [_plain(part, used) for part in argument]
-    if isinstance(argument, tuple):
+    if kind is tuple:
         return tuple([_plain(part, used) for part in argument])
-    if isinstance(argument, dict):
+    if kind is dict:
         return {key: _plain(part, used) for key, part in argument.items()}
     return argument
 

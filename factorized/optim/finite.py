@@ -23,7 +23,7 @@ class StepGuard:
         return self._on_host + (int(self._on_device.item()) if self._on_device is not None else 0)
 
     def passes(self, norm: Tensor) -> bool | Tensor:
-        """Return whether the step may be taken; where the host may not look, as 1 or 0 on the device."""
+        """Return whether the step may be taken; with ``capturable=True`` as 1 or 0 on a GPU."""
         finite = torch.isfinite(norm)
         if self.capturable and norm.is_cuda:
             if self._on_device is None:

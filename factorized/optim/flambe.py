@@ -88,7 +88,7 @@ class Flambe(Lamb, DecaysProducts):
         return parameter in self._factors
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles carry."""
+        """Return the state of copies and pickles."""
         own = ("forms", "frobenius_decay", "steps", "_engine", "_factors", "_decay_of")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
@@ -107,7 +107,7 @@ class Flambe(Lamb, DecaysProducts):
             for p in group["params"]
             if p.grad is not None
         }
-        # A parameter may hold more than factors (packed attention): what is no factor keeps its ordinary decay.
+        # A parameter may hold more than factors (packed attention): the rest of it keeps its ordinary decay.
         self._decay_of = {p: p.detach() * rates[p] for p in self._factors if p in rates}
         for factor in self._engine.form_of:
             if factor.parameter in self._decay_of:

@@ -63,7 +63,7 @@ class Lamb(Optimizer):
         self.guard = StepGuard(skip_nonfinite, capturable)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles carry: torch's own would leave out what is no group's setting."""
+        """Return the state of copies and pickles; torch's leaves out what is not a setting of a group."""
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "guard": self.guard}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -126,12 +126,12 @@ class Lamb(Optimizer):
         return loss
 
     def _before_updates(self) -> None:
-        """Look at the parameters before any of them moves."""
+        """Called before any parameter of the step is changed."""
 
     def _update(
         self, group: dict[str, Any], found: Mapping[nn.Parameter, Tensor], scale: Tensor | None, passed: Tensor | None
     ) -> None:
-        """Update one group by its gradients; ``passed`` is 1 or 0 on the device where the host may not look."""
+        """Update one group; ``passed`` is 1 or 0 on the device where the step must not wait for it."""
         parameters, gradients = list(found), list(found.values())
         if passed is not None:
             gradients = [torch.where(passed > 0, gradient, 0.0) for gradient in gradients]

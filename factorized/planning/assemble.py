@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -13,25 +13,32 @@ from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
 from factorized.nn.running import count_parameters
 from factorized.planning.budget import Budget
+from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate, Selected
 from factorized.planning.cost import LayerCost, Measured
 from factorized.planning.plan import AttentionEntry, Entry, Plan, PlanEntry
 from factorized.planning.ranks import Choice
-from factorized.planning.select import Candidate
 
 Cost = LayerCost | AttentionCost
-Tied = list[Candidate]  # layers that share one weight, the first of them in front; mostly one
+Tied = list[Selected]  # layers that share one weight, the first of them in front; mostly one
 Solved = dict[str, tuple[Cost, Choice | None]]  # cost and choice (None: dense) by the name of the first of the tied
 
 
 def cost_of(tied: Tied, measured: Measured | None) -> Cost:
     """Return what the weight of some tied layers costs, with the calls of all of them; or what attention does."""
-    if tied[0].unit is not None:
-        seen = measured.attention[tied[0].module] if measured is not None else ()
-        return AttentionCost(tied[0].unit, tied[0].kinds, tuple(seen))
-    shape = tied[0].shape
-    assert shape is not None
+    first = tied[0]
+    if isinstance(first, AttentionCandidate):
+        return _attention_cost(first, measured)
+    return _layer_cost(first, tied, measured)
+
+
+def _attention_cost(candidate: AttentionCandidate, measured: Measured | None) -> AttentionCost:
+    seen = measured.attention[candidate.module] if measured is not None else ()
+    return AttentionCost(candidate.unit, candidate.forms, tuple(seen))
+
+
+def _layer_cost(first: LayerCandidate, tied: Sequence[Candidate], measured: Measured | None) -> LayerCost:
     calls = [] if measured is None else [call for candidate in tied for call in measured.calls[candidate.module]]
-    return LayerCost(shape, tuple(calls))
+    return LayerCost(first.shape, tuple(calls))
 
 
 def assemble(
@@ -70,54 +77,57 @@ def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]
             seen.add(weight)
 
 
-def _entry(
-    candidate: Candidate,
-    solved: Solved,
-    measured: Measured | None,
-    held_elsewhere: bool,
-) -> Entry:
+def _entry(candidate: Candidate, solved: Solved, measured: Measured | None, held_elsewhere: bool) -> Entry:
+    if isinstance(candidate, AttentionCandidate):
+        return _planned_attention(candidate, solved, measured)
     weight = candidate.module._parameters.get("weight")
     weight = None if weight is not None and is_lazy(weight) else weight
-    cost, choice = solved.get(candidate.tied_to or candidate.name, (None, None))
-    reason = candidate.reason
-    if reason is None and cost is not None and choice is None:
-        grows = "would grow: the factors would cost more than the dense layer"
-        reason = grows if candidate.unit is None else "at that rank its heads keep their size"
-    if candidate.unit is not None:
-        return _attention_entry(candidate, cost_of([candidate], measured), choice, reason, measured is not None)
-    own = cost_of([candidate], measured) if candidate.shape is not None else None
-    format = choice if reason is None else None
-    counted = own is not None and measured is not None
-    dense_params = weight.numel() if weight is not None else count_parameters(candidate.module)
-    return PlanEntry(
+    params = weight.numel() if weight is not None else count_parameters(candidate.module)
+    entry = PlanEntry(
         name=candidate.name,
         type=type(candidate.module).__name__,
         shape=tuple(weight.shape) if weight is not None else (),
-        format=format,
-        reason=reason,
+        reason=candidate.reason,
         aliases=candidate.aliases,
-        tied_to=candidate.tied_to if reason is None else None,
-        params=0 if held_elsewhere else dense_params,
-        params_after=0 if held_elsewhere else own.params(format) if own else dense_params,
-        macs=own.macs(None) if own is not None and counted else None,
-        macs_after=own.macs(format) if own is not None and counted else None,
+        params=0 if held_elsewhere else params,
+        params_after=0 if held_elsewhere else params,
+    )
+    return _planned_layer(entry, candidate, solved, measured) if isinstance(candidate, LayerCandidate) else entry
+
+
+def _planned_layer(entry: PlanEntry, candidate: LayerCandidate, solved: Solved, measured: Measured | None) -> PlanEntry:
+    """Return the entry of a layer with its format, or the reason why it has none, and what that costs."""
+    cost = _layer_cost(candidate, [candidate], measured)
+    if measured is not None:
+        entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(None))
+    if candidate.reason is not None:
+        return entry
+    _, format = solved[candidate.tied_to or candidate.name]
+    if format is None:
+        return replace(entry, reason="would grow: the factors would cost more than the dense layer")
+    return replace(
+        entry,
+        format=format,
+        tied_to=candidate.tied_to,
+        params_after=cost.params(format) if entry.params else 0,
+        macs_after=None if measured is None else cost.macs(format),
     )
 
 
-def _attention_entry(
-    candidate: Candidate, cost: Cost, rank: int | None, reason: str | None, counted: bool
-) -> AttentionEntry:
-    assert isinstance(cost, AttentionCost)
-    kept = rank if reason is None else None
-    entry = attention_entry(candidate, cost, cost.ranks(kept))
-    if kept is None:
-        entry = replace(entry, forms=())
-    if counted:
-        entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(kept))
-    return replace(entry, reason=reason)
+def _planned_attention(candidate: AttentionCandidate, solved: Solved, measured: Measured | None) -> AttentionEntry:
+    """Return the entry of an attention module with its ranks, or the reason why it keeps them, and what that costs."""
+    cost = _attention_cost(candidate, measured)
+    reason, rank = candidate.reason, None
+    if reason is None:
+        _, rank = solved[candidate.name]
+        reason = "at that rank its heads keep their size" if rank is None else None
+    entry = attention_entry(candidate, cost, cost.ranks(rank))
+    if measured is not None:
+        entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(rank))
+    return entry if reason is None else replace(entry, forms=(), reason=reason)
 
 
-def attention_entry(candidate: Candidate, cost: AttentionCost, head_ranks: tuple[int, int]) -> AttentionEntry:
+def attention_entry(candidate: AttentionCandidate, cost: AttentionCost, head_ranks: tuple[int, int]) -> AttentionEntry:
     """Return the entry of an attention module whose forms get these ranks per head."""
     return AttentionEntry(
         name=candidate.name,
@@ -127,19 +137,16 @@ def attention_entry(candidate: Candidate, cost: AttentionCost, head_ranks: tuple
         params=cost.params(None),
         params_after=cost.params_at(*head_ranks),
         head_ranks=head_ranks,
-        forms=candidate.kinds,
+        forms=candidate.forms,
+        note=candidate.note,
     )
 
 
-def attention_plan(model: nn.Module, candidates: list[Candidate], ranks: Mapping[str, tuple[int, int]]) -> Plan:
+def attention_plan(
+    model: nn.Module, candidates: Sequence[AttentionCandidate], ranks: Mapping[str, tuple[int, int]]
+) -> Plan:
     """Return a plan of nothing but attention modules, at the ranks per head given by name."""
-    chosen = [candidate for candidate in candidates if candidate.name in ranks]
-    entries = []
-    for candidate in chosen:
-        assert candidate.unit is not None
-        entries.append(
-            attention_entry(candidate, AttentionCost(candidate.unit, candidate.kinds), ranks[candidate.name])
-        )
+    entries = [attention_entry(c, AttentionCost(c.unit, c.forms), ranks[c.name]) for c in candidates]
     params = count_parameters(model)
     saved = sum(entry.params - entry.params_after for entry in entries)
     return Plan(type(model).__name__, LowRank(), "per head", tuple(entries), params, params - saved)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Literal
 
+from factorized._checks import check_choice, check_whole
 from factorized.formats.scheme import LARGEST_SCALE, Scheme
 from factorized.planning.schemes import SCHEMES
 
+BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
 LARGEST = 10**18  # of any budget
+Of = Literal["model", "selected"]
 
 
 @dataclass(frozen=True)
@@ -17,26 +21,49 @@ class Budget:
 
     name: str
     value: float
+    of: Of = "model"  # what a ratio or macs is a share of
+    multiple_of: int | None = None  # of which ranks are multiples; None: chosen where a budget leaves room
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the budget is a share of what the model costs, to be spent on ranks."""
+        return self.name in ("ratio", "macs")
+
+    @property
+    def counted(self) -> str:
+        """What the budget counts."""
+        return "multiply-accumulates" if self.name == "macs" else "parameters"
 
     def __str__(self) -> str:
-        return f"{self.name}={self.value:g}"
+        of = f', of="{self.of}"' if self.of != "model" else ""
+        multiple = f", multiple_of={self.multiple_of}" if self.multiple_of is not None else ""
+        return f"{self.name}={self.value:g}{of}{multiple}"
 
 
-def read_budget(scheme: Scheme, allocate: str, has_example: bool, given: dict[str, float | None]) -> Budget:
+def read_budget(
+    scheme: Scheme, allocate: str, has_example: bool, given: dict[str, float | None], of: Of, multiple_of: int | None
+) -> Budget:
     """Return the one budget that was given, or the scheme's own; raise when it makes no sense."""
     if not isinstance(scheme, Scheme):
         known = ", ".join(f"{known.__name__}()" for known in SCHEMES)
         raise ValueError(f"scheme must be one of {known}, got {scheme!r}")
     if allocate not in ("uniform", "spectrum"):
         raise ValueError(f'allocate must be "uniform" or "spectrum", got {allocate!r}')
+    check_choice("of", of, ("model", "selected"))
+    if multiple_of is not None:
+        check_whole("multiple_of", multiple_of)
+        if not all(format.is_product for format in scheme.formats):
+            raise ValueError(f"multiple_of= rounds the ranks of LowRank and Overcomplete, got {scheme}; leave it out")
     budgets = [Budget(name, value) for name, value in given.items() if value is not None]
     if not budgets and scheme.rank_scale is not None:
         budgets = [Budget("rank_scale", scheme.rank_scale)]
     if len(budgets) != 1:
         got = ", ".join(map(str, budgets)) or "none"
         raise ValueError(f"give exactly one of {', '.join(f'{name}=' for name in given)}, got {got}")
-    budget = budgets[0]
-    _check_value(scheme, budget)
+    budget = replace(budgets[0], of=of, multiple_of=multiple_of)
+    _check_value(scheme, budgets[0])
+    if of == "selected" and not budget.is_share:
+        raise ValueError(f'of="selected" says what ratio= or macs= is a share of, got {budgets[0]}; leave it out')
     if allocate == "spectrum" and (budget.name not in ("ratio", "macs") or not scheme.by_spectrum):
         raise ValueError(f'allocate="spectrum" spends ratio= or macs= on LowRank layers, got {budget} and {scheme}')
     if budget.name == "macs" and not has_example:

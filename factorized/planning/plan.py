@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -12,18 +12,19 @@ from factorized.formats.format import Format, Rank
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
 from factorized.nn.model import named
-from factorized.planning.html import plan_page
+from factorized.planning.html import plan_fragment, plan_page
+from factorized.planning.parts import Part
 from factorized.planning.schemes import read_format, read_scheme
 from factorized.planning.table import plan_table
 
 FORMAT = 1
-# What the fields of a plan in a file must be.
+# What the fields of a plan must be when it is read from a file.
 _LEAST = {"shape": 1, "groups": 1, "row_dims": 0, "head_ranks": 1} | dict.fromkeys(
     ("params", "params_after", "macs", "macs_after"), 0
 )
 _LISTS = ("shape", "aliases", "head_ranks", "forms")
-_TEXTS = ("name", "type", "reason", "aliases", "tied_to", "forms", "model", "budget")
-_OPTIONAL = ("reason", "tied_to", "macs", "macs_after")
+_TEXTS = ("name", "type", "reason", "note", "aliases", "tied_to", "forms", "model", "budget")
+_OPTIONAL = ("reason", "note", "tied_to", "macs", "macs_after")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class PlanEntry:
     macs_after: int | None = None
 
     is_attention: ClassVar[bool] = False
+    note: ClassVar[None] = None
 
     @property
     def rank(self) -> Rank | None:
@@ -70,6 +72,7 @@ class AttentionEntry:
     params_after: int = 0
     macs: int | None = None  # None without an example input
     macs_after: int | None = None
+    note: str | None = None  # what is not certain about it
 
     is_attention: ClassVar[bool] = True
     tied_to: ClassVar[None] = None  # attention with tied weights stays dense
@@ -101,6 +104,7 @@ class Plan:
     params_after: int
     macs: int | None = None
     macs_after: int | None = None
+    parts: tuple[Part, ...] = ()  # where the parameters are; they add up to those of the model
 
     @property
     def ratio(self) -> float:
@@ -138,6 +142,7 @@ class Plan:
             "params_after": self.params_after,
             "macs": self.macs,
             "macs_after": self.macs_after,
+            "parts": [asdict(part) for part in self.parts],
             "entries": [_entry_to_dict(entry) for entry in self.entries],
         }
 
@@ -152,13 +157,20 @@ class Plan:
             entries = tuple(_entry_from_dict(entry) for entry in data["entries"])
             fields = {key: data[key] for key in ("model", "budget", "params", "params_after", "macs", "macs_after")}
             _check_fields("plan", fields)
-            return Plan(scheme=read_scheme(data["scheme"]), entries=entries, **fields)
+            for part in data["parts"]:
+                _check_fields("part", part)
+            parts = tuple(Part(**part) for part in data["parts"])
+            return Plan(scheme=read_scheme(data["scheme"]), entries=entries, parts=parts, **fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan made by Plan.to_dict(): {error}") from error
 
     def to_html(self) -> str:
         """Return one self-contained page that draws the plan."""
         return plan_page(self)
+
+    def _repr_html_(self) -> str:
+        """Return the plan as notebooks show it."""
+        return plan_fragment(self)
 
     def __str__(self) -> str:
         return plan_table(self)

@@ -4,36 +4,55 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
-from math import ceil
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, TypedDict
 
 from torch import nn
 
-from factorized.attention.cost import AttentionCost
-from factorized.attention.unit import KINDS, FormKind, are_kinds
+from factorized._checks import check_whole
+from factorized.attention.register import find_attention
+from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
-from factorized.nn.model import check_model, named
+from factorized.nn.model import check_model
 from factorized.nn.running import ExampleInput, count_parameters
-from factorized.planning.assemble import Cost, Tied, assemble, cost_of
-from factorized.planning.budget import Budget, read_budget
-from factorized.planning.cost import LayerCost, Measured, measure
+from factorized.planning.advice import Change, above_reach, out_of_reach, starved
+from factorized.planning.assemble import assemble
+from factorized.planning.budget import Of, read_budget
+from factorized.planning.candidate import Candidate
+from factorized.planning.loose import loose_entries
+from factorized.planning.parts import parts_of
+from factorized.planning.pattern import Pattern
 from factorized.planning.plan import Plan
-from factorized.planning.ranks import (
-    Choice,
-    Choices,
-    Item,
-    lowest_cost,
-    scaled_ranks,
-    spend_by_spectrum,
-    spend_uniformly,
-    total_cost,
-)
-from factorized.planning.select import Candidate, Pattern, find_candidates
-from factorized.planning.spectrum import rank_for_energy, squared_spectrum
+from factorized.planning.projections import AttentionOption, read_option
+from factorized.planning.ranks import Choices, lowest_cost
+from factorized.planning.select import find_candidates
+from factorized.planning.solve import Problem, pose, solve
 
+TINY = 50_000  # a layer with less than the model's parameters over this is not worth factorizing
 Allocate = Literal["uniform", "spectrum"]
+
+
+class PlanOptions(TypedDict, total=False):
+    """The keyword arguments of ``fz.plan``, for functions that pass them on as ``**options: Unpack[PlanOptions]``.
+
+    That keeps the list in one place, beside the signature that documents it; type checkers know the names.
+    """
+
+    ratio: float | None
+    rank_scale: float | None
+    rank: int | None
+    energy: float | None
+    macs: float | None
+    of: Of
+    example_input: ExampleInput | None
+    allocate: Allocate
+    multiple_of: int | None
+    include: Sequence[Pattern] | None
+    exclude: Sequence[Pattern]
+    min_size: int | None
+    keep_first_and_last: bool
+    attention: AttentionOption | None
 
 
 def plan(
@@ -45,12 +64,15 @@ def plan(
     rank: int | None = None,
     energy: float | None = None,
     macs: float | None = None,
+    of: Of = "model",
     example_input: ExampleInput | None = None,
     allocate: Allocate = "uniform",
+    multiple_of: int | None = None,
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] = (),
+    min_size: int | None = None,
     keep_first_and_last: bool = True,
-    attention: bool | Sequence[FormKind] = False,
+    attention: AttentionOption | None = None,
 ) -> Plan:
     """Choose which layers of ``model`` to factorize, and their ranks; the model is not changed.
 
@@ -62,181 +84,110 @@ def plan(
         ratio: parameters of the whole model after over before; never exceeded, and met to one rank step.
         rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))`` else;
             of tensors as ``TensorTrain`` and ``Tucker`` say.
-        rank: the same rank everywhere.
+        rank: the same rank everywhere; layers that it would not make smaller stay dense.
         energy: share of each layer's squared singular values to keep.
         macs: multiply-accumulates of the whole model after over before, on ``example_input``.
+        of: what ``ratio`` and ``macs`` are a share of: the whole ``"model"``, or the ``"selected"`` layers alone.
         example_input: what the model's forward takes (a tensor, a tuple, a dict); fills the plan's MACs.
         allocate: ``"uniform"`` spends a budget at one rank scale (the paper), ``"spectrum"`` where the singular values
             of the weights at hand earn most.
-        include: only these layers: names, globs, names of containers, or module types.
+        multiple_of: round ranks to multiples of this number, within the budget (``energy`` rounds up). Unless given,
+            a ``ratio`` or ``macs`` rounds the ranks of matrices from 512 wide to a power of two up to 64, as far as
+            that leaves less than 0.5 % of the budget unspent: GPUs multiply such matrices faster. 1 rounds nothing.
+        include: only these layers: names, globs or types, of the layers or of containers around them.
         exclude: not these.
+        min_size: leave layers with fewer parameters dense; unless given, those with less than 1/50,000 of the model's.
         keep_first_and_last: leave the first and last layer dense, as the paper does, unless ``include`` names them.
-        attention: spend the budget on attention modules too, each one unit whose heads get fewer dimensions: True for
-            both of its forms (OV alone under rotary embeddings), or the forms, ``("qk", "ov")`` or one of them.
+        attention: ``"layers"``, which is the default, takes every projection for a layer like any other; ``"heads"``
+            gives the heads of every attention module fewer dimensions (the paper), by both of its forms (OV alone under
+            rotary embeddings) or by those given, ``("qk", "ov")`` or one of them; ``False`` leaves attention as it is,
+            but for projections that ``include`` names.
     """
     check_model(model)
     scheme = LowRank() if scheme is None else scheme
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
-    budget = read_budget(scheme, allocate, example_input is not None, given)
-    kinds = _read_attention(scheme, attention)
-    candidates = find_candidates(model, scheme.kernel, include, exclude, keep_first_and_last, scheme.refuse, kinds)
-    weights = _tied_groups(candidates)
-    if not weights:
-        raise ValueError(_nothing_selected(model, candidates))
-    shapes = {c.module: c.shape for c in candidates if c.shape is not None}
-    units = {c.module: c.unit for c in candidates if c.unit is not None}
-    measured = measure(model, example_input, shapes, units) if example_input is not None else None
-    costs = [cost_of(tied, measured) for tied in weights]
-    ranks = _solve(model, scheme, budget, allocate, weights, costs, measured)
-    if all(rank is None for rank in ranks):
+    budget = read_budget(scheme, allocate, example_input is not None, given, of, multiple_of)
+    if min_size is not None:
+        check_whole("min_size", min_size, least=0)
+    options = PlanOptions(
+        include=include,
+        exclude=exclude,
+        min_size=min_size,
+        keep_first_and_last=keep_first_and_last,
+        attention=attention,
+        multiple_of=multiple_of,
+    )
+
+    def posed(change: Change) -> Problem:
+        changed: PlanOptions = {**options, **change}  # type: ignore[typeddict-item]
+        own = replace(budget, multiple_of=changed["multiple_of"])
+        return pose(model, scheme, own, _candidates(model, scheme, changed, example_input), example_input)
+
+    problem = posed({})
+    if not problem.weights:
+        raise ValueError(_nothing_selected(model, problem.candidates))
+    changes = _changes(scheme, options)
+    if budget.is_share and problem.target < lowest_cost(problem.items):
+        raise ValueError(out_of_reach(model, problem, changes, posed))
+    choices = solve(problem, allocate)
+    if budget.is_share and (message := above_reach(model, problem, choices)) is not None:
+        raise ValueError(message)
+    if all(choice is None for choice in choices):
         raise ValueError(
             f"{budget} leaves every layer of {type(model).__name__} dense: factorizing at that rank would make them "
             "larger. Ask for less"
         )
-    solved = {tied[0].name: (cost, rank) for tied, cost, rank in zip(weights, costs, ranks, strict=True)}
-    return assemble(model, scheme, budget, candidates, solved, measured)
+    made = _made(model, problem, choices)
+    if (message := starved(model, problem, choices, made, changes, posed)) is not None:
+        warnings.warn(message, stacklevel=2)
+    return made
 
 
-def _read_attention(scheme: Scheme, attention: bool | Sequence[FormKind]) -> tuple[FormKind, ...]:
-    if isinstance(attention, bool):
-        kinds = KINDS if attention else ()
-    elif not are_kinds(attention):
-        raise ValueError(f'attention must be True, False or a list of "qk" and "ov", got {attention!r}')
-    else:
-        kinds = tuple(kind for kind in KINDS if kind in attention)
-    if kinds and not scheme.by_spectrum:
-        raise ValueError(f"attention={attention!r} gives heads fewer dimensions, which is for LowRank, got {scheme}")
-    return kinds
+def _candidates(
+    model: nn.Module, scheme: Scheme, options: PlanOptions, example_input: ExampleInput | None
+) -> list[Candidate]:
+    given = options["min_size"]
+    least = count_parameters(model) // TINY if given is None else given
 
+    def refuse(module: nn.Module, shape: KernelShape) -> str | None:
+        small = f"has {shape.numel:,} parameters, fewer than min_size={least:,}" if shape.numel < least else None
+        return scheme.refuse(module, shape) or small
 
-def _tied_groups(candidates: list[Candidate]) -> list[Tied]:
-    groups: dict[str, Tied] = {}
-    for candidate in candidates:
-        if candidate.reason is None:
-            groups.setdefault(candidate.tied_to or candidate.name, []).append(candidate)
-    return list(groups.values())
-
-
-def _solve(
-    model: nn.Module,
-    scheme: Scheme,
-    budget: Budget,
-    allocate: Allocate,
-    weights: list[Tied],
-    costs: list[Cost],
-    measured: Measured | None,
-) -> Choices:
-    by_macs = budget.name == "macs"
-    items = []
-    made: dict[LayerCost, Item] = {}  # equal layers are one item
-    for tied, cost in zip(weights, costs, strict=True):
-        if isinstance(cost, AttentionCost):
-            items.append(_attention_item(cost, by_macs))
-            continue
-        with named(tied[0].name):
-            made[cost] = made.get(cost) or _item(cost, scheme, by_macs)
-        items.append(made[cost])
-    if budget.name in ("rank", "rank_scale"):
-        _warn_if_clipped(scheme, budget, weights)
-    if budget.name == "rank_scale":
-        return scaled_ranks(items, budget.value)
-    if budget.name == "rank":
-        return [
-            item.settle(_at_rank(tied[0], scheme, int(budget.value))) for item, tied in zip(items, weights, strict=True)
-        ]
-    if budget.name == "energy":
-        return [
-            item.settle(_at_rank(tied[0], scheme, rank_for_energy(squared_spectrum(tied[0]), budget.value)))
-            for item, tied in zip(items, weights, strict=True)
-        ]
-    whole = measured.macs if by_macs and measured is not None else count_parameters(model)
-    rest = whole - sum(item.cost(None) for item in items)
-    target = _largest_within(budget.value, whole) - rest
-    if target < lowest_cost(items):
-        lowest = ceil((rest + lowest_cost(items)) / whole * 1e4) / 1e4  # rounded up, so that asking for it works
-        allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
-        more = "attention=, " if scheme.by_spectrum else ""
-        floor = "full rank everywhere, the lowest of Overcomplete," if scheme.least_scale else "rank 1 everywhere"
-        raise ValueError(
-            f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} "
-            f"of its {whole:,} {'multiply-accumulates' if by_macs else 'parameters'}. Ask for {allowed}, or "
-            f"factorize more layers: see {more}include=, exclude= and keep_first_and_last="
-        )
-    if allocate == "spectrum":
-        return spend_by_spectrum(items, [squared_spectrum(tied[0]).tolist() for tied in weights], target)
-    ranks = spend_uniformly(items, target)
-    highest = rest + total_cost(items, ranks)
-    if highest < 0.99 * target + rest and all(item.is_highest(rank) for item, rank in zip(items, ranks, strict=True)):
-        raise ValueError(
-            f"{budget} is out of reach for {type(model).__name__}: at full rank everywhere, {scheme} keeps only "
-            f"{highest / whole:.4f} of its {whole:,} parameters. Ask for less, or factorize fewer layers: see include= "
-            "and exclude="
-        )
-    return ranks
-
-
-def _largest_within(share: float, whole: int) -> int:
-    """Return the largest count whose share of ``whole`` is at most ``share``."""
-    count = int(share * whole) + 1
-    while count / whole > share:
-        count -= 1
-    return count
-
-
-def _attention_item(cost: AttentionCost, by_macs: bool) -> Item:
-    full = cost.full_rank
-    return Item(
-        cost=cost.macs if by_macs else cost.params,
-        at_scale=lambda scale: min(max(1, round(scale * full)), full),
-        reference=full,
-        may_stay_dense=True,
-        higher=lambda rank: [rank + 1],
-        lower=lambda rank: [rank - 1] if rank > 1 else [],
-        ranks=lambda rank: (rank,),
+    return find_candidates(
+        model,
+        scheme.kernel,
+        options["include"],
+        options["exclude"],
+        options["keep_first_and_last"],
+        refuse,
+        read_option(options["attention"], scheme),
+        example_input,
     )
 
 
-def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
-    return Item(
-        cost=cost.macs if by_macs else cost.params,
-        at_scale=partial(scheme.at_scale, cost.shape),
-        reference=scheme.reference(cost.shape),
-        may_stay_dense=scheme.compresses,
-        higher=lambda format: format.raised(),
-        lower=lambda format: format.lowered(),
-        ranks=lambda format: format.rank if isinstance(format.rank, tuple) else (format.rank,),
-        coarse=not scheme.at_scale(cost.shape, 0.0).is_product,
-    )
+def _made(model: nn.Module, problem: Problem, choices: Choices) -> Plan:
+    """Return the plan: an entry for every candidate and every matrix that none of them holds, and the model's parts."""
+    zipped = zip(problem.weights, problem.costs, choices, strict=True)
+    solved = {tied[0].name: (cost, choice) for tied, cost, choice in zipped}
+    made = assemble(model, problem.scheme, problem.budget, problem.candidates, solved, problem.measured)
+    made = replace(made, entries=(*made.entries, *loose_entries(model, problem.candidates)))
+    return replace(made, parts=parts_of(made, [found.name for found in find_attention(model)]))
 
 
-def _at_rank(candidate: Candidate, scheme: Scheme, rank: int) -> Choice:
-    if candidate.unit is not None:
-        full = candidate.unit.head_size
-        if rank > full:
-            raise ValueError(
-                f"rank must be in 1..{full} for the heads of {candidate.name!r}, got {rank}; exclude= it, or shrink "
-                "attention by a call of its own: fz.factorize_attention(model, rank_scale=...)"
-            )
-        return rank
-    shape = candidate.shape
-    assert shape is not None
-    with named(candidate.name):
-        return scheme.at_rank(shape, rank)
-
-
-def _warn_if_clipped(scheme: Scheme, budget: Budget, weights: list[Tied]) -> None:
-    """Warn, once for all layers, where a rank or a rank scale asks for more than some allow."""
-    scale = budget.value if budget.name == "rank_scale" else None
-    rank = int(budget.value) if budget.name == "rank" else None
-    shapes = {tied[0].name: tied[0].shape for tied in weights if tied[0].shape is not None}
-    found = {name: text for name, shape in shapes.items() if (text := scheme.clipped(shape, scale, rank))}
-    if found:
-        name, text = next(iter(found.items()))
-        warnings.warn(
-            f"{budget} is above what {len(found)} of {len(shapes)} layers allow, such as {name!r} {text}; the plan "
-            "shows the real ranks",
-            stacklevel=4,
-        )
+def _changes(scheme: Scheme, options: PlanOptions) -> list[Change]:
+    """Return the changes of arguments that can let a budget reach further, one at a time."""
+    changes: list[Change] = []
+    if options["attention"] not in (None, "layers"):
+        changes.append({"attention": "layers"})
+    elif scheme.by_spectrum:
+        changes.append({"attention": "heads"})
+    if options["keep_first_and_last"]:
+        changes.append({"keep_first_and_last": False})
+    if options["min_size"]:
+        changes.append({"min_size": 0})
+    if options["multiple_of"] not in (None, 1):
+        changes.append({"multiple_of": 1})
+    return changes
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:

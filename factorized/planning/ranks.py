@@ -28,6 +28,8 @@ class Item:
     lower: Callable[[Choice], Sequence[Choice]]  # and down
     ranks: Callable[[Choice], tuple[int, ...]]  # of a choice
     coarse: bool = False  # a step of its ranks may cost much, so that it takes part in exchanges
+    with_rank: Callable[[int], Choice] | None = None  # the choice of one rank; None where a choice has several
+    wide: bool = False  # a matrix so wide that its rank may be rounded unasked
 
     @property
     def lowest(self) -> Choice:

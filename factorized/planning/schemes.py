@@ -17,6 +17,7 @@ from factorized.formats.tucker import Tucker
 
 SCHEMES: tuple[type[Scheme], ...] = (LowRank, Overcomplete, TensorTrain, Tucker, Monarch, Kronecker, Residual)
 
+SCHEMES_BY_NAME: dict[str, type[Scheme]] = {scheme.name: scheme for scheme in SCHEMES}
 FORMATS: dict[str, type[Format]] = {format.name: format for scheme in SCHEMES for format in scheme.formats}
 
 
@@ -24,11 +25,10 @@ def read_scheme(data: Mapping[str, Any]) -> Scheme:
     """Undo ``Scheme.to_dict``."""
     settings = dict(data)
     name = settings.pop("name", None)
-    known = {scheme.name: scheme for scheme in SCHEMES}
-    if name not in known:
-        raise ValueError(f"scheme name must be one of {', '.join(known)}, got {name!r}")
+    if name not in SCHEMES_BY_NAME:
+        raise ValueError(f"scheme name must be one of {', '.join(SCHEMES_BY_NAME)}, got {name!r}")
     parts = {key: read_scheme(value) for key, value in settings.items() if isinstance(value, dict) and "name" in value}
-    return known[name].read(settings | parts)
+    return SCHEMES_BY_NAME[name].read(settings | parts)
 
 
 def read_format(shape: KernelShape, data: Mapping[str, Any]) -> Format:

@@ -9,17 +9,16 @@ from torch import Tensor
 
 from factorized.attention.cost import attention_spectrum
 from factorized.formats.kernel import to_matrix
-from factorized.planning.select import Candidate
+from factorized.nn.dense import dense_weight
+from factorized.planning.candidate import AttentionCandidate, Selected
 
 
 @torch.no_grad()
-def squared_spectrum(candidate: Candidate) -> Tensor:  # (full rank,)
+def squared_spectrum(candidate: Selected) -> Tensor:  # (full rank,)
     """Return the squared singular values of a weight, summed over its groups; of attention, over forms and heads."""
-    if candidate.unit is not None:
-        return attention_spectrum(candidate.name, candidate.unit, candidate.kinds)
-    weight = candidate.module.weight
-    assert isinstance(weight, Tensor)
-    assert candidate.shape is not None
+    if isinstance(candidate, AttentionCandidate):
+        return attention_spectrum(candidate.name, candidate.unit, candidate.forms)
+    weight = dense_weight(candidate.module)
     if weight.is_meta:
         raise ValueError(
             f"{candidate.name}: singular values need weights, but the model is on the meta device; "

@@ -22,16 +22,24 @@ def plan_table(plan: Plan, width: int | None = None) -> str:
     """Return the plan as lines no longer than ``width``, the terminal's unless given; names and reasons are whole."""
     width = width or shutil.get_terminal_size((120, 24)).columns
     rows = [_row(entry) for entry in plan.entries]
+    rest = ("", "", "", "", short_count(everything_else(plan)), "")
     total = ("total", plan.model, "", "", _change(plan.params, plan.params_after), _change(plan.macs, plan.macs_after))
     widths = _fit(
-        {h: max(len(row[i]) for row in (HEADINGS, *rows, total)) for i, h in enumerate(HEADINGS)}, plan, width
+        {h: max(len(row[i]) for row in (HEADINGS, *rows, rest, total)) for i, h in enumerate(HEADINGS)}, plan, width
     )
     rule = "-" * min(width, _length(widths))
     lines = [*_lines(HEADINGS, widths, width), rule]
     for entry, row in zip(plan.entries, rows, strict=True):
         lines += _lines(row, widths, width, _note(entry))
-    lines += [rule, *_lines(total, widths, width), *textwrap.wrap(_summary(plan), width)]
+    label, (line,) = "everything else", _lines(rest, widths, width)  # across columns that have nothing to say
+    lines.append(label + line[len(label) :])
+    lines += [rule, *_lines(total, widths, width), *_parts(plan), *textwrap.wrap(_summary(plan), width)]
     return "\n".join(line[:width].rstrip() for line in lines)
+
+
+def everything_else(plan: Plan) -> int:
+    """Return the parameters that are in no entry: of norms, and biases of layers."""
+    return plan.params - sum(entry.params for entry in plan.entries)
 
 
 def short_count(count: int) -> str:
@@ -52,7 +60,7 @@ def _row(entry: Entry) -> Row:
 
 
 def _note(entry: Entry) -> str:
-    return entry.reason or (f"tied to {entry.tied_to}" if entry.tied_to else "")
+    return entry.reason or entry.note or (f"tied to {entry.tied_to}" if entry.tied_to else "")
 
 
 def _change(before: int | None, after: int | None) -> str:
@@ -96,18 +104,25 @@ def _summary(plan: Plan) -> str:
     macs = f", {plan.macs_after / plan.macs:.4f} of the MACs" if plan.macs and plan.macs_after is not None else ""
     return (
         f"{plan.scheme}, {plan.budget}: {len(plan.selected)} of {len(plan.entries)} layers factorized, "
-        f"{plan.ratio:.4f} of {plan.params:,} parameters{macs}{_attention_share(plan)}"
+        f"{plan.ratio:.4f} of {plan.params:,} parameters{macs}{_attention_macs(plan)}"
     )
 
 
-def _attention_share(plan: Plan) -> str:
-    """Return what attention holds of the model before and after, where the plan has any."""
+def _parts(plan: Plan) -> list[str]:
+    """Return a line per part of the model: what it holds before and after, and its share of the model."""
+    held = [part for part in plan.parts if part.params]
+    longest = max((len(part.name) for part in held), default=0)
+    return [
+        f"{part.name.ljust(longest)}  {part.params / plan.params:6.1%} of the parameters"
+        f"{GAP}-> {part.params_after / plan.params_after:6.1%} after"
+        for part in held
+    ]
+
+
+def _attention_macs(plan: Plan) -> str:
+    """Return attention's share of the MACs before and after, where the plan has any."""
     units = [entry for entry in plan.entries if entry.is_attention]
-    if not units:
+    if not (units and plan.macs and plan.macs_after):
         return ""
-    before, after = (sum(values) for values in zip(*((e.params, e.params_after) for e in units), strict=True))
-    text = f"; attention holds {before / plan.params:.4f} of the parameters, {after / plan.params_after:.4f} after"
-    if plan.macs and plan.macs_after:
-        macs = sum(e.macs or 0 for e in units) / plan.macs
-        text += f", and {macs:.4f} of the MACs, {sum(e.macs_after or 0 for e in units) / plan.macs_after:.4f} after"
-    return text
+    before, after = sum(e.macs or 0 for e in units), sum(e.macs_after or 0 for e in units)
+    return f"; attention takes {before / plan.macs:.4f} of the MACs, {after / plan.macs_after:.4f} after"

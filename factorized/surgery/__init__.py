@@ -1,1 +1,1 @@
-"""Rewiring models: factorize, compose, lower, heads of other sizes; all planned layers or none."""
+"""Rewiring models: factorize, truncate, compose, lower, heads of other sizes; all planned layers or none."""

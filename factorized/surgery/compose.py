@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from factorized.attention.unit import AttentionUnit
-from factorized.nn.held_weight import FactorizedWeight, HoldsFactors, release
+from factorized.nn.held_weight import HeldWeight, HoldsFactors, release
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_copyable, check_model
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 from factorized.surgery.state import check_finite, is_sharded
+from factorized.surgery.ties import follow_ties
 
 
 class SharedWeights:
@@ -53,7 +54,7 @@ def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
 def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
     """Return the dense ``torch.nn`` layer for ``layer``, with its very bias."""
     dense = layer.dense_skeleton()
-    dense.weight = shared.parameter(layer, "weight", layer.weight)
+    dense.weight = shared.parameter(layer, "weight", layer.weight.reshape(layer.dense_shape))
     if layer.bias is not None:
         dense.bias = layer.bias
     return dense.train(layer.training)
@@ -83,20 +84,25 @@ def convert(
     copy = deepcopy(model)
     places: dict[FactorizedLayer, list[str]] = {}
     for name, module in copy.named_modules(remove_duplicate=False):
-        if isinstance(module, FactorizedLayer) and not isinstance(module, FactorizedWeight):
+        if isinstance(module, FactorizedLayer):
             places.setdefault(module, []).append(name)
-    holders = [module for module in copy.modules() if isinstance(module, HoldsFactors)]
-    if not (places or holders or shrunk_attention(copy)):
+    attention = shrunk_attention(copy)
+    if not (places or attention):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
+    held: dict[FactorizedLayer, nn.Parameter] = {}
     for layer, names in places.items():
         plain = to_plain(names, layer, shared)
+        if isinstance(plain, HeldWeight):
+            held[layer] = plain.weight
+            continue
         layer.hand_back(plain)
         for name in names:
             copy = replace_module(copy, name, plain)
-    for module in holders:
-        release(module, lambda layer, weight: shared.parameter(layer, "weight", weight))
-    copy = with_plain_attention(copy, to_plain_attention)
+    for holder in [module for module in copy.modules() if isinstance(module, HoldsFactors)]:
+        release(holder, held)
+    copy = with_plain_attention(copy, attention, to_plain_attention)
+    follow_ties(copy)
     if not allow_nonfinite:
         check_finite(
             copy,

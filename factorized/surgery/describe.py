@@ -59,7 +59,7 @@ def _check_parameters(name: str, layer: FactorizedLayer) -> None:
 def _entry(layer: FactorizedLayer, names: list[str], tied_to: str | None) -> PlanEntry:
     return PlanEntry(
         name=names[0],
-        type=type(layer.dense_skeleton()).__name__,
+        type=(layer.dense_class or type(layer.dense_skeleton())).__name__,
         shape=layer.dense_shape,
         format=layer.format,
         aliases=tuple(names[1:]),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from inspect import signature
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -11,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from factorized.attention.family import is_transposed
 from factorized.attention.multihead import keep_off_nested_tensors
 from factorized.attention.register import read_attention
-from factorized.attention.unit import FormKind
 from factorized.formats.format import Format
 from factorized.formats.scheme import Scheme
 from factorized.nn.conv import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d
@@ -20,6 +20,7 @@ from factorized.nn.conv_transpose import (
     FactorizedConvTranspose2d,
     FactorizedConvTranspose3d,
 )
+from factorized.nn.dense import plain_class
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.embedding_bag import FactorizedEmbeddingBag
 from factorized.nn.held_weight import ExpertWeights, FactorizedWeight, RecurrentWeight, hold, named_layers
@@ -27,16 +28,16 @@ from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
 from factorized.nn.model import check_model, named
-from factorized.nn.running import ExampleInput
+from factorized.planning.budget import BUDGETS
 from factorized.planning.plan import Entry, Plan
-from factorized.planning.planner import Allocate
+from factorized.planning.planner import PlanOptions
 from factorized.planning.planner import plan as make_plan
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
-from factorized.planning.select import Pattern
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.progress import Count, Progress
 from factorized.surgery.replace import refuse_wrapped, replace_module
+from factorized.surgery.ties import follow_ties
 
 LAYERS: dict[type[nn.Module], Any] = {
     nn.Linear: FactorizedLinear,
@@ -59,22 +60,12 @@ def factorize(
     *,
     init: Init | None = None,
     progress: Progress | None = None,
-    ratio: float | None = None,
-    rank_scale: float | None = None,
-    rank: int | None = None,
-    energy: float | None = None,
-    macs: float | None = None,
-    example_input: ExampleInput | None = None,
-    allocate: Allocate = "uniform",
-    include: Sequence[Pattern] | None = None,
-    exclude: Sequence[Pattern] = (),
-    keep_first_and_last: bool = True,
-    attention: bool | Sequence[FormKind] = False,
+    **options: Unpack[PlanOptions],
 ) -> nn.Module:
     """Replace layers of ``model`` by factorized ones, in place, and return it.
 
-    Takes a plan, or a scheme and the arguments of ``fz.plan``, which then plans first. ``init`` fills the factors:
-    ``"spectral"`` from the weights the layers have, random or trained (the default but for ``Overcomplete``);
+    Takes a plan, or a scheme and the keyword arguments of ``fz.plan``, which then plans first. ``init`` fills the
+    factors: ``"spectral"`` from the weights the layers have, random or trained (the default but for ``Overcomplete``);
     ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default for
     ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance these give a dense one). Every
     new layer is built before the first is put in, so that a failure leaves the model as it was. A model that is itself
@@ -85,38 +76,23 @@ def factorize(
     after two seconds, in a terminal or a notebook.
     """
     check_model(model)
-    if not isinstance(plan, Plan):
-        plan = make_plan(
-            model,
-            plan,
-            ratio=ratio,
-            rank_scale=rank_scale,
-            rank=rank,
-            energy=energy,
-            macs=macs,
-            example_input=example_input,
-            allocate=allocate,
-            include=include,
-            exclude=exclude,
-            keep_first_and_last=keep_first_and_last,
-            attention=attention,
-        )
-    elif any(value is not None for value in (ratio, rank_scale, rank, energy, macs)):
-        raise ValueError("the plan already holds the budget: give a plan, or a scheme with a budget, not both")
-    elif any(
-        (
-            include is not None,
-            exclude,
-            example_input is not None,
-            allocate != "uniform",
-            not keep_first_and_last,
-            attention,
-        )
-    ):
-        raise ValueError("the plan already says which layers: give include=, exclude= and the like to fz.plan instead")
+    if isinstance(plan, Plan):
+        _refuse_options(options)
+    else:
+        plan = make_plan(model, plan, **options)
     init = init if init is not None else plan.scheme.init
     check_init(init)
     return install(model, plan, build_layers(model, plan, init, progress))
+
+
+def _refuse_options(options: PlanOptions) -> None:
+    """Raise if anything is asked of a plan that is already made."""
+    signature(make_plan).bind_partial(**options)  # a misspelt name is a TypeError with a plan as without one
+    given = {name for name, value in options.items() if value is not None}
+    if given.intersection(BUDGETS):
+        raise ValueError("the plan already holds the budget: give a plan, or a scheme with a budget, not both")
+    if given:
+        raise ValueError("the plan already says which layers: give include=, exclude= and the like to fz.plan instead")
 
 
 def build_layers(
@@ -169,6 +145,7 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
     for module, weights in held.items():
         hold(module, weights)
     keep_off_nested_tensors(model)
+    follow_ties(model)
     return model
 
 
@@ -181,7 +158,7 @@ def _build(dense: nn.Module, format: Format | None) -> FactorizedLayer:
     assert format is not None
     if is_transposed(dense):
         return FactorizedLinear.from_dense(dense, format, init=None, transposed=True)
-    layer: FactorizedLayer = LAYERS[type(dense)].from_dense(dense, format, init=None)
+    layer: FactorizedLayer = LAYERS[plain_class(dense, LAYERS) or type(dense)].from_dense(dense, format, init=None)
     return layer
 
 

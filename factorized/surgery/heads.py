@@ -1,4 +1,4 @@
-"""Shrunk attention on its way out: as plain modules, as entries of a plan, and from dense checkpoints."""
+"""Shrunk attention: built from a plan, described by one, as plain modules, and filled from dense checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from factorized.attention.matrices import Matrices, check_finite, drawn_matrices
 from factorized.attention.multihead import allow_nested_tensors, is_shrunk_multihead
 from factorized.attention.register import adapter_of, find_attention, read_attention
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
-from factorized.attention.unit import KINDS, AttentionUnit, shrunk_note
+from factorized.attention.unit import FORMS, AttentionUnit, shrunk_note
 from factorized.nn.init import Init
 from factorized.nn.model import module_names
 from factorized.planning.plan import AttentionEntry
@@ -20,15 +20,15 @@ from factorized.surgery.replace import replace_module
 from factorized.surgery.state import Shapes, named_slots
 
 
-def shrunk_attention(model: nn.Module) -> dict[str, AttentionUnit]:
-    """Return every shrunk attention module of ``model`` under its first name."""
-    found = {}
+def shrunk_attention(model: nn.Module) -> list[AttentionUnit]:
+    """Return every shrunk attention module of ``model``, read."""
+    found = []
     for read in find_attention(model):
         if shrunk_note(read.module) is None:
             continue
         if read.unit is None:
             raise ValueError(f"{read.name or 'the model'}: its heads are shrunk, and cannot be read: {read.reason}")
-        found[read.name] = read.unit
+        found.append(read.unit)
     return found
 
 
@@ -37,10 +37,12 @@ def plain_attention(unit: AttentionUnit, size: int) -> nn.Module:
     return plain_module(unit, size, padded_matrices(unit, size))
 
 
-def with_plain_attention(model: nn.Module, to_plain: Callable[[list[str], AttentionUnit], nn.Module]) -> nn.Module:
-    """Put what ``to_plain`` gives in the place of all shrunk attention; return the model."""
+def with_plain_attention(
+    model: nn.Module, shrunk: Iterable[AttentionUnit], to_plain: Callable[[list[str], AttentionUnit], nn.Module]
+) -> nn.Module:
+    """Put what ``to_plain`` gives in the place of shrunk attention; return the model."""
     places = module_names(model)
-    for unit in shrunk_attention(model).values():
+    for unit in shrunk:
         plain = to_plain(places[unit.module], unit)
         for name in places[unit.module]:
             model = replace_module(model, name, plain)
@@ -52,21 +54,21 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[A
     """Return the plan entries that would shrink a dense model's attention as this model's is."""
     places = module_names(model)
     entries = []
-    for unit in shrunk_attention(model).values():
-        note, module = unit.shrunk, unit.module
-        assert note is not None
+    for unit in shrunk_attention(model):
+        module, size = unit.module, unit.head_size
+        head_ranks = unit.query.head_size, unit.value.head_size
         names = [name_of(name) for name in places[module]]
-        cost = AttentionCost(unit, KINDS)
+        cost = AttentionCost(unit, FORMS)
         entries.append(
             AttentionEntry(
                 name=names[0],
                 type="MultiheadAttention" if is_shrunk_multihead(module) else type(module).__name__,
-                shape=(unit.query.heads, note.head_size),
+                shape=(unit.query.heads, size),
                 aliases=tuple(names[1:]),
-                params=cost.params_at(note.head_size, note.head_size),
-                params_after=cost.params_at(note.qk, note.ov),
-                head_ranks=(note.qk, note.ov),
-                forms=tuple(k for k, rank in zip(KINDS, (note.qk, note.ov), strict=True) if rank < note.head_size),
+                params=cost.params_at(size, size),
+                params_after=cost.params_at(*head_ranks),
+                head_ranks=head_ranks,
+                forms=unit.shrunk_forms,
             )
         )
     return entries
@@ -78,10 +80,7 @@ class DenseAttention:
     def __init__(self, unit: AttentionUnit, names: Sequence[str]) -> None:
         self.unit, self.names = unit, names  # all of the places where the model holds it
         self.dense = plain_module(unit, unit.head_size, None)
-        read = read_attention("", self.dense)
-        assert read is not None
-        assert read.unit is not None
-        self.read = read.unit
+        self.read = read_unit(self.dense)
         own = {id(tensor) for p in self.read.projections for tensor in (p.weight, p.bias) if tensor is not None}
         self.slots = {name: slot for name, _, _, slot in named_slots(self.dense) if id(slot) in own}
 
@@ -102,14 +101,12 @@ class DenseAttention:
     @torch.no_grad()
     def best(self, state: Mapping[str, Tensor]) -> Matrices:
         """Return the best heads of this size for the matrices in ``state`` (section 3.1)."""
-        note = self.unit.shrunk
-        assert note is not None
         name = self._given(state)
         for key, slot in self.slots.items():
             slot.copy_(state[_inside(name, key)])
         check_finite(self.read, name or "the model")
-        kinds = tuple(k for k, rank in zip(KINDS, (note.qk, note.ov), strict=True) if rank < note.head_size)
-        return spectral_matrices(self.read, note.qk, note.ov, kinds, may_add_bias=True)
+        qk, ov = self.unit.query.head_size, self.unit.value.head_size
+        return spectral_matrices(self.read, qk, ov, self.unit.shrunk_forms, may_add_bias=True)
 
     def _given(self, state: Mapping[str, Tensor]) -> str:
         """Return the first of the module's names under which ``state`` gives it."""
@@ -125,13 +122,13 @@ def build_attention(model: nn.Module, entry: AttentionEntry, init: Init | None) 
     """Return the shrunk module for an entry of a plan; ``init=None`` leaves it unfilled. Changes nothing."""
     unit = read_unit(model.get_submodule(entry.name))
     qk, ov = entry.head_ranks
-    kinds = tuple(kind for kind in KINDS if kind in entry.forms)
+    forms = tuple(form for form in FORMS if form in entry.forms)
     if init is None or unit.query.weight.is_meta:
         return shrunk_module(unit, qk, ov, None)
     check_finite(unit, entry.name)
     if init == "spectral":
-        return shrunk_module(unit, qk, ov, spectral_matrices(unit, qk, ov, kinds, may_add_bias=ov < unit.head_size))
-    return shrunk_module(unit, qk, ov, drawn_matrices(unit, qk, ov, kinds, init))
+        return shrunk_module(unit, qk, ov, spectral_matrices(unit, qk, ov, forms, may_add_bias=ov < unit.head_size))
+    return shrunk_module(unit, qk, ov, drawn_matrices(unit, qk, ov, forms, init))
 
 
 def refuse_unregistered(entries: Iterable[AttentionEntry], modules: Mapping[str, nn.Module]) -> None:

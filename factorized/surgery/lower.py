@@ -165,7 +165,7 @@ def _describe(sequence: nn.Sequential, dense: nn.Module) -> None:
 
 def _places(model: nn.Module) -> list[str]:
     """Return all names of factorized layers and of shrunk attention modules."""
-    units = {unit.module for unit in shrunk_attention(model).values()}
+    units = {unit.module for unit in shrunk_attention(model)}
     return [
         name
         for module, names in module_names(model).items()

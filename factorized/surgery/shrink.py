@@ -10,23 +10,24 @@ from torch.distributed.tensor import DTensor
 
 from factorized.attention.matrices import check_finite, spectral_matrices, write_matrices
 from factorized.attention.register import Found, find_attention
-from factorized.attention.unit import KINDS, AttentionUnit, FormKind, are_kinds
-from factorized.formats.product import LowRank
+from factorized.attention.unit import FORMS, AttentionUnit, FormName, are_forms
+from factorized.attention.verify import check_registrations
 from factorized.nn.init import Init, check_init
-from factorized.nn.model import check_model
+from factorized.nn.model import check_model, module_names
+from factorized.nn.running import ExampleInput
 from factorized.planning.assemble import attention_plan
-from factorized.planning.plan import Plan
+from factorized.planning.projections import attention_candidates
 from factorized.planning.replaceable import why_not_decomposed, why_tied
-from factorized.planning.select import find_candidates
 from factorized.surgery.factorize import build_layers, install
 from factorized.surgery.replace import refuse_wrapped
 
 
 def factorize_attention(
     model: nn.Module,
-    rank_scale: float | Mapping[FormKind, float] = 0.5,
+    rank_scale: float | Mapping[FormName, float] = 0.5,
     init: Init = "spectral",
-    forms: Sequence[FormKind] = KINDS,
+    forms: Sequence[FormName] = FORMS,
+    example_input: ExampleInput | None = None,
 ) -> nn.Module:
     """Give every head of every attention module of ``model`` fewer dimensions, in place, and return the model.
 
@@ -39,57 +40,61 @@ def factorize_attention(
         rank_scale: the share of a head's dimensions that stays, in (0, 1]; or one for each form.
         init: as for ``fz.factorize``.
         forms: which forms are shrunk; under rotary embeddings only ``"ov"`` can be.
+        example_input: what the model's forward takes, to check how classes were registered.
     """
     check_init(init)
-    kinds = _checked_forms(forms)
-    scales = _checked_scales(rank_scale, kinds)
-    units = _units(model, kinds)
-    for name, unit in units.items():
-        for kind in kinds:
-            if round(scales[kind] * unit.head_size) < 1:
-                raise ValueError(
-                    f"rank_scale={scales[kind]:g} leaves a head of {name or 'the model'!r} without dimensions: it has "
-                    f"{unit.head_size}, so ask for {ceil(1e4 / unit.head_size) / 1e4:g} or more, up to 1. Nothing was "
-                    "changed"
-                )
-    plan = _plan(model, units, kinds, scales)
+    chosen = _checked_forms(forms)
+    scales = _checked_scales(rank_scale, chosen)
+    candidates = attention_candidates(model, _units(model, chosen), chosen, example_input)
+    ranks: dict[str, tuple[int, int]] = {}
+    for candidate in candidates:
+        size, name = candidate.unit.head_size, candidate.name
+        if candidate.reason is not None:
+            raise ValueError(f"{name or 'the model'}: {candidate.reason}. Nothing was changed")
+        qk, ov = (round(scales.get(form, 1) * size) for form in FORMS)
+        if min(qk, ov) < 1:
+            raise ValueError(
+                f"rank_scale={min(scales.values()):g} leaves a head of {name or 'the model'!r} without dimensions: it "
+                f"has {size}, so ask for {ceil(1e4 / size) / 1e4:g} or more, up to 1. Nothing was changed"
+            )
+        ranks[name] = (qk, ov)
+    plan = attention_plan(model, candidates, ranks)
     return install(model, plan, build_layers(model, plan, init))
 
 
-def spectral_init_attention(model: nn.Module, forms: Sequence[FormKind] = KINDS) -> nn.Module:
+def spectral_init_attention(model: nn.Module, forms: Sequence[FormName] = FORMS) -> nn.Module:
     """Rebalance the factors of every head in place, so that both carry √Σ of their product; return the model.
 
     The model computes what it did: only the split of each form into its two factors is chosen (section 3.1). Value
     biases end up in the output bias.
     """
-    kinds = _checked_forms(forms)
-    units = _units(model, kinds)
-    tied = why_tied(model, units.values())
-    for name, unit in units.items():
-        if unit.module in tied:
-            raise ValueError(f"{name or 'the model'}: {tied[unit.module]}. Nothing was changed")
-    new = {
-        name: spectral_matrices(unit, unit.query.head_size, unit.value.head_size, kinds, may_add_bias=False)
-        for name, unit in units.items()
-    }
-    for name, matrices in new.items():
-        write_matrices(units[name], matrices)
+    chosen = _checked_forms(forms)
+    units = _units(model, chosen)
+    for module, reason in why_tied(model, units).items():
+        raise ValueError(f"{module_names(model)[module][0] or 'the model'}: {reason}. Nothing was changed")
+    check_registrations({module_names(model)[unit.module][0]: unit for unit in units}, model)
+    new = [
+        spectral_matrices(unit, unit.query.head_size, unit.value.head_size, chosen, may_add_bias=False)
+        for unit in units
+    ]
+    for unit, matrices in zip(units, new, strict=True):
+        write_matrices(unit, matrices)
     return model
 
 
-def _checked_forms(forms: Sequence[FormKind]) -> tuple[FormKind, ...]:
-    if not are_kinds(forms) or not forms:
+def _checked_forms(forms: Sequence[FormName]) -> tuple[FormName, ...]:
+    if not are_forms(forms) or not forms:
         raise ValueError(f'forms must be a list of "qk" and "ov", or one of them, got {forms!r}')
-    return tuple(kind for kind in KINDS if kind in forms)
+    return tuple(form for form in FORMS if form in forms)
 
 
-def _checked_scales(rank_scale: float | Mapping[FormKind, float], kinds: Sequence[FormKind]) -> dict[FormKind, float]:
+def _checked_scales(rank_scale: float | Mapping[FormName, float], forms: Sequence[FormName]) -> dict[FormName, float]:
     if isinstance(rank_scale, Mapping):
-        if set(rank_scale) != set(kinds):
-            raise ValueError(f"rank_scale must name each of forms={tuple(kinds)} and nothing else, got {rank_scale!r}")
-        scales = {kind: rank_scale[kind] for kind in kinds}
+        if set(rank_scale) != set(forms):
+            raise ValueError(f"rank_scale must name each of forms={tuple(forms)} and nothing else, got {rank_scale!r}")
+        scales = {form: rank_scale[form] for form in forms}
     else:
-        scales = dict.fromkeys(kinds, rank_scale)
+        scales = dict.fromkeys(forms, rank_scale)
     for scale in scales.values():
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and isfinite(scale)
         if not number or not 0 < scale <= 1:
@@ -99,7 +104,7 @@ def _checked_scales(rank_scale: float | Mapping[FormKind, float], kinds: Sequenc
     return scales
 
 
-def _units(model: nn.Module, kinds: Sequence[FormKind]) -> dict[str, AttentionUnit]:
+def _units(model: nn.Module, forms: Sequence[FormName]) -> list[AttentionUnit]:
     """Return every attention module of ``model``, read, or raise with what stands against changing one of them."""
     check_model(model)
     refuse_wrapped(model)
@@ -109,15 +114,15 @@ def _units(model: nn.Module, kinds: Sequence[FormKind]) -> dict[str, AttentionUn
             f"{type(model).__name__} holds no attention that is known here. If it does under another name, say where "
             "its matrices are: fz.register_attention"
         )
-    return {read.name: _checked_unit(read, kinds) for read in found}
+    return [_checked_unit(read, forms) for read in found]
 
 
-def _checked_unit(read: Found, kinds: Sequence[FormKind]) -> AttentionUnit:
+def _checked_unit(read: Found, forms: Sequence[FormName]) -> AttentionUnit:
     name = read.name or type(read.module).__name__
     unit = read.unit
     if unit is None:
         raise ValueError(f"{name}: {read.reason}\nNothing was changed")
-    if unit.rotary and "qk" in kinds:
+    if unit.rotary and "qk" in forms:
         raise ValueError(
             f"{name}: rotary embeddings turn queries and keys by position, so that Q Kᵀ is no single form and its "
             'factors cannot be mixed (docs/attention.md); use forms=("ov",). Nothing was changed'
@@ -130,20 +135,3 @@ def _checked_unit(read: Found, kinds: Sequence[FormKind]) -> AttentionUnit:
     if not unit.query.weight.is_meta:
         check_finite(unit, name)
     return unit
-
-
-def _plan(
-    model: nn.Module, units: Mapping[str, AttentionUnit], kinds: tuple[FormKind, ...], scales: Mapping[FormKind, float]
-) -> Plan:
-    """Return a plan of nothing but these attention modules, at these scales."""
-    candidates = find_candidates(model, LowRank().kernel, None, (), keep_first_and_last=False, attention=kinds)
-    ranks = {}
-    for candidate in candidates:
-        unit = units.get(candidate.name)
-        if unit is None:
-            continue
-        if candidate.reason is not None:
-            raise ValueError(f"{candidate.name or 'the model'}: {candidate.reason}. Nothing was changed")
-        qk, ov = (round(scales[kind] * unit.head_size) if kind in kinds else unit.head_size for kind in KINDS)
-        ranks[candidate.name] = (qk, ov)
-    return attention_plan(model, candidates, ranks)

@@ -235,7 +235,7 @@ def test_torchs_encoder_runs_with_it_on_every_path(grad: bool) -> None:
 @torch.no_grad()
 def test_an_encoder_may_keep_its_first_attention_and_gets_its_fast_path_back_when_composed() -> None:
     encoder, x, padding = padded_encoder()
-    plan = fz.plan(encoder, rank=2, attention=True, include=["layers.1.self_attn"])
+    plan = fz.plan(encoder, rank=2, attention="heads", include=["layers.1.self_attn"])
     small = fz.factorize(deepcopy(encoder), plan)
     composed = fz.compose(small)
     assert (small.use_nested_tensor, composed.use_nested_tensor) == (False, True)

@@ -85,5 +85,5 @@ def test_attention_whose_projection_is_computed_has_no_form_and_says_why() -> No
     attention = nn.MultiheadAttention(8, 2)
     parametrizations.weight_norm(attention.out_proj)
     assert fz.forms(nn.Sequential(attention)) == []
-    with pytest.raises(ValueError, match=r"out_proj is \w+, whose weight is no plain parameter"):
+    with pytest.raises(ValueError, match=r"out_proj is \w+, whose weight is not a plain parameter"):
         fz.FrobeniusDecay(nn.Sequential(attention), 0.1)

@@ -304,6 +304,67 @@ def loaded(folder: Path) -> dict[str, dict[str, float]]:
     return result
 
 
+def build_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=50, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    return LlamaForCausalLM(config).double()
+
+
+def llama_plan() -> dict[str, torch_style.ParallelStyle]:
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    styles: dict[str, torch_style.ParallelStyle] = {"lm_head": fz.ColwiseParallel(output_layouts=Replicate())}
+    styles |= {f"model.layers.*.{name}": fz.ColwiseParallel() for name in columns}
+    return styles | {f"model.layers.*.{name}": fz.RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+
+
+def heads(folder: Path) -> dict[str, float]:
+    """Compare the decay of dense attention whose heads are split, by FSDP2 too, with one process; count its bytes."""
+    result: dict[str, float] = {}
+    for kind in ("tp", "both"):
+        model, expected = build_llama(), build_llama()
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], llama_plan())
+        if kind == "both":
+            fully_shard(model, mesh=mesh["dp"])
+        decays = [fz.FrobeniusDecay(each, {"ov": 0.3, "*.qk": 0.2}) for each in (model, expected)]
+        for parameter in (*model.parameters(), *expected.parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+        decays[1].apply_()
+        with CountBytes() as counter:
+            decays[0].apply_()
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        result[kind] = max((whole(own.grad) - other.grad).abs().max().item() for own, other in pairs)
+        result[f"{kind} bytes"] = counter.total
+        result["size"] = max(other.grad.abs().max().item() for other in expected.parameters())
+    return result
+
+
+def llama(folder: Path) -> dict[str, float]:
+    """Compare a small Llama, split as its users would, with the whole one: scores, gradients and generated words."""
+    expected = build_llama()
+    for name, module in list(expected.named_modules()):
+        holder, _, last = name.rpartition(".")
+        if isinstance(module, nn.Linear) and "layers" in name:
+            setattr(expected.get_submodule(holder), last, fz.FactorizedLinear.from_dense(module, 6))
+    model = deepcopy(expected)
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), llama_plan())
+    words = torch.randint(0, 50, (2, 7))
+    found, wanted = (each(input_ids=words, labels=words) for each in (model, expected))
+    found.loss.backward()
+    wanted.loss.backward()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    written = [each.eval().generate(words, max_new_tokens=4, do_sample=False) for each in (model, expected)]
+    return {
+        "scores": (found.logits - wanted.logits).abs().max().item(),
+        "gradients": max((whole(own.grad) - other.grad).abs().max().item() for own, other in pairs),
+        "words": (written[0] - written[1]).abs().max().item(),
+        "split": len({type(module) for module in model.modules()} - {type(module) for module in expected.modules()}),
+    }
+
+
 def main() -> None:
     scenarios, out = sys.argv[1].split(","), Path(sys.argv[2])
     dist.init_process_group("gloo")
@@ -314,6 +375,8 @@ def main() -> None:
         "mixes": mixes,
         "save": save,
         "load": loaded,
+        "llama": llama,
+        "heads": heads,
     }
     result = {}
     for scenario in scenarios:

@@ -30,8 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def every(folder: Path) -> dict[str, Any]:
-    scenarios = [*(name for name in OPTIMIZED if name not in IN_CI), "sequence", "mixes", "save"]
+    scenarios = [*(name for name in OPTIMIZED if name not in IN_CI), "sequence", "mixes", "heads", "save"]
     return run(",".join(scenarios), folder, WORKER, processes=4)
+
+
+@pytest.fixture(scope="module")
+def two(every: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What two processes report that read what the four have saved."""
+    return run("load,llama", folder, WORKER)
 
 
 def check_trained(found: dict[str, Any]) -> None:
@@ -80,11 +86,12 @@ def test_every_mix_of_placements_on_two_dimensions_gives_the_result_of_one_proce
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which no_dist=True says already
-def test_a_distributed_checkpoint_is_read_by_every_mesh_and_by_one_process(every: dict[str, Any], folder: Path) -> None:
-    loaded = every["save"]["loaded"]
-    two = run("load", folder, WORKER)["load"]
-    assert set(loaded) == set(two) == {"one", "tp", "fsdp", "both", "fz.load"}
-    for found in (*loaded.values(), *two.values()):
+def test_a_distributed_checkpoint_is_read_by_every_mesh_and_by_one_process(
+    every: dict[str, Any], two: dict[str, Any], folder: Path
+) -> None:
+    loaded, by_two = every["save"]["loaded"], two["load"]
+    assert set(loaded) == set(by_two) == {"one", "tp", "fsdp", "both", "fz.load"}
+    for found in (*loaded.values(), *by_two.values()):
         assert found["difference"] == 0
         assert found.get("one step later", 0) < 1e-12
     model = build()
@@ -93,3 +100,20 @@ def test_a_distributed_checkpoint_is_read_by_every_mesh_and_by_one_process(every
     model.load_state_dict(state["model"])
     expected = torch.load(folder / "state.pt")
     assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+
+
+@pytest.mark.nightly
+def test_a_split_llama_computes_and_generates_what_the_whole_one_does(two: dict[str, Any]) -> None:
+    assert two["llama"]["split"] == 1
+    assert two["llama"]["scores"] < 1e-12
+    assert two["llama"]["gradients"] < 1e-12
+    assert two["llama"]["words"] == 0
+
+
+@pytest.mark.nightly
+def test_attention_whose_heads_are_split_is_decayed_where_they_are(every: dict[str, Any]) -> None:
+    found = every["heads"]
+    assert found["size"] > 1e-4
+    assert max(found["tp"], found["both"]) < 1e-12
+    assert found["tp bytes"] == 0
+    assert 0 < found["both bytes"]

@@ -61,7 +61,7 @@ def test_what_hooks_compute_is_refused_by_its_name(name: str, convert: Callable[
 @pytest.mark.parametrize("convert", [fz.compose, fz.lower, lambda model: fz.save(model, "nowhere")])
 def test_shrunk_heads_that_cannot_be_read_are_named(convert: Callable[[nn.Module], object]) -> None:
     model = nn.Sequential(nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 16))
-    fz.factorize(model, rank=4, attention=True, keep_first_and_last=False)
+    fz.factorize(model, rank=4, attention="heads", keep_first_and_last=False)
     parametrize.register_parametrization(model[0].q_proj, "weight", nn.Identity())
     with pytest.raises(ValueError, match=r"^0: its heads are shrunk, and cannot be read: "):
         convert(model)

@@ -16,7 +16,7 @@ from tests.attention.attention_zoo import BERT, GPT2, LLAMA, MARIAN, Kind, Torch
 @pytest.mark.parametrize("kind", [BERT, MARIAN, GPT2, LLAMA], ids=lambda kind: kind.name)
 @torch.no_grad()
 def test_save_pretrained_and_from_pretrained_apply_the_plan_again(kind: Kind, tmp_path: Path) -> None:
-    model = fz.factorize(kind.make(), ratio=0.7, attention=True, keep_first_and_last=False)
+    model = fz.factorize(kind.make(), ratio=0.7, attention="heads", keep_first_and_last=False)
     if kind is not BERT:
         model.generation_config.max_new_tokens = 7
     fz.save_pretrained(model, tmp_path)
@@ -74,7 +74,7 @@ def test_from_pretrained_takes_auto_classes_too(tmp_path: Path) -> None:
 def test_composed_models_are_what_transformers_saves_and_loads_by_itself(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
-    model = fz.factorize(GPT2.make(torch.float32), ratio=0.6, attention=True, keep_first_and_last=False)
+    model = fz.factorize(GPT2.make(torch.float32), ratio=0.6, attention="heads", keep_first_and_last=False)
     fz.compose(model).save_pretrained(tmp_path)
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     assert error(loaded(tokens()).logits, model(tokens()).logits) < 1e-4

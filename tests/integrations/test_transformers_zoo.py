@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.integrations.transformers import resize_token_embeddings
 from factorized.nn.layer import FactorizedLayer
+from factorized.surgery.state import distinct_tensors
+from tests.integrations.sizes import VOCABULARY
 from tests.integrations.zoo import MODELS, Tiny
 
 SAMPLE = ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
@@ -103,3 +107,47 @@ def test_from_pretrained_gives_the_model_that_was_saved(tiny: Tiny, tmp_path: Pa
     state = model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
     assert difference(loaded, model, tiny) < 1e-6  # the config does not say how experts are run
+
+
+@every_model
+def test_its_own_tie_weights_leaves_it_as_it_is(tiny: Tiny) -> None:
+    model, expected = small(tiny), small(tiny)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    model.tie_weights()
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert difference(model, expected, tiny) == 0
+
+
+@every_model
+@torch.no_grad()
+def test_more_tokens_leave_the_others_as_they_were(tiny: Tiny) -> None:
+    dense, model = tiny.build(), small(tiny)
+    try:
+        dense.resize_token_embeddings(VOCABULARY + 6)
+        run(dense, tiny)
+    except (NotImplementedError, RuntimeError, AttributeError):
+        pytest.skip("the dense model cannot do this")
+    if not isinstance(model.get_input_embeddings(), FactorizedLayer):
+        pytest.skip("its embeddings are not factorized")
+    before = model.get_input_embeddings().weight.clone()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    embedding = resize_token_embeddings(model, VOCABULARY + 6)
+    torch.testing.assert_close(embedding.weight[: len(before)], before)
+    mean = before.mean(0).expand(VOCABULARY + 6 - len(before), -1)
+    torch.testing.assert_close(
+        embedding.weight[len(before) :], mean, rtol=0.01, atol=1e-4
+    )  # as transformers draws them
+    head = model.get_output_embeddings()
+    assert head is None or head.weight.shape[0] == VOCABULARY + 6
+    assert [tuple(output.shape) for output in run(model, tiny)] == [tuple(output.shape) for output in run(dense, tiny)]
+    assert sum(parameter.numel() for parameter in model.parameters()) > count
+
+
+@every_model
+def test_its_own_save_pretrained_writes_every_parameter_once(tiny: Tiny, tmp_path: Path) -> None:
+    for model in (small(tiny), fz.compose(small(tiny))):
+        model.save_pretrained(tmp_path, save_original_format=False)
+        saved, state = load_file(tmp_path / "model.safetensors"), model.state_dict()
+        kept = {name: tensor for name, tensor in state.items() if name not in model._keys_to_ignore_on_save}
+        assert sum(t.numel() for t in saved.values()) == sum(t.numel() for t in distinct_tensors(kept)[0].values())
+        assert all(torch.equal(tensor, state[name]) for name, tensor in saved.items())

@@ -33,7 +33,7 @@ def generate(model: nn.Module, **settings: Any) -> Tensor:
 def test_one_call_factorizes_a_model_that_trains_composes_lowers_and_generates(kind: Kind, optimizer: str) -> None:
     model = kind.make().train()
     dense = sum(parameter.numel() for parameter in model.parameters())
-    model = fz.factorize(model, ratio=0.5, attention=True, keep_first_and_last=False)
+    model = fz.factorize(model, ratio=0.5, attention="heads", keep_first_and_last=False)
     assert sum(parameter.numel() for parameter in model.parameters()) <= 0.5 * dense
     groups = fz.parameter_groups(model, weight_decay=1e-2)
     if optimizer == "adamw":
@@ -206,7 +206,7 @@ def test_spectral_initialization_before_training_leaves_the_loss_as_it_is(kind: 
 def test_tied_embeddings_and_output_layers_stay_tied_around_attention(
     kind: Kind, form: Callable[[nn.Module], nn.Module]
 ) -> None:
-    model = fz.factorize(kind.make(), ratio=0.6, attention=True, keep_first_and_last=False)
+    model = fz.factorize(kind.make(), ratio=0.6, attention="heads", keep_first_and_last=False)
     embedding = model.get_input_embeddings()
     assert embedding.U is model.lm_head.U
     plain = form(model)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from copy import deepcopy
 from typing import Any
 
@@ -142,3 +144,43 @@ def test_drop_connect_acts_on_the_product_of_every_gate() -> None:
     fz.drop_connect(layer, 0.5)
     assert error(layer(x)[0], expected) > 1e-3
     assert error(layer.eval()(x)[0], expected) < 1e-12
+
+
+def test_the_dense_weights_are_let_go() -> None:
+    model = nn.Sequential(nn.LSTM(INPUTS, HIDDEN))
+    dense = weakref.ref(model[0].weight_ih_l0)
+    fz.factorize(model, rank=2)
+    gc.collect()
+    assert dense() is None
+
+
+def test_given_memory_after_the_meta_device_it_is_drawn_as_torch_draws_it() -> None:
+    with torch.device("meta"):
+        model: Any = fz.factorize(nn.Sequential(nn.GRU(INPUTS, HIDDEN)), rank=3)
+    model.to_empty(device="cpu")
+    model[0].reset_parameters()
+    largest = [parameter.abs().max() for parameter in fz.compose(model)[0].parameters()]  # type: ignore[index]
+    assert min(largest) > 0.2
+    assert max(largest) < 2 * HIDDEN**-0.5
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRUCell])
+def test_under_autocast_it_follows_its_composed_one(kind: type[nn.Module]) -> None:
+    layer = low_rank(kind(INPUTS, HIDDEN))
+    dense, x = fz.compose(nn.Sequential(layer))[0], torch.randn(4, INPUTS)  # type: ignore[index]
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = tensors(layer(x))[0], tensors(dense(x))[0]
+    assert found.dtype == expected.dtype
+    assert error(found, expected) < 2e-2
+    found.sum().backward()
+    assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
+
+
+def test_what_looks_at_products_sees_every_gate() -> None:
+    model = fz.factorize(nn.Sequential(nn.LSTM(INPUTS, HIDDEN)), rank=2)
+    assert [row.name for row in fz.diagnose(model, lr=0.1)] == ["0.factors.weight_ih_l0", "0.factors.weight_hh_l0"]
+    penalty = fz.NuclearDecay(model, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    penalty.attach(optimizer)
+    model(torch.randn(3, 2, INPUTS))[0].sum().backward()
+    optimizer.step()

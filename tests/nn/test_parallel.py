@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import factorized as fz
 from factorized.formats.kernel import KernelShape
+from factorized.nn.embedding_bag import FactorizedEmbeddingBag
 
 
 class Turned(nn.Module):
@@ -121,6 +122,11 @@ def computed() -> nn.Module:
         (computed, fz.ColwiseParallel(), "V of .* is not a parameter: a parametrization or pruning computes it"),
         (
             lambda: fz.FactorizedConv2d(4, 4, 3, 2),
+            fz.ColwiseParallel(),
+            "splits linears and embeddings, got Factorized",
+        ),
+        (
+            lambda: FactorizedEmbeddingBag(6, 5, 3),
             fz.ColwiseParallel(),
             "splits linears and embeddings, got Factorized",
         ),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def inputs(kind: Kind) -> tuple[Any, ...] | dict[str, Any]:
 def test_attention_is_one_entry_with_its_heads_and_its_share(kind: Kind) -> None:
     model = kind.make()
     host = nn.ModuleDict({"m": model, "up": nn.Linear(8, 64), "mid": nn.Linear(64, 64), "down": nn.Linear(64, 8)})
-    plan = fz.plan(host, rank=2)
+    plan = fz.plan(host, rank=2, attention=False)
     found = {entry.name: entry for entry in plan.entries if entry.is_attention}
     assert set(found) == {f"m.{name}" for name in kind.attention}
     for name, entry in found.items():
@@ -57,18 +58,18 @@ def test_attention_is_one_entry_with_its_heads_and_its_share(kind: Kind) -> None
         assert entry.shape == (heads, 8)
         assert entry.head_ranks == (8, 8)
         assert entry.rank is None
-        assert entry.reason == "attention is one unit; fz.LowRank() with attention=True shrinks its heads"
+        assert entry.reason == "attention=False leaves attention as it is"
         weights = {factor.parameter for form in fz.forms(host) for factor in form.factors if form.name[:-3] == name}
         assert entry.params >= sum(weight.numel() for weight in weights)
         assert not any(other.name.startswith(f"{name}.") for other in plan.entries)
-    assert "attention holds" in str(plan)
+    assert re.search(r"attention +\d+\.\d% of the parameters +-> +\d+\.\d% after", str(plan))
 
 
 @every_kind
 def test_the_planned_parameters_and_macs_are_those_of_the_shrunk_model(kind: Kind) -> None:
     model = kind.make()
     example = inputs(kind)
-    plan = fz.plan(model, rank_scale=0.5, attention=True, example_input=example, include=list(kind.attention))
+    plan = fz.plan(model, rank_scale=0.5, attention="heads", example_input=example, include=list(kind.attention))
     assert plan.macs is not None
     assert [entry.name for entry in plan.selected] == list(kind.attention)
     assert {entry.head_ranks for entry in plan.selected} == {(8, 4) if kind.rotary else (4, 4)}
@@ -84,7 +85,7 @@ def test_the_planned_parameters_and_macs_are_those_of_the_shrunk_model(kind: Kin
 def test_a_ratio_is_spent_over_linears_embeddings_and_attention(kind: Kind, allocate: Any, ratio: float) -> None:
     model = kind.make()
     dense = count(model)
-    plan = fz.plan(model, ratio=ratio, attention=True, keep_first_and_last=False, allocate=allocate)
+    plan = fz.plan(model, ratio=ratio, attention="heads", keep_first_and_last=False, allocate=allocate)
     fz.factorize(model, plan)
     assert count(model) == plan.params_after <= ratio * dense
     assert plan.params_after > (ratio - 0.05) * dense
@@ -98,14 +99,14 @@ def test_a_ratio_is_spent_over_linears_embeddings_and_attention(kind: Kind, allo
 def test_energy_keeps_the_share_of_the_squared_spectrum(kind: Kind) -> None:
     shares = {}
     for energy in (0.3, 0.6, 0.8):
-        plan = fz.plan(kind.make(), energy=energy, attention=True, include=list(kind.attention))
+        plan = fz.plan(kind.make(), energy=energy, attention="heads", include=list(kind.attention))
         shares[energy] = plan.selected[0].rank
     assert 1 <= shares[0.3] < shares[0.6] < shares[0.8] < 8
 
 
 def test_macs_are_a_budget_for_attention_too() -> None:
     model = GPT2.make()
-    plan = fz.plan(model, macs=0.5, example_input=tokens(), attention=True, keep_first_and_last=False)
+    plan = fz.plan(model, macs=0.5, example_input=tokens(), attention="heads", keep_first_and_last=False)
     assert plan.attention
     fz.factorize(model, plan)
     assert measure(model, tokens(), {}).macs == plan.macs_after
@@ -122,7 +123,7 @@ def test_one_form_alone_can_be_shrunk() -> None:
 
 
 def test_a_plan_with_attention_goes_through_json_and_rebuilds_the_same() -> None:
-    plan = fz.plan(BERT.make(), ratio=0.6, attention=True)
+    plan = fz.plan(BERT.make(), ratio=0.6, attention="heads")
     again = fz.Plan.from_dict(plan.to_dict())
     assert again == plan
     one, other = fz.factorize(BERT.make(), plan), fz.factorize(BERT.make(), again)
@@ -130,7 +131,7 @@ def test_a_plan_with_attention_goes_through_json_and_rebuilds_the_same() -> None
 
 
 def test_a_plan_for_other_heads_is_refused() -> None:
-    plan = fz.plan(BERT.make(), rank_scale=0.5, attention=True, include=["*attention"])
+    plan = fz.plan(BERT.make(), rank_scale=0.5, attention="heads", include=["*attention"])
     other = BERT.make()
     inner = other.encoder.layer[0].attention.self
     inner.config.num_attention_heads, inner.attention_head_size = 6, 4
@@ -141,21 +142,20 @@ def test_a_plan_for_other_heads_is_refused() -> None:
 
 
 def test_excluded_attention_stays_as_it_is() -> None:
-    plan = fz.plan(MARIAN.make(), rank_scale=0.5, attention=True, exclude=["*.encoder_attn"])
+    plan = fz.plan(MARIAN.make(), rank_scale=0.5, attention="heads", exclude=["*.encoder_attn"])
     reasons = {entry.name: entry.reason for entry in plan.entries if entry.is_attention}
     assert reasons["model.decoder.layers.0.encoder_attn"] == "in exclude="
     assert reasons["model.decoder.layers.0.self_attn"] is None
 
 
 @pytest.mark.parametrize("kind", HUGGING_FACE, ids=lambda kind: kind.name)
-def test_linears_inside_attention_are_never_layers_of_their_own(kind: Kind) -> None:
+def test_linears_inside_attention_that_is_one_thing_are_not_layers(kind: Kind) -> None:
     model = kind.make()
-    plan = fz.plan(model, rank=2, keep_first_and_last=False)
-    inside = [entry.name for entry in plan.entries for name in kind.attention if entry.name.startswith(f"{name}.")]
-    assert inside == []
-    assert any(entry.type in ("Linear", "Conv1D") for entry in plan.selected)
-    with pytest.raises(ValueError, match="matches no layer"):
-        fz.plan(model, rank=2, include=[f"{kind.attention[0]}.*"])
+    for attention in ("heads", False):
+        plan = fz.plan(model, rank=2, keep_first_and_last=False, attention=attention)
+        inside = [entry.name for entry in plan.entries for name in kind.attention if entry.name.startswith(f"{name}.")]
+        assert inside == []
+        assert any(entry.type in ("Linear", "Conv1D") for entry in plan.selected)
 
 
 class StrangeAttention(nn.Module):
@@ -166,12 +166,15 @@ class StrangeAttention(nn.Module):
 
 def test_linears_inside_attention_that_nobody_registered_wait_to_be_named() -> None:
     model = nn.Sequential(nn.Linear(16, 16), StrangeAttention(), nn.Linear(16, 16), nn.Linear(16, 16))
-    reasons = {entry.name: entry.reason or "" for entry in fz.plan(model, rank=2).entries}
-    for name in ("1.to_qkv", "1.to_out"):
-        assert "inside StrangeAttention, attention that nobody registered" in reasons[name]
-    assert not reasons["2"]
-    named = fz.plan(model, rank=2, include=["1.to_qkv"])
-    assert [entry.name for entry in named.selected] == ["1.to_qkv"]
+    for attention, reason in {"heads": "nobody registered this class of attention", False: "attention=False"}.items():
+        plan = fz.plan(model, rank=2, attention=attention)
+        assert [entry.name for entry in plan.entries] == ["0", "1", "2", "3"]
+        assert reason in (plan.entries[1].reason or "")
+        assert plan.entries[1].params == count(model[1])
+        assert [entry.name for entry in plan.selected] == ["2"]
+        named = fz.plan(model, rank=2, include=["1.to_qkv"], attention=attention)
+        assert [entry.name for entry in named.selected] == ["1.to_qkv"]
+    assert [entry.name for entry in fz.plan(model, rank=2).selected] == ["1.to_qkv", "1.to_out", "2"]
 
 
 class KeysFirst(nn.Module):
@@ -192,14 +195,14 @@ class KeysFirst(nn.Module):
 def test_macs_are_counted_whichever_projection_comes_first() -> None:
     fz.register_attention(KeysFirst, query="q", key="k", value="v", output="o", heads="heads")
     given = (torch.zeros(3, 5, 8), torch.zeros(3, 7, 8))
-    entry = fz.plan(KeysFirst(), rank=2, attention=True, example_input=given).entries[0]
+    entry = fz.plan(KeysFirst(), rank=2, attention="heads", example_input=given).entries[0]
     assert entry.macs == 3 * ((5 + 7) * 2 * 8 * 8 + 5 * 7 * 2 * 8)
 
 
 def test_a_layer_that_is_a_projection_as_well_is_left_alone() -> None:
     model = MARIAN.make()
     model.model.decoder.layers[0].fc3 = model.model.encoder.layers[0].self_attn.v_proj
-    plan = fz.plan(model, rank=2)
+    plan = fz.plan(model, rank=2, attention=False)
     reasons = {entry.name: entry.reason or "" for entry in plan.entries}
     assert "is also model.encoder.layers.0.self_attn.v_proj, a part of" in reasons["model.decoder.layers.0.fc3"]
     fz.factorize(model, plan)
@@ -210,14 +213,16 @@ def test_a_layer_that_is_a_projection_as_well_is_left_alone() -> None:
     ("arguments", "message"),
     [
         (
-            {"rank": 9, "attention": True, "include": ["*attention"]},
+            {"rank": 9, "attention": "heads", "include": ["*attention"]},
             "rank must be in 1..8 for the heads of",
         ),
-        ({"rank": 2, "attention": ("kq",)}, 'attention must be True, False or a list of "qk" and "ov"'),
-        ({"rank": 2, "attention": "qk"}, 'attention must be True, False or a list of "qk" and "ov"'),
-        ({"rank": 2, "attention": 3}, 'attention must be True, False or a list of "qk" and "ov", got 3'),
-        ({"rank": 2, "attention": True, "scheme": fz.Overcomplete()}, "which is for LowRank"),
-        ({"ratio": 0.01}, "see attention="),
+        ({"rank": 2, "attention": ("kq",)}, 'attention must be "layers", "heads", False or a list of "qk" and "ov"'),
+        ({"rank": 2, "attention": "qk"}, 'attention must be "layers", "heads", False or a list of "qk" and "ov"'),
+        ({"rank": 2, "attention": 3}, 'attention must be "layers", "heads", False or a list of "qk" and "ov", got 3'),
+        ({"rank": 2, "attention": True}, '"heads", False or a list of "qk" and "ov", got True'),
+        ({"rank": 2, "attention": ()}, r'a list of "qk" and "ov", got \(\)'),
+        ({"rank": 2, "attention": "heads", "scheme": fz.Overcomplete()}, "which is for LowRank"),
+        ({"ratio": 0.01, "attention": False}, 'keep_first_and_last=False would reach .*, attention="layers" 0'),
     ],
 )
 def test_wrong_input_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -233,7 +238,7 @@ def test_asking_for_queries_and_keys_alone_under_rotary_embeddings_says_why_not(
 
 def test_heads_that_keep_their_size_say_so() -> None:
     model = nn.Sequential(OwnAttention(), nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 4))
-    plan = fz.plan(model, rank=8, attention=True)
+    plan = fz.plan(model, rank=8, attention="heads")
     (entry,) = (entry for entry in plan.entries if entry.is_attention)
     assert entry.reason == "at that rank its heads keep their size"
 
@@ -244,9 +249,9 @@ def test_spectra_need_weights_that_are_there_and_finite() -> None:
         model.encoder.layer[0].attention.self.key.weight[0, 0] = float("inf")
     for broken in (model, BERT.make().to("meta")):
         with pytest.raises(ValueError, match="singular values need weights"):
-            fz.plan(broken, energy=0.5, attention=True, include=["*attention"])
+            fz.plan(broken, energy=0.5, attention="heads", include=["*attention"])
 
 
 def test_attention_is_planned_on_the_meta_device() -> None:
-    plan = fz.plan(BERT.make().to("meta"), ratio=0.5, attention=True, keep_first_and_last=False)
+    plan = fz.plan(BERT.make().to("meta"), ratio=0.5, attention="heads", keep_first_and_last=False)
     assert plan.attention

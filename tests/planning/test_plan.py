@@ -13,7 +13,7 @@ from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank, Overcomplete
 from factorized.planning.plan import Plan, PlanEntry
 from factorized.planning.planner import plan
-from factorized.planning.table import plan_table, short_count
+from factorized.planning.table import everything_else, plan_table, short_count
 from tests.planning.models_for_planning import EXAMPLES, Attends, ConvNet, Mlp, ResNet32, TiedReader
 
 LONG = "encoder_of_everything.a_rather_long_name_for_a_block.layers.11.feed_forward"
@@ -231,10 +231,40 @@ def test_the_bars_of_the_page_are_in_proportion(made: Plan) -> None:
         assert bars == pytest.approx([100 * size / longest for size in sizes if size], abs=0.006)
 
 
+@every_plan
+def test_a_notebook_shows_the_plan_and_keeps_its_own_looks(made: Plan) -> None:
+    source = made._repr_html_()
+    page = Page(source)
+    assert page.open == []
+    assert page.loads == []
+    assert len(page.rows) == len(made.entries)
+    assert f"{made.ratio:.2%} of {made.params:,}" in source
+    assert not re.search(r"<(html|body|head|title)\b", source)
+    style = source.split("<style>")[1].split("</style>")[0].strip()
+    depth, outside = 0, ""
+    for character in style:
+        depth += (character == "{") - (character == "}")
+        outside += character if depth == 0 and character != "}" else ""
+    assert outside.split() == [".factorized-plan"]  # every rule is inside that class
+
+
+@every_plan
+def test_pages_say_where_the_parameters_are(made: Plan) -> None:
+    for source in (made.to_html(), made._repr_html_()):
+        assert f'<td class="number" data-label="parameters">{short_count(everything_else(made))}</td></tr></tfoot>' in (
+            source.replace("<td></td></tr></tfoot>", "</tr></tfoot>")
+        )
+        for part in made.parts:
+            assert (f"<dt>{part.name.capitalize()}</dt><dd>{part.params / made.params:.1%}" in source) == (
+                part.params > 0
+            )
+
+
 def test_a_name_cannot_smuggle_markup_into_the_page() -> None:
     hostile = "<script>alert('x')</script>"
     entry = PlanEntry(hostile, hostile, (3, 3), reason=hostile, aliases=(hostile,), params=9, params_after=9)
-    page = Plan(hostile, LowRank(), hostile, (entry,), 9, 9).to_html()
-    assert "<script" not in page
-    assert page.count(escape(hostile)) == 7
-    assert Page(page).loads == []
+    made = Plan(hostile, LowRank(), hostile, (entry,), 9, 9)
+    assert made.to_html().count(escape(hostile)) == 7
+    for page in (made.to_html(), made._repr_html_()):
+        assert "<script" not in page
+        assert Page(page).loads == []

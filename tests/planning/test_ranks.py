@@ -58,6 +58,7 @@ def test_a_ratio_is_never_exceeded_and_met_to_one_rank_step(
 LOWEST = {model_type: reachable(model, ratio=1e-6, **WHOLE) for model_type, model in MODELS.items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*below 5% of full rank")
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize(
     ("budget", "arguments"), [("ratio", {}), ("ratio", {"allocate": "spectrum"}), ("macs", {}), ("ratio", WHOLE)]

@@ -16,7 +16,10 @@ from tests.planning.models_for_planning import Attends, ConvNet, Mlp, TiedReader
 
 
 class Special(nn.Linear):
-    """A linear layer that may do anything in its forward."""
+    """A linear layer with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
 
 
 def between(layer: nn.Module) -> nn.Sequential:
@@ -110,12 +113,14 @@ def test_layers_without_a_weight_matrix_are_not_listed(layer: nn.Module) -> None
     assert [entry.name for entry in plan(between(layer), rank=1).entries] == ["0", "1", "3"]
 
 
-def test_attention_is_one_unit_whose_parts_are_not_listed() -> None:
+def test_torch_attention_is_one_unit_whose_parts_are_not_listed() -> None:
     made = plan(Attends(), ratio=0.9)
     assert [entry.name for entry in made.entries] == ["inlet", "attention", "hidden", "back", "outlet"]
-    assert "one unit" in reasons(made)["attention"]
+    assert "its projections are parameters, not layers" in reasons(made)["attention"]
     assert made.entries[1].params == sum(p.numel() for p in Attends().attention.parameters())
-    with pytest.raises(ValueError, match=re.escape("include='attention.out_proj' matches no layer")):
+    with pytest.raises(
+        ValueError, match=r"nothing to factorize in Attends: .*attention: its projections are parameters"
+    ):
         plan(Attends(), ratio=0.9, include=["attention.out_proj"])
 
 

@@ -162,7 +162,7 @@ def test_a_checkpoint_of_attention_alone_holds_a_plan_of_low_rank(tmp_path: Path
 
 
 def test_layers_and_attention_are_saved_together(tmp_path: Path) -> None:
-    model = fz.factorize(GPT2.make(), ratio=0.6, attention=True, keep_first_and_last=False)
+    model = fz.factorize(GPT2.make(), ratio=0.6, attention="heads", keep_first_and_last=False)
     fz.save(model, tmp_path)
     loaded = fz.load(tmp_path, GPT2.build().double().eval())
     assert torch.equal(GPT2.run(loaded), GPT2.run(model))
@@ -200,7 +200,7 @@ def test_a_shared_attention_module_takes_a_dense_checkpoint_under_any_of_its_nam
 
 
 def test_a_dense_checkpoint_that_is_not_finite_is_refused_before_anything_is_changed() -> None:
-    model = fz.factorize(GPT2.make(), ratio=0.6, attention=True)
+    model = fz.factorize(GPT2.make(), ratio=0.6, attention="heads")
     state = {key: 2 * value for key, value in GPT2.make().state_dict().items()}
     before = deepcopy(model.state_dict())
     state["transformer.h.1.attn.c_attn.weight"][0, 0] = float("nan")
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_a_class_that_is_not_registered_says_to_register_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fz.save(shrunk(OWN), tmp_path)
-    plan = fz.plan(OWN.make(), rank_scale=0.5, attention=True)
+    plan = fz.plan(OWN.make(), rank_scale=0.5, attention="heads")
     monkeypatch.delitem(_registered, OwnAttention)
     message = r"attention of class OwnAttention, .*; call fz\.register_attention\(OwnAttention, \.\.\.\) first"
     fresh = OWN.make()

@@ -26,7 +26,7 @@ def net() -> nn.Sequential:
 @pytest.mark.parametrize("init", ["spectral", "normal"])
 def test_a_callback_hears_of_every_layer_and_attention_module(init: Any) -> None:
     heard: list[tuple[int, int]] = []
-    plan = fz.plan(net(), rank_scale=0.25, keep_first_and_last=False, attention=True)
+    plan = fz.plan(net(), rank_scale=0.25, keep_first_and_last=False, attention="heads")
     fz.factorize(net(), plan, init=init, progress=lambda done, total: heard.append((done, total)))
     assert heard[-1] == (4, 4)
     assert [done for done, _ in heard] == sorted({done for done, _ in heard})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -140,7 +141,10 @@ def test_at_full_rank_the_model_computes_what_it_did_and_is_composed_into_the_pl
 def test_below_full_rank_composed_and_lowered_models_compute_the_same(kind: str, scheme: Any) -> None:
     model, x, _ = dense_model(kind)
     fz.factorize(model, scheme, rank_scale=0.5)
-    for plain in (fz.compose(model), fz.lower(model)):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lowered, ")  # what grows back is said, see below
+        lowered = fz.lower(model)
+    for plain in (fz.compose(model), lowered):
         assert error(plain(x), model(x)) < 1e-12
 
 
@@ -188,3 +192,12 @@ def test_the_decay_is_that_of_the_composed_weights(kind: str) -> None:
     optimizer.step()
     for factor in factors:
         assert error(before[factor] - factor, task[factor] + strength * expected[factor]) < 1e-10
+
+
+def test_lowered_a_recurrent_network_says_that_it_grows_back() -> None:
+    model, x, _ = dense_model("gru")
+    fz.factorize(model, rank=2)
+    with pytest.warns(UserWarning, match=r"net\.factors\.weight_ih_l0 168 → 576"):
+        lowered = fz.lower(model)
+    assert type(lowered.net) is nn.GRU
+    assert error(lowered(x), model(x)) < 1e-12

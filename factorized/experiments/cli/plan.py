@@ -49,10 +49,20 @@ def plan(
     rank: Annotated[int | None, typer.Option(help="One rank for all layers.", show_default=False)] = None,
     energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.", show_default=False)] = None,
     macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.", show_default=False)] = None,
+    of: Annotated[
+        str | None,
+        typer.Option(help="What --ratio and --macs are a share of: model or selected layers.", show_default=False),
+    ] = None,
+    multiple_of: Annotated[int | None, typer.Option(help="Round ranks to multiples of it.", show_default=False)] = None,
+    min_size: Annotated[
+        int | None, typer.Option(help="Leave layers with fewer parameters dense.", show_default=False)
+    ] = None,
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="low_rank, overcomplete, tensor_train, tucker.", autocompletion=complete_scheme, show_default=False
+            help="low_rank, overcomplete, tensor_train, tucker, monarch, kronecker.",
+            autocompletion=complete_scheme,
+            show_default=False,
         ),
     ] = None,
     variant: Annotated[
@@ -104,7 +114,8 @@ def plan(
             f"{MOST_VALUES:,}"
         )
     budgets = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
-    fields = {"scheme": scheme, "variant": variant, **budgets}
+    choices = {"of": of, "multiple_of": multiple_of, "min_size": min_size}
+    fields = {"scheme": scheme, "variant": variant, **budgets, **choices}
     given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
     if name is None:
         table = {"name": model, "model": {"name": model}, "factorize": {"scheme": "low_rank", **given}}

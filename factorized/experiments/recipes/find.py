@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from factorized.experiments.recipes.recipe import BUDGETS, Named, Recipe, Section
+from factorized.experiments.recipes.recipe import BUDGETS, Named, Recipe, Section, is_used_by
 from factorized.experiments.recipes.tables import Cell, read_cells
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.recipes.toml import to_toml
@@ -124,10 +124,15 @@ def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Table:
-    """Return ``below`` with what ``above`` says instead, table by table; a budget replaces a budget of any name."""
+    """Return ``below`` with what ``above`` says instead, table by table.
+
+    A budget replaces a budget of any name, and another scheme drops the fields that it does not use.
+    """
     merged = dict(below)
     if any(name in above for name in BUDGETS):
         merged = {key: value for key, value in merged.items() if key not in BUDGETS}
+    if (scheme := above.get("scheme", below.get("scheme"))) != below.get("scheme"):
+        merged = {key: value for key, value in merged.items() if is_used_by(scheme, key)}
     for key, value in above.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = merge(merged[key], value) if both else value

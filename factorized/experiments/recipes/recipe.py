@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 
 BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
 TENSORS = ("tensor_train", "tucker")
+COMPRESSING = ("low_rank", *TENSORS, "monarch", "kronecker")  # they need a budget
 # which schemes use a field of [factorize]; fields that are not here are used by all of them
 USED_BY = {
     "kind": ("low_rank", "overcomplete"),
@@ -20,13 +21,20 @@ USED_BY = {
     "separable": TENSORS,
     "core": ("tucker",),
     "refinements": ("tucker",),
+    "blocks": ("monarch",),
+    "outer": ("kronecker",),
     "energy": ("low_rank",),
     "macs": ("low_rank",),
     "allocate": ("low_rank",),
-    "attention": ("low_rank",),
+    "multiple_of": ("low_rank", "overcomplete"),
 }
 MOST_EPOCHS = 100_000
 MOST_RANK = 1_000_000
+
+
+def is_used_by(scheme: object, field: str) -> bool:
+    """Return whether a scheme uses a field of [factorize]; a dense network uses none."""
+    return scheme != "none" and (field not in USED_BY or scheme in USED_BY[field])
 
 
 def _one_line(text: str) -> str:
@@ -106,7 +114,7 @@ class Data(Section):
 class Factorize(Section):
     """How the weights become products; the fields of ``fz.plan`` and ``fz.factorize``."""
 
-    scheme: Literal["none", "low_rank", "overcomplete", "tensor_train", "tucker"] = "none"
+    scheme: Literal["none", "low_rank", "overcomplete", "tensor_train", "tucker", "monarch", "kronecker"] = "none"
     kind: Literal["spatial", "channel"] = "spatial"  # of low_rank and overcomplete
     variant: Literal["full", "deep", "wide"] = "full"  # of overcomplete
     width: float = Field(default=3, ge=1, le=1000)  # of overcomplete wide
@@ -116,17 +124,23 @@ class Factorize(Section):
     separable: bool = False  # of tensors: a depthwise convolution, then the decomposed pointwise matrix
     core: Literal["whole", "train"] | None = None  # of tucker
     refinements: int = Field(default=0, ge=0, le=1000)  # of tucker: rounds of HOOI after the HOSVD
+    blocks: int | None = Field(default=None, gt=0, le=MOST_RANK)  # of monarch: a weight is cut into blocks × blocks
+    # of kronecker: rows and columns of the small matrices, which divide outputs and inputs
+    outer: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)] | None = None
     ratio: float | None = Field(default=None, gt=0, le=1000)
     rank_scale: float | None = Field(default=None, gt=0, le=1000)
     rank: int | None = Field(default=None, gt=0, le=MOST_RANK)
     energy: Share | None = None
     macs: Share | None = None
+    of: Literal["model", "selected"] = "model"  # what ratio and macs are a share of
     allocate: Literal["uniform", "spectrum"] = "uniform"
+    multiple_of: int | None = Field(default=None, gt=0, le=MOST_RANK)  # of which ranks are multiples
     include: list[Word] | None = None
     exclude: list[Word] = []
+    min_size: int | None = Field(default=None, ge=0)  # layers with fewer parameters stay dense
     keep_first_and_last: bool = True
-    # of low_rank: shrink the heads too, or these forms of them
-    attention: bool | Annotated[list[Literal["qk", "ov"]], Field(min_length=1)] = False
+    # projections as layers, heads cut (of low_rank), all forms of them or these, or neither
+    attention: Literal["layers", "heads", False] | Annotated[list[Literal["qk", "ov"]], Field(min_length=1)] = "layers"
     init: Literal["spectral", "default", "kaiming", "normal"] | None = None
     execution: Literal["auto", "composed", "chain", "products"] = "auto"
 
@@ -145,7 +159,7 @@ class Factorize(Section):
     def _one_budget(self) -> Self:
         if len(self.budget) > 1:
             raise ValueError(f"give one of {', '.join(BUDGETS)}, got {', '.join(self.budget)}")
-        if self.scheme in ("low_rank", *TENSORS) and not self.budget:
+        if self.scheme in COMPRESSING and not self.budget:
             raise ValueError(f"{self.scheme} needs a budget: one of {', '.join(BUDGETS)}")
         return self
 
@@ -157,7 +171,7 @@ class Factorize(Section):
                 continue
             if self.scheme == "none":
                 raise ValueError(f'{name} = {value!r} needs a scheme: set factorize.scheme = "low_rank", or remove it')
-            if self.scheme not in USED_BY.get(name, (self.scheme,)):
+            if not is_used_by(self.scheme, name):
                 raise ValueError(
                     f"{name} = {value!r} is for {' and '.join(USED_BY[name])}, and scheme is {self.scheme}: "
                     + (f"set {name} back to {default!r}" if default is not None else "remove it")

@@ -14,7 +14,7 @@ from factorized.decay.groups import parameter_groups
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.from_run import build_from_run
 from factorized.experiments.text.models import build_text_model
-from factorized.experiments.training.network import build_scheme
+from factorized.experiments.training.network import build_scheme, plan_options
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
 from factorized.planning.plan import Plan
@@ -28,22 +28,8 @@ LAYERS = ("linear", "embedding", "conv")
 
 def plan_text(recipe: TextRecipe, dense: nn.Module) -> Plan | None:
     """Return the plan of the recipe's factorization; None for a dense network."""
-    fields, scheme = recipe.factorize, build_scheme(recipe.factorize)
-    if scheme is None:
-        return None
-    return make_plan(
-        dense,
-        scheme,
-        ratio=fields.ratio,
-        rank_scale=fields.rank_scale,
-        rank=fields.rank,
-        energy=fields.energy,
-        allocate=fields.allocate,
-        include=fields.include,
-        exclude=fields.exclude,
-        keep_first_and_last=fields.keep_first_and_last,
-        attention=fields.attention,
-    )
+    scheme = build_scheme(recipe.factorize)
+    return None if scheme is None else make_plan(dense, scheme, **plan_options(recipe.factorize))
 
 
 def starting_network(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,14 @@ from factorized.experiments.data.explain import place_and_reason
 from factorized.experiments.data.images import Images
 from factorized.experiments.models.build import build_model
 from factorized.experiments.recipes.recipe import Factorize, Recipe
-from factorized.formats.product import LowRank, Overcomplete
 from factorized.formats.scheme import Scheme
-from factorized.formats.tensor_train import TensorTrain
-from factorized.formats.tucker import Tucker
 from factorized.nn.conv import FactorizedConv
 from factorized.nn.running import evaluation_mode
 from factorized.planning.cost import measure
 from factorized.planning.plan import Plan
+from factorized.planning.planner import PlanOptions
 from factorized.planning.planner import plan as make_plan
+from factorized.planning.schemes import SCHEMES_BY_NAME, read_scheme
 from factorized.surgery.factorize import factorize
 from factorized.surgery.progress import Progress
 
@@ -36,38 +36,26 @@ def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
 
 def build_scheme(fields: Factorize) -> Scheme | None:
     """Return the scheme that these fields describe; None for a dense network."""
-    if fields.scheme == "low_rank":
-        return LowRank(fields.kind)
-    if fields.scheme == "overcomplete":
-        return Overcomplete(fields.variant, fields.width, fields.kind)
-    dims = None if fields.dims is None else tuple(fields.dims)
-    if fields.scheme == "tensor_train":
-        return TensorTrain(dims, fields.order, fields.separable)
-    if fields.scheme == "tucker":
-        return Tucker(dims, fields.order, fields.separable, fields.core, fields.refinements)
-    return None
+    if fields.scheme == "none":
+        return None
+    own = dataclasses.fields(SCHEMES_BY_NAME[fields.scheme])  # type: ignore[arg-type]
+    return read_scheme({"name": fields.scheme, **{field.name: getattr(fields, field.name) for field in own}})
+
+
+def plan_options(fields: Factorize) -> PlanOptions:
+    """Return the arguments of ``fz.plan`` that a recipe has: its fields of the same names."""
+    names = PlanOptions.__annotations__.keys() & Factorize.model_fields.keys()
+    return cast(PlanOptions, {name: getattr(fields, name) for name in names})
 
 
 def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | None:
     """Return the plan of the recipe's factorization; None for a dense network."""
-    fields, scheme = recipe.factorize, build_scheme(recipe.factorize)
+    scheme = build_scheme(recipe.factorize)
     if scheme is None:
         return None
-    return make_plan(
-        dense,
-        scheme,
-        ratio=fields.ratio,
-        rank_scale=fields.rank_scale,
-        rank=fields.rank,
-        energy=fields.energy,
-        macs=fields.macs,
-        example_input=torch.zeros(1, images.channels, *images.size),
-        allocate=fields.allocate,
-        include=fields.include,
-        exclude=fields.exclude,
-        keep_first_and_last=fields.keep_first_and_last,
-        attention=fields.attention,
-    )
+    options = plan_options(recipe.factorize)
+    options["example_input"] = torch.zeros(1, images.channels, *images.size)
+    return make_plan(dense, scheme, **options)
 
 
 def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:

@@ -46,7 +46,7 @@ def attentive(classes): return Attentive(classes)
 SHRUNKEN = """
 scheme = "low_rank"
 ratio = 0.7
-attention = true
+attention = "heads"
 """
 
 
@@ -113,7 +113,7 @@ def test_a_hugging_face_folder_with_weights_is_planned_and_trained_dense(cli: Cl
     images = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
     transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **images)).save_pretrained("vit")
     said = cli(
-        "plan", "--model", "hf:vit", "--ratio", 0.6, "--size", 8, "--channels", 1, "--set", "factorize.attention=true"
+        "plan", "--model", "hf:vit", "--ratio", 0.6, "--size", 8, "--channels", 1, "--set", "factorize.attention=heads"
     )
     assert said.code == 0, said
     Path("vit.toml").write_text('[model]\nname = "hf:vit"\n[schedule]\nepochs = 1')

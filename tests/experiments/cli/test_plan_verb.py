@@ -29,6 +29,20 @@ def test_a_model_is_planned_by_any_budget(cli: Cli, budget: tuple[str, float]) -
     assert "of 75,002 parameters" in out
 
 
+def test_a_budget_is_spent_on_chosen_layers_in_multiples(cli: Cli) -> None:
+    given = ("--ratio", 0.3, "--of", "selected", "--multiple-of", 4, "--min-size", 3000)
+    out = cli("plan", "--model", "resnet8", "--size", 8, "--channels", 1, *given).out
+    assert 'ratio=0.3, of="selected", multiple_of=4:' in out
+    assert "fewer than min_size=3,000" in " ".join(out.split())
+
+
+def test_a_plan_by_another_scheme_than_the_recipes_needs_only_its_name(cli: Cli) -> None:
+    assert "Monarch(), ratio=0.1" in cli("plan", "digits/resnet8-lowrank-0.1", "--scheme", "monarch").out
+    assert (
+        "Overcomplete(), rank_scale=1:" in cli("plan", "digits/resnet8-wide-fd", "--set", "factorize.variant=full").out
+    )
+
+
 def test_an_overcomplete_plan_needs_no_budget(cli: Cli) -> None:
     out = cli("plan", "--model", "resnet20", "--scheme", "overcomplete", "--variant", "wide").out
     assert "wide" in out

@@ -73,7 +73,7 @@ def test_for_another_number_of_classes_only_the_last_layer_is_drawn_anew(vit_fol
 
 
 def test_a_hugging_face_model_is_factorized_trained_and_composed(vit_folder: Path) -> None:
-    model = fz.factorize(build_model(f"hf:{vit_folder}", 4, image_size=16), ratio=0.7, attention=True)
+    model = fz.factorize(build_model(f"hf:{vit_folder}", 4, image_size=16), ratio=0.7, attention="heads")
     x = torch.randn(2, 3, 16, 16)
     model(x).sum().backward()
     torch.testing.assert_close(fz.compose(model.eval())(x), model(x), rtol=1e-4, atol=1e-5)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from factorized.experiments.cli.arguments import recipe_fields
 from factorized.experiments.recipes.find import check_recipe, load_recipe, merge
-from factorized.experiments.recipes.recipe import BUDGETS, USED_BY
+from factorized.experiments.recipes.recipe import BUDGETS, COMPRESSING, USED_BY, Factorize
 
 MODEL = '[model]\nname = "resnet8"\n'
 
@@ -52,6 +52,21 @@ def test_a_budget_replaces_a_budget_of_another_name(budget: str) -> None:
     value = 3 if budget == "rank" else 0.5
     recipe = load_recipe("digits/resnet8-lowrank-0.1", [f"factorize.{budget}={value}"])
     assert recipe.factorize.budget == {budget: value}
+
+
+def test_another_scheme_drops_the_fields_that_it_does_not_use() -> None:
+    wide = ["factorize.scheme=overcomplete", "factorize.variant=wide", "factorize.width=2"]
+    recipe = load_recipe("digits/resnet8", [*wide, "factorize.scheme=monarch", "factorize.ratio=0.3"])
+    assert recipe.factorize == Factorize(scheme="monarch", ratio=0.3)
+    assert load_recipe("digits/resnet8", [*wide, "factorize.scheme=none"]).factorize == Factorize()
+    kept = load_recipe("digits/resnet8-lowrank-0.1-si", ["factorize.kind=channel", "factorize.scheme=low_rank"])
+    assert (kept.factorize.kind, kept.factorize.init, kept.factorize.ratio) == ("channel", "spectral", 0.1)
+
+
+def test_a_field_of_another_scheme_beside_the_new_one_is_still_refused() -> None:
+    below = {"model": {"name": "resnet8"}, "factorize": {"scheme": "low_rank", "ratio": 0.1}}
+    with pytest.raises(ValueError, match="variant = 'wide' is for overcomplete, and scheme is tucker"):
+        check_recipe(merge(below, {"factorize": {"scheme": "tucker", "variant": "wide"}}), "own")
 
 
 def test_merging_leaves_what_it_was_given_alone() -> None:
@@ -142,16 +157,19 @@ VALUES = {
     "energy": 0.5,
     "macs": 0.5,
     "allocate": "spectrum",
-    "attention": True,
     "execution": "composed",
+    "blocks": 4,
+    "outer": [2, 4],
+    "multiple_of": 8,
 }
+SCHEMES = get_args(Factorize.model_fields["scheme"].annotation)
 
 
-@pytest.mark.parametrize("scheme", ["none", "low_rank", "overcomplete", "tensor_train", "tucker"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("field", USED_BY)
 def test_a_field_that_the_scheme_does_not_use_is_refused(scheme: str, field: str) -> None:
     fields = {"scheme": scheme, field: VALUES[field]}
-    if scheme in ("low_rank", "tensor_train", "tucker") and field not in BUDGETS:
+    if scheme in COMPRESSING and field not in BUDGETS:
         fields["ratio"] = 0.1
     if field == "width":
         fields["variant"] = "wide"

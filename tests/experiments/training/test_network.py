@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from factorized.experiments.training.network import build_dense, check_network
+import factorized as fz
+from factorized.experiments.recipes.recipe import USED_BY, Factorize
+from factorized.experiments.training.network import build_dense, build_scheme, check_network, plan_network, plan_options
 from factorized.experiments.training.train import train
+from factorized.planning.planner import PlanOptions
+from factorized.planning.schemes import SCHEMES
 from tests.experiments.training.small import digits, recipe
 
 MINE = """
@@ -43,6 +49,46 @@ def in_a_folder_with_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "odd_networks.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "odd_networks", raising=False)
+
+
+def test_recipes_have_every_scheme_with_every_setting_of_it() -> None:
+    assert get_args(Factorize.model_fields["scheme"].annotation) == ("none", *(scheme.name for scheme in SCHEMES))
+    for scheme in SCHEMES:
+        for field in dataclasses.fields(scheme):  # type: ignore[arg-type]
+            assert Factorize.model_fields[field.name].default == field.default
+            assert scheme.name in USED_BY[field.name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "scheme"),
+    [
+        ({"scheme": "none"}, None),
+        ({"scheme": "low_rank", "ratio": 0.1, "kind": "channel"}, fz.LowRank("channel")),
+        ({"scheme": "overcomplete", "variant": "wide", "width": 2.0}, fz.Overcomplete("wide", 2.0)),
+        ({"scheme": "tensor_train", "ratio": 0.1, "dims": [4, 4]}, fz.TensorTrain((4, 4))),
+        ({"scheme": "tucker", "ratio": 0.1, "core": "train", "order": 3}, fz.Tucker(order=3, core="train")),
+        ({"scheme": "monarch", "ratio": 0.1, "blocks": 4}, fz.Monarch(4)),
+        ({"scheme": "kronecker", "ratio": 0.1, "outer": [2, 4]}, fz.Kronecker((2, 4))),
+    ],
+)
+def test_a_recipe_builds_its_scheme(fields: dict[str, Any], scheme: fz.Scheme | None) -> None:
+    assert build_scheme(Factorize(**fields)) == scheme
+
+
+@pytest.mark.parametrize("scheme", ["monarch", "kronecker"])
+def test_a_recipe_of_a_newer_scheme_is_planned(scheme: str) -> None:
+    changed = recipe(f"factorize.scheme={scheme}", "factorize.ratio=0.3")
+    made = plan_network(changed, build_dense(changed, digits(), seed=0), digits())
+    assert made is not None
+    assert 0.2 < made.ratio <= 0.3
+    assert made.scheme.name == scheme
+
+
+def test_every_option_of_a_plan_is_a_field_of_a_recipe_but_the_input() -> None:
+    fields = Factorize(scheme="low_rank", ratio=0.1, exclude=["a"], min_size=7, multiple_of=8, of="selected")
+    options = plan_options(fields)
+    assert options.keys() == PlanOptions.__annotations__.keys() - {"example_input"}
+    assert all(options[name] == getattr(fields, name) for name in options)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""Checking a registration: an attention class is run against itself with heads cut where nothing is lost."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorized.attention.matrices import Heads, Matrices, read_matrices, spectral_matrices
+from factorized.attention.register import is_known
+from factorized.attention.resize import plain_module, read_unit, shrunk_module
+from factorized.attention.unit import FORMS, AttentionUnit, FormName
+from factorized.nn.running import ExampleInput, evaluation_mode, run_once
+
+EXACT = 1e-3  # a wrong registration changes the output by about its own size
+TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.05}
+UNCHECKED = "its registration could not be checked; give example_input= for that"
+
+
+@dataclass
+class Call:
+    """What a module is called with."""
+
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+
+def check_registrations(
+    units: Mapping[str, AttentionUnit], model: nn.Module, example_input: ExampleInput | None = None
+) -> set[type[nn.Module]]:
+    """Raise where a class was registered in a way that its ``forward`` does not agree with.
+
+    One module of every class is tried: called as it is when ``model`` runs on ``example_input``, with noise for the
+    sequences, or with these alone if its ``forward`` takes nothing else. Returns the classes for which neither could be
+    done. Classes that the library knows are not tried.
+    """
+    firsts: dict[type[nn.Module], str] = {}
+    for name, unit in units.items():
+        if not is_known(unit.module) and unit.shrunk is None:
+            firsts.setdefault(type(unit.module), name)
+    chosen = {name: units[name] for name in firsts.values()}
+    seen = _calls_of(chosen, model, example_input) if example_input is not None and chosen else {}
+    unchecked = set()
+    for name, unit in chosen.items():
+        for call in (seen.get(name), _noise(unit)):
+            error = _error(unit, _forms(unit), call)
+            if error is not None:
+                break
+        if error is None:
+            unchecked.add(type(unit.module))
+        elif not error <= TOLERANCE.get(unit.output.weight.dtype, EXACT):
+            raise ValueError(_refusal(name, unit, call, error))
+    return unchecked
+
+
+def _forms(unit: AttentionUnit) -> tuple[FormName, ...]:
+    return ("ov",) if unit.rotary else FORMS
+
+
+def _refusal(name: str, unit: AttentionUnit, call: Call | None, error: float) -> str:
+    allowed = TOLERANCE.get(unit.output.weight.dtype, EXACT)
+    wrong = [form for form in _forms(unit) if not (_error(unit, (form,), call) or 0) <= allowed]
+    look = "query=, key=, value= and output=, and at heads= and kv_heads="
+    if not wrong:
+        look = "head_size= and scale=: leave scale= out if forward computes the scale itself"
+    elif wrong == ["qk"]:
+        look = "rotary=: it is True if queries and keys are turned by position, or normed, between their two matrices"
+    return (
+        f"{name or 'the model'}: {type(unit.module).__name__} was registered in a way that does not fit its forward. "
+        f"With forms of half the rank, heads of half the size change its output by {error:.0%}, and should change "
+        f"nothing. Look at {look}. Nothing was changed"
+    )
+
+
+@torch.no_grad()
+def _error(unit: AttentionUnit, forms: Collection[FormName], call: Call | None) -> float | None:
+    """Return how far the output moves when ``forms`` of half the rank get heads of half the size; None if unknown.
+
+    It is unknown too if the output does not depend on the queries, as that of a sequence of length one. The module has
+    matrices of its own for this, drawn so that scores are neither all alike nor all of one key.
+    """
+    if call is None or unit.output.weight.is_meta or type(unit.output.weight) is not nn.Parameter:
+        return None
+    size, half = unit.head_size, max(1, unit.head_size // 2)
+    qk, ov = (half if form in forms else size for form in FORMS)
+    drawn = _drawn(unit, qk, ov)
+    whole = plain_module(unit, size, drawn)
+    other = plain_module(unit, size, replace(drawn, query=(-drawn.query[0], drawn.query[1])))
+    read = read_unit(whole)
+    cut = shrunk_module(read, qk, ov, spectral_matrices(read, qk, ov, forms, may_add_bias=ov < size))
+    try:
+        expected, unlike = _output(whole, call), _output(other, call)
+    except Exception:  # whatever the forward of a strange class raises where it is given the wrong thing
+        return None
+    if expected is None or unlike is None or not (expected - unlike).norm() > 0.05 * expected.norm() > 0:
+        return None
+    try:
+        found = _output(cut, call)
+    except Exception:  # a forward that finds other sizes than the registration says
+        return float("inf")
+    if found is None or found.shape != expected.shape:
+        return float("inf")
+    return float((found - expected).norm() / expected.norm())
+
+
+def _output(module: nn.Module, call: Call) -> Tensor | None:
+    given = deepcopy(call)  # a cache among them is written to
+    with evaluation_mode(module):
+        # Not the module itself, which would call hooks that others put there.
+        return next(_tensors(module.forward(*given.arguments, **given.keywords)), None)
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _tensors(part)
+    elif isinstance(output, Mapping):
+        yield from _tensors(tuple(output.values()))
+
+
+def _drawn(unit: AttentionUnit, qk: int, ov: int) -> Matrices:
+    """Return matrices of the unit's sizes whose forms have the ranks ``qk`` and ``ov``, in all dimensions of a head."""
+    generator = torch.Generator().manual_seed(0)
+    old = read_matrices(unit)
+    mixing = {rank: torch.linalg.qr(torch.randn(unit.head_size, rank, generator=generator))[0].mT for rank in (qk, ov)}
+
+    def like(tensor: Tensor, rank: int, scale: float) -> Tensor:  # (..., head size)
+        noise = torch.randn(*tensor.shape[:-1], rank, generator=generator)
+        return (scale * noise @ mixing[rank]).to(tensor)
+
+    def heads(given: Heads, rank: int) -> Heads:
+        weight, bias = given
+        return like(weight, rank, weight.shape[1] ** -0.5), None if bias is None else like(bias, rank, 0.5)
+
+    output = like(old.output, ov, ov**-0.5)
+    return Matrices(heads(old.query, qk), heads(old.key, qk), heads(old.value, ov), output, old.output_bias)
+
+
+def _noise(unit: AttentionUnit) -> Call | None:
+    """Return sequences of noise for a ``forward`` that may take them; None where it needs more than three arguments."""
+    needed = [
+        parameter
+        for parameter in inspect.signature(unit.module.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if not 1 <= len(needed) <= 3:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    widths = [projection.long for projection in (unit.query, unit.key, unit.value)]
+    call = Call()
+    for parameter, width in zip(needed, widths, strict=False):
+        sequence = torch.randn(2, 5, width, generator=generator).to(unit.output.weight)
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            call.keywords[parameter.name] = sequence
+        else:
+            call.arguments = (*call.arguments, sequence)
+    return call
+
+
+def _or_noise(value: object, widths: Collection[int]) -> object:
+    """Return noise in the place of a sequence: that of an example may be all zeros."""
+    if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[-1] in widths):
+        return value
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(2)).to(value)
+
+
+def _calls_of(units: Mapping[str, AttentionUnit], model: nn.Module, example_input: ExampleInput) -> dict[str, Call]:
+    """Return what each module is called with first when ``model`` runs on ``example_input``."""
+    calls: dict[str, Call] = {}
+
+    def note(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if name not in calls:
+            widths = {projection.long for projection in units[name].projections}
+            given = [_or_noise(value, widths) for value in arguments]
+            calls[name] = deepcopy(Call(tuple(given), {key: _or_noise(keywords[key], widths) for key in keywords}))
+
+    handles = [
+        unit.module.register_forward_pre_hook(
+            lambda _, arguments, keywords, name=name: note(name, arguments, keywords), with_kwargs=True
+        )
+        for name, unit in units.items()
+    ]
+    try:
+        run_once(model, example_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls

@@ -1,0 +1,176 @@
+"""transformers: a mixin for its ``Trainer``, and embeddings that grow with the vocabulary."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from factorized.decay.frobenius import FrobeniusDecay
+from factorized.decay.groups import parameter_groups
+from factorized.decay.guard import is_adaptive
+from factorized.decay.strength import Strength
+from factorized.files.pretrained import save_plan
+from factorized.formats.format import Format
+from factorized.nn.embedding import FactorizedEmbedding
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.linear import FactorizedLinear
+from factorized.nn.model import module_names
+from factorized.optim.flambe import Flambe
+from factorized.planning.schemes import read_format
+from factorized.surgery.replace import replace_module
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # the mixin stands before the real one, and this file needs no transformers
+
+OF_THE_OPTIMIZER = {"params", "model", "optimizer_dict"}  # by which some optimizers of transformers choose parameters
+
+
+class FactorizedTrainerMixin(Trainer):
+    """Let transformers' ``Trainer`` decay the products of a factorized model, and save its plan.
+
+    Factors get Frobenius decay and no ordinary one; all else is decayed as ``TrainingArguments`` say. Every folder that
+    the trainer saves the model to holds ``plan.json``, so that ``fz.from_pretrained`` opens it. Factorize the model
+    before the trainer is made::
+
+        class Trainer(FactorizedTrainerMixin, transformers.Trainer):
+            frobenius_decay = 0.01
+
+    Attributes:
+        frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None takes ``weight_decay`` of the arguments.
+        decoupled: whether the decay shrinks factors instead of adding to gradients; None does so under optimizers that
+            rescale gradients.
+        optimizer_name: ``"flambe"`` trains with ``fz.Flambe``, at the arguments' learning rate, betas and epsilon; None
+            with the optimizer that they name.
+    """
+
+    frobenius_decay: ClassVar[Strength | None] = None
+    decoupled: ClassVar[bool | None] = None
+    optimizer_name: ClassVar[Literal["flambe"] | None] = None
+    decay: FrobeniusDecay | None = None  # attached to the optimizer; Flambe decays by itself
+
+    def create_optimizer(self, model: Any = None) -> Optimizer:
+        """Make the optimizer, with factors in a group without ordinary decay, and attach the decay to it."""
+        if self.optimizer_name not in (None, "flambe"):
+            raise ValueError(f'optimizer_name must be "flambe" or None, got {self.optimizer_name!r}')
+        decayed: Any = self.model if model is None else model
+        strength = self.args.weight_decay if self.frobenius_decay is None else self.frobenius_decay
+        if self.optimizer is None:
+            self.optimizer = self._new_optimizer(decayed, strength)
+        if self.decay is None and not isinstance(self.optimizer, Flambe):
+            decoupled = is_adaptive(self.optimizer) if self.decoupled is None else self.decoupled
+            self.decay = FrobeniusDecay(decayed, strength, decoupled=decoupled).attach(self.optimizer)
+        return self.optimizer
+
+    def _new_optimizer(self, model: Any, strength: Strength) -> Optimizer:
+        groups = parameter_groups(model, self.args.weight_decay)
+        if self.optimizer_name == "flambe":
+            return Flambe(
+                groups,
+                model,
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                weight_decay=self.args.weight_decay,
+                frobenius_decay=strength,
+                max_grad_norm=None,  # the trainer clips
+            )
+        given = self.optimizer_cls_and_kwargs
+        made, settings = self.get_optimizer_cls_and_kwargs(self.args, model) if given is None else given
+        if OF_THE_OPTIMIZER & settings.keys() or not (isinstance(made, type) and issubclass(made, Optimizer)):
+            raise ValueError(
+                f"optim={self.args.optim!r} chooses its parameters by itself, so that factors cannot be kept out of "
+                "its decay; take another, or give the trainer an optimizer: optimizers=(optimizer, None)"
+            )
+        return made(groups, **settings)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            model: Any = self.model
+            save_plan(model, output_dir or str(self.args.output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.decay is not None:  # a schedule of the decay goes on where it was
+            state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+            self.decay.load_state_dict({"steps": state["global_step"]})
+
+
+def resize_token_embeddings(
+    model: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Module:
+    """Give the token embeddings of a transformers model, and the layers tied to them, another number of rows.
+
+    As ``model.resize_token_embeddings``, which knows plain layers only, for models where they are factorized. The new
+    rows are drawn by transformers; what they become is their best approximation in the span of the others. Returns the
+    embedding.
+    """
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    count = ends[0].weight.shape[0] if new_num_tokens is None else new_num_tokens
+    step = 1 if pad_to_multiple_of is None else pad_to_multiple_of
+    count = -(-count // step) * step
+    names = module_names(model)
+    tables = {_rows(names[end][0], end) for end in ends if isinstance(end, FactorizedLayer)}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in [module for module in names if isinstance(module, FactorizedLayer)]:
+        if not tables.isdisjoint(layer.factors) and layer.shape.out_channels != count:
+            resized = _resized(model, layer, count, mean_resizing, made)
+            for name in names[layer]:
+                replace_module(model, name, resized)
+    given = {} if mean_resizing else {"mean_resizing": False}  # a few classes have a method of their own without it
+    embedding: nn.Module = model.resize_token_embeddings(count, **given)
+    return embedding
+
+
+def _rows(name: str, layer: FactorizedLayer) -> nn.Parameter:
+    """Return the core whose rows are those of the weight."""
+    if layer.format.row_core is None:
+        raise ValueError(
+            f"{name}: {layer.format.name} has no core with a row per token; fz.compose the model, resize it and "
+            "factorize it anew. Nothing was changed"
+        )
+    return layer.get_parameter(layer.format.row_core)
+
+
+@torch.no_grad()
+def _resized(
+    model: Any, layer: FactorizedLayer, count: int, mean_resizing: bool, made: dict[nn.Parameter, nn.Parameter]
+) -> FactorizedLayer:
+    """Return ``layer`` with ``count`` rows; ``made`` holds those of the layers that share its factors."""
+    format = _with_rows(layer.format, count)
+    new: FactorizedLayer
+    if isinstance(layer, FactorizedEmbedding):
+        dense = model._get_resized_embeddings(layer.to_dense(), count, mean_resizing=mean_resizing)
+        new = FactorizedEmbedding.from_dense(dense, format, init=None)
+    else:
+        dense = model._get_resized_lm_head(layer.to_dense(), count, mean_resizing=mean_resizing)
+        new = FactorizedLinear.from_dense(dense, format, init=None)
+    rows = _rows("", layer)
+    if rows not in made:
+        # Rows of the core become rows of the weight by a matrix: what the weight is where those are the identity.
+        type_ = torch.promote_types(rows.dtype, torch.float32)
+        eye = torch.eye(rows.shape[1], device=rows.device, dtype=type_)
+        factors = [eye if factor is rows else factor.to(type_) for factor in layer.factors]
+        wide = _with_rows(format, rows.shape[1]).compose(factors)
+        added = dense.weight[len(rows) :].to(type_) @ torch.linalg.pinv(wide)
+        made[rows] = nn.Parameter(torch.cat([rows[:count], added.to(rows)]), rows.requires_grad)
+    for holder in {name.partition(".")[0] for name in format.cores}:  # inner matrices are in a list
+        setattr(new, holder, made[rows] if holder == format.row_core else getattr(layer, holder))
+    layer.hand_back(new)
+    new.carried, new.execution = layer.carried, layer.execution
+    return new
+
+
+def _with_rows(format: Format, count: int) -> Format:
+    return read_format(replace(format.shape, out_channels=count), format.to_dict())

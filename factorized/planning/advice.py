@@ -1,0 +1,112 @@
+"""Which argument helps where a budget is out of reach, or starves the layers it is spent on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from factorized.attention.register import adapter_of, looks_like_attention
+from factorized.planning.plan import Plan
+from factorized.planning.ranks import Choices, total_cost
+from factorized.planning.solve import Problem
+
+STARVED = 0.05  # of full rank
+DENSE_AFTER, DENSE_BEFORE = 0.5, 0.1  # shares of the model that stay dense, after and before, that starve the rest
+WORTH_NAMING = 0.005  # of the model: what an argument must bring to be named in a warning
+
+Change = Mapping[str, Any]  # arguments of fz.plan, to be given instead
+Pose = Callable[[Change], Problem]  # the problem with some arguments changed
+
+
+def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose: Pose) -> str:
+    """Return the message for a budget below the floor, with the floors that other arguments would reach."""
+    scheme, budget, lowest = problem.scheme, problem.budget, problem.lowest
+    allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
+    floor = "full rank everywhere, the lowest of Overcomplete," if scheme.least_scale else "rank 1 everywhere"
+    if budget.multiple_of is not None:
+        floor = "the lowest ranks everywhere"
+    reached = sorted(_reached(problem, changes, pose), key=lambda pair: -pair[1])
+    told = ", ".join(
+        f"{_written(change)} {'would reach ' * (not i)}{low:.4f}" for i, (change, low) in enumerate(reached)
+    )
+    told = told or "see include=, exclude= and keep_first_and_last="
+    return (
+        f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} of its "
+        f"{problem.whole:,} {budget.counted}. Ask for {allowed}, or factorize more layers: {told}"
+        f"{_unregistered(problem)}"
+    )
+
+
+def above_reach(model: nn.Module, problem: Problem, choices: Choices) -> str | None:
+    """Return the message for a budget that full rank everywhere leaves unspent, or None."""
+    items, budget = problem.items, problem.budget
+    highest = problem.rest + total_cost(items, choices)
+    spent = highest >= 0.99 * problem.target + problem.rest
+    if spent or not all(item.is_highest(choice) for item, choice in zip(items, choices, strict=True)):
+        return None
+    return (
+        f"{budget} is out of reach for {type(model).__name__}: at full rank everywhere, {problem.scheme} keeps only "
+        f"{highest / problem.whole:.4f} of its {problem.whole:,} {budget.counted}. Ask for less, or factorize fewer "
+        "layers: see include= and exclude="
+    )
+
+
+def starved(
+    model: nn.Module, problem: Problem, choices: Choices, plan: Plan, changes: list[Change], pose: Pose
+) -> str | None:
+    """Return the warning for ranks that are tiny because much of the model stays dense, or None."""
+    if not problem.budget.is_share or problem.budget.of == "selected" or not problem.scheme.compresses:
+        return None
+    chosen = {candidate.name for tied in problem.weights for candidate in tied}
+    dense = sum(entry.params for entry in plan.entries if entry.name not in chosen)
+    if dense < DENSE_AFTER * plan.params_after or dense < DENSE_BEFORE * plan.params:
+        return None
+    zipped = [*zip(problem.weights, problem.items, choices, strict=True)]
+    ranks = [(tied, item, item.height(choice)) for tied, item, choice in zipped if choice is not None]
+    tiny = [(tied, item, rank) for tied, item, rank in ranks if rank < STARVED * item.reference]
+    if 2 * sum(item.cost(None) for _, item, _ in tiny) < sum(item.cost(None) for item in problem.items):
+        return None
+    tied, item, rank = tiny[0]
+    helps = [
+        _written(change) for change, low in _reached(problem, changes, pose) if low < problem.lowest - WORTH_NAMING
+    ]
+    spread = f"{' or '.join(helps)} spends it on more layers; " if helps else ""
+    return (
+        f"{problem.budget} leaves {len(tiny)} layers of {type(model).__name__} below {STARVED:.0%} of full rank, such "
+        f"as {tied[0].name!r} at rank {rank} of {item.reference}, because {dense / plan.params:.0%} of the model stays "
+        f'dense. {spread}of="selected" counts it over the factorized layers alone{_unregistered(problem)}'
+    )
+
+
+def _reached(problem: Problem, changes: list[Change], pose: Pose) -> Iterator[tuple[Change, float]]:
+    """Yield the changes that lower the floor, with the floor they reach; several together where none is enough."""
+    if not problem.scheme.compresses:
+        return
+    alone = [(change, low) for change in changes if (low := _floor(pose, change)) < problem.lowest]
+    yield from alone
+    if len(alone) > 1 and min(low for _, low in alone) > problem.budget.value:
+        together = {key: value for change, _ in alone for key, value in change.items()}
+        yield together, _floor(pose, together)
+
+
+def _floor(pose: Pose, change: Change) -> float:
+    """Return the floor with some arguments changed; 1 where they are refused."""
+    try:
+        return pose(change).lowest
+    except ValueError:  # heads whose registration does not fit, say
+        return 1.0
+
+
+def _written(change: Change) -> str:
+    return " with ".join(
+        f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in change.items()
+    )
+
+
+def _unregistered(problem: Problem) -> str:
+    """Return a sentence on attention modules that stay dense because nobody registered their classes, or nothing."""
+    modules = [c.module for c in problem.candidates if c.reason is not None and looks_like_attention(c.module)]
+    names = sorted({type(module).__name__ for module in modules if adapter_of(module) is None})
+    return f". Nobody registered {' and '.join(names)}: see fz.register_attention" if names else ""

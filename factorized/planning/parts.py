@@ -1,0 +1,43 @@
+"""Where the parameters of a model are: every one of them is in one entry of a plan, or in the last part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from factorized.planning.plan import Entry, Plan
+
+REST = "everything else"  # norms, and biases of layers
+PARTS = ("embeddings", "attention", "other layers", REST)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a model: what it holds before and after."""
+
+    name: str
+    params: int
+    params_after: int
+
+
+def parts_of(plan: Plan, attention: Collection[str]) -> tuple[Part, ...]:
+    """Return the four parts of a planned model; their counts add up to the model's.
+
+    ``attention`` are the dotted names of its attention modules, whose layers belong to that part.
+    """
+    before, after = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
+    for entry in plan.entries:
+        part = _part_of(entry, attention)
+        before[part] += entry.params
+        after[part] += entry.params_after
+    before[REST] = plan.params - sum(before.values())
+    after[REST] = plan.params_after - sum(after.values())
+    return tuple(Part(name, before[name], after[name]) for name in PARTS)
+
+
+def _part_of(entry: Entry, attention: Collection[str]) -> str:
+    if entry.is_attention or any(outer == "" or entry.name.startswith(f"{outer}.") for outer in attention):
+        return "attention"
+    return "embeddings" if "Embedding" in entry.type else "other layers"

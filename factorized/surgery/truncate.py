@@ -1,0 +1,260 @@
+"""``fz.truncate``: cutting an already factorized model to lower ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from factorized._checks import check_whole
+from factorized.attention.cost import AttentionCost, attention_spectrum
+from factorized.attention.matrices import padded_matrices, spectral_matrices
+from factorized.attention.resize import plain_module, read_unit, shrunk_module
+from factorized.attention.unit import FORMS, AttentionUnit
+from factorized.formats.format import Format
+from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import check_model, module_names, named
+from factorized.nn.running import count_parameters
+from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
+from factorized.planning.ranks import Choice, Item, lowest_cost, spend_uniformly
+from factorized.planning.spectrum import rank_for_energy
+from factorized.surgery.heads import shrunk_attention
+from factorized.surgery.replace import refuse_wrapped, replace_module
+from factorized.surgery.state import is_sharded, plain_name
+
+Install = Callable[[nn.Module], nn.Module]  # puts what was cut into a model, and returns that
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One product, or the heads of one attention module: the choices from now down to the least, and their use."""
+
+    name: str  # as a plan has it
+    item: Item
+    choices: Sequence[Choice]  # formats, or sizes of a head
+    energies: Callable[[], torch.Tensor]  # squared singular values
+    planned: Callable[[PlanEntry | AttentionEntry], Choice]  # what a plan's entry asks for
+    cut: Callable[[Choice], Install]
+
+    def at_most(self, rank: int) -> Choice:
+        """Return the first choice none of whose ranks is above ``rank``, or the least."""
+        low = (choice for choice in self.choices if max(self.item.ranks(choice)) <= rank)
+        return next(low, self.choices[-1])
+
+
+def truncate(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    ratio: float | None = None,
+    rank_scale: float | None = None,
+    rank: int | None = None,
+    energy: float | None = None,
+) -> nn.Module:
+    """Cut the products of a factorized ``model`` to lower ranks, in place, and return it.
+
+    Each keeps the best approximation of what it is now: a product by an SVD of its rank × rank core, a tensor train by
+    rounding, a Tucker tensor by the HOSVD of its core, another format by decomposing its weight anew. Shrunk attention
+    gets smaller heads still. Everything else stays, tied layers stay tied, and all layers are cut or none. The
+    parameters are new: make the optimizer and the decay anew. Give exactly one of:
+
+    Args:
+        model: a model that ``fz.factorize`` or ``fz.load`` returned.
+        plan: a plan for the dense model, whose ranks are at most those of the layers it names; others stay.
+        ratio: parameters after over those that the factorized model has now; never exceeded.
+        rank_scale: share of every rank that stays.
+        rank: the highest rank that stays.
+        energy: share of each product's squared singular values to keep.
+    """
+    check_model(model)
+    refuse_wrapped(model)
+    given = {"ratio": ratio, "rank_scale": rank_scale, "energy": energy, "rank": rank}
+    asked = [name for name, value in {"plan": plan, **given}.items() if value is not None]
+    if len(asked) != 1:
+        raise ValueError(f"give exactly one of a plan, ratio=, rank_scale=, rank= and energy=, got {asked or 'none'}")
+    for name in ("ratio", "rank_scale", "energy"):
+        value = given[name]
+        if value is not None and (isinstance(value, bool) or not 0 < value <= 1):
+            raise ValueError(f"{name} must be in (0, 1], got {value!r}")
+    if is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is sharded over processes and its factors are needed whole; truncate before "
+            "fully_shard. Nothing was changed"
+        )
+    cuts = _cuts(model)
+    if plan is not None:
+        choices = _by_plan(cuts, plan)
+    elif ratio is not None:
+        choices = _by_ratio(model, cuts, ratio)
+    elif rank_scale is not None:
+        choices = [cut.item.at_scale(rank_scale) for cut in cuts]
+    elif rank is not None:
+        check_whole("rank", rank)
+        choices = [cut.at_most(rank) for cut in cuts]
+    else:
+        assert energy is not None
+        choices = [_by_energy(cut, energy) for cut in cuts]
+    installs = []
+    for cut, choice in zip(cuts, choices, strict=True):
+        if choice != cut.choices[0]:
+            with named(cut.name):
+                installs.append(cut.cut(choice))
+    for install in installs:
+        model = install(model)
+    return model
+
+
+def _cuts(model: nn.Module) -> list[Cut]:
+    tied: dict[tuple[nn.Parameter, ...], list[tuple[str, FactorizedLayer]]] = {}
+    for layer, names in module_names(model).items():
+        if isinstance(layer, FactorizedLayer):
+            tied.setdefault(layer.factors, []).append((layer.dense_name(plain_name(names[0])), layer))
+    items: dict[Format, tuple[Item, list[Format]]] = {}
+    cuts = []
+    for layers in tied.values():
+        format = layers[0][1].format
+        if format not in items:
+            path = _path(format)
+            items[format] = _item(path, lambda format: format.numel, _ranks), path
+        cuts.append(_layer_cut(layers[0][0], [layer for _, layer in layers], *items[format]))
+    places = module_names(model)
+    cuts += [_heads_cut(plain_name(places[unit.module][0]), unit, places) for unit in shrunk_attention(model)]
+    if not cuts:
+        raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
+    return cuts
+
+
+def _path(format: Format) -> list[Format]:
+    """Return formats from ``format`` down to the least, one step each, with ranks in the same proportion."""
+    start, path = _ranks(format), [format]
+    while (lower := path[-1].lowered()) and not format.frozen:
+        path.append(min(lower, key=lambda f: max(now / first for now, first in zip(_ranks(f), start, strict=True))))
+    return path
+
+
+def _ranks(format: Format) -> tuple[int, ...]:
+    return format.rank if isinstance(format.rank, tuple) else (format.rank,)
+
+
+def _item(path: Sequence[Any], cost: Callable[[Any], int], ranks: Callable[[Any], tuple[int, ...]]) -> Item:
+    places = {choice: place for place, choice in enumerate(path)}
+    return Item(
+        cost=cost,
+        at_scale=lambda scale: path[round((1 - min(scale, 1)) * (len(path) - 1))],
+        reference=sum(ranks(path[0])),
+        may_stay_dense=False,
+        higher=lambda choice: path[: places[choice]][-1:],
+        lower=lambda choice: path[places[choice] + 1 :][:1],
+        ranks=ranks,
+    )
+
+
+def _is_smaller(format: Format, now: Format) -> bool:
+    """Return whether a format is of the same kind as the one now, and no core of it is larger."""
+    if (format.name, format.shape, list(format.cores)) != (now.name, now.shape, list(now.cores)):
+        return False
+    pairs = zip(format.cores.values(), now.cores.values(), strict=True)
+    return all(a <= b for new, old in pairs for a, b in zip(new, old, strict=True))
+
+
+def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: Sequence[Format]) -> Cut:
+    first = layers[0]
+
+    @torch.no_grad()
+    def energies() -> torch.Tensor:
+        if not first.format.is_product:
+            raise ValueError(f"{name}: energy= is for products, and this is a {first.format.name}; use ratio= or rank=")
+        return first.format.spectrum(first.factors).double().square().flatten(0, -2).sum(0)
+
+    def planned(entry: PlanEntry | AttentionEntry) -> Format:
+        format, now = entry.format if isinstance(entry, PlanEntry) else None, first.format
+        if format is None or not _is_smaller(format, now):
+            asked = "no layer" if format is None else f"one of {format.shape} in {format.name}, {format.describe()}"
+            raise ValueError(
+                f"{name} is a weight of {now.shape} in {now.name}, {now.describe()}; the plan has {asked}, which is no "
+                "smaller. Nothing was changed"
+            )
+        return format
+
+    @torch.no_grad()
+    def cut(format: Format) -> Install:
+        old = first.factors
+        if old[0].is_meta:
+            raise ValueError("its factors are on the meta device and have no values; nothing was changed")
+        made = first.format.truncate([factor.detach() for factor in old], format)
+        factors = [
+            nn.Parameter(core.clone(memory_format=torch.contiguous_format), was.requires_grad)
+            for core, was in zip(made, old, strict=True)
+        ]
+        for factor, was in zip(factors, old, strict=True):
+            vars(factor).update(vars(was))
+
+        def install(model: nn.Module) -> nn.Module:
+            for layer in layers:
+                layer.change_ranks(format, factors)
+            return model
+
+        return install
+
+    return Cut(name, item, path, energies, planned, cut)
+
+
+def _heads_cut(name: str, unit: AttentionUnit, places: dict[nn.Module, list[str]]) -> Cut:
+    note = unit.shrunk
+    assert note is not None
+    kinds = tuple(k for k, size in zip(FORMS, (note.qk, note.ov), strict=True) if size < note.head_size)
+    cost = AttentionCost(unit, kinds)
+    sizes = [size for kind, size in zip(FORMS, (note.qk, note.ov), strict=True) if kind in kinds]
+    path = list(range(max(sizes), 0, -1))
+
+    def planned(entry: PlanEntry | AttentionEntry) -> int:
+        if not isinstance(entry, AttentionEntry) or cost.ranks(entry.rank) != entry.head_ranks:
+            raise ValueError(
+                f"{name} has heads of {(note.qk, note.ov)}, which the plan does not cut. Nothing was changed"
+            )
+        assert entry.rank is not None
+        return min(entry.rank, path[0])
+
+    def cut(size: int) -> Install:
+        qk, ov = cost.ranks(size)
+        whole = read_unit(plain_module(unit, unit.head_size, padded_matrices(unit, unit.head_size)))
+        new = shrunk_module(whole, qk, ov, spectral_matrices(whole, qk, ov, kinds, may_add_bias=ov < unit.head_size))
+
+        def install(model: nn.Module) -> nn.Module:
+            for place in places[unit.module]:
+                model = replace_module(model, place, new)
+            return model
+
+        return install
+
+    item = _item(path, cost.params, lambda size: (size,))
+    return Cut(name, item, path, lambda: attention_spectrum(name, unit, kinds), planned, cut)
+
+
+def _by_plan(cuts: Sequence[Cut], plan: Plan) -> list[Choice]:
+    entries = {name: entry for entry in plan.selected for name in (entry.name, *entry.aliases)}
+    unknown = sorted({e.name for e in plan.selected if e.tied_to is None} - {cut.name for cut in cuts})
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not factorized, and the plan cuts it; nothing was changed")
+    return [cut.planned(entries[cut.name]) if cut.name in entries else cut.choices[0] for cut in cuts]
+
+
+def _by_ratio(model: nn.Module, cuts: Sequence[Cut], ratio: float) -> list[Choice]:
+    whole, items = count_parameters(model), [cut.item for cut in cuts]
+    rest = whole - sum(cut.item.cost(cut.choices[0]) for cut in cuts)
+    budget, least = int(ratio * whole) - rest, lowest_cost(items)
+    if budget < least:
+        raise ValueError(
+            f"ratio={ratio:g} is out of reach for {type(model).__name__}: at rank 1 it still keeps "
+            f"{(rest + least) / whole:.4f} of its {whole:,} parameters, of which {rest:,} are not factors. Nothing was "
+            "changed"
+        )
+    return list(spend_uniformly(items, budget))
+
+
+def _by_energy(cut: Cut, share: float) -> Choice:
+    energies = cut.energies()
+    return cut.at_most(rank_for_energy(energies, share)) if energies.sum() > 0 else cut.choices[-1]
