@@ -57,7 +57,7 @@ class QuestionWindows(Dataset[dict[str, Any]]):
         return context[offsets[first - begin, 0] : offsets[last - begin, 1]]
 
     def _tokenize(self, numbers: range) -> None:
-        asked = [self.questions[number].text.strip() for number in numbers]  # some begin with thousands of blanks
+        asked = [self.questions[number].text for number in numbers]
         self._check_room(numbers, asked)
         encoded = self.tokenizer(
             asked,

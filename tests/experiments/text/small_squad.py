@@ -18,11 +18,18 @@ from factorized.experiments.training.record import write_json
 
 ANIMALS = ("cat", "dog", "horse", "raven", "toad", "whale")
 COLOURS = ("red", "dark blue", "green", "white and black", "grey", "Beyoncé's yellow")
-TINY = {
+TINY: dict[str, Any] = {
     "name": "squad/small",
     "task": "questions",
     "model": {"hidden": 16, "layers": 2, "heads": 2, "feed_forward": 32, "positions": 64},
-    "data": {"name": "small", "train": ["train.json"], "validation": ["dev.json"], "vocabulary": 120, "length": 48},
+    "data": {
+        "name": "small",
+        "train": ["train.json"],
+        "validation": ["dev.json"],
+        "vocabulary": 120,
+        "length": 48,
+        "stride": 8,
+    },
     "schedule": {"updates": 2},
     "run": {"batch": 4, "evaluate_every": 2, "checkpoint_every": 2},
 }
@@ -57,7 +64,7 @@ def write_squad(folder: Path, train: int = 3) -> Path:
 
 def recipe_of(changes: dict[str, Any] | None = None) -> TextRecipe:
     """Return a recipe of questions for a tiny BERT, with ``changes``."""
-    return check_text_recipe(merge(TINY | {"data": TINY["data"] | {"stride": 8}}, changes or {}), "small")  # type: ignore[operator]
+    return check_text_recipe(merge(TINY, changes or {}), "small")
 
 
 def small_corpus(folder: Path, recipe: TextRecipe | None = None) -> Corpus:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -83,16 +82,6 @@ def test_an_answer_becomes_the_tokens_that_it_touches(tokenizer: Any, text: str,
     assert {"dark", "blue"} <= vocabulary
     windows = QuestionWindows([Paragraph(context, (question,))], tokenizer, LENGTH, STRIDE)
     assert windows.text(0, *windows.answers[0]) == labelled
-
-
-def test_blanks_around_a_question_take_no_room(paragraphs: list[Paragraph], tokenizer: Any) -> None:
-    question = paragraphs[0].questions[0]
-    padded = replace(question, text=" " * 10_000 + question.text + "\n")
-    one, other = (
-        QuestionWindows([Paragraph(paragraphs[0].context, (some,))], tokenizer, LENGTH, STRIDE)
-        for some in (question, padded)
-    )
-    assert [w["input_ids"].tolist() for w in one.inputs] == [w["input_ids"].tolist() for w in other.inputs]
 
 
 def test_progress_is_told(paragraphs: list[Paragraph], tokenizer: Any) -> None:

@@ -157,7 +157,8 @@ def test_a_shrunk_encoder_is_fine_tuned_evaluated_and_composed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = pretrained_run(tmp_path, lambda model: factorize_attention(model, 0.5))
-    recipe = recipe_of({"model": {"from_run": str(before)}, "run": {"precision": "float32"}})
+    changes = ('data.train=["train.json"]', "data.length=48", "data.stride=8", "schedule.updates=2", "run.batch=4")
+    recipe: Any = load_any_recipe("squad/bert", (*changes, f"model.from_run={before}"))
     folder = tmp_path / "squad"
     corpus = load_corpus(recipe, folder, tmp_path / "cache")
     (result,) = train_text(recipe, corpus, tmp_path / "out", device=CPU)
