@@ -11,7 +11,7 @@ from factorized.diagnostics.match import NormMatcher
 from factorized.diagnostics.summary import Summary, summary
 from factorized.files.checkpoint import load, save
 from factorized.files.dense import load_dense
-from factorized.files.pretrained import from_pretrained, save_pretrained
+from factorized.files.pretrained import from_pretrained, save_plan, save_pretrained
 from factorized.formats.kronecker import Kronecker
 from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank, Overcomplete
@@ -87,6 +87,7 @@ __all__ = [  # noqa: RUF022, in path order
     "load_dense",
     "save_pretrained",
     "from_pretrained",
+    "save_plan",
     "summary",
     "Summary",
     "diagnose",

@@ -1,4 +1,4 @@
-"""Checking a registration: an attention class is run against itself with heads cut where nothing is lost."""
+"""Checking a registration: an attention module is run as it is and with its heads cut, where that loses nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Call:
 def check_registrations(
     units: Mapping[str, AttentionUnit], model: nn.Module, example_input: ExampleInput | None = None
 ) -> set[type[nn.Module]]:
-    """Raise where a class was registered in a way that its ``forward`` does not agree with.
+    """Raise where a class is registered in a way that does not fit its ``forward``.
 
     One module of every class is tried: called as it is when ``model`` runs on ``example_input``, with noise for the
     sequences, or with these alone if its ``forward`` takes nothing else. Returns the classes for which neither could be
@@ -53,7 +54,7 @@ def check_registrations(
                 break
         if error is None:
             unchecked.add(type(unit.module))
-        elif not error <= TOLERANCE.get(unit.output.weight.dtype, EXACT):
+        elif not error <= _allowed(unit):
             raise ValueError(_refusal(name, unit, call, error))
     return unchecked
 
@@ -62,18 +63,21 @@ def _forms(unit: AttentionUnit) -> tuple[FormName, ...]:
     return ("ov",) if unit.rotary else FORMS
 
 
+def _allowed(unit: AttentionUnit) -> float:
+    return TOLERANCE.get(unit.output.weight.dtype, EXACT)
+
+
 def _refusal(name: str, unit: AttentionUnit, call: Call | None, error: float) -> str:
-    allowed = TOLERANCE.get(unit.output.weight.dtype, EXACT)
-    wrong = [form for form in _forms(unit) if not (_error(unit, (form,), call) or 0) <= allowed]
+    wrong = [form for form in _forms(unit) if not (_error(unit, (form,), call) or 0) <= _allowed(unit)]
     look = "query=, key=, value= and output=, and at heads= and kv_heads="
     if not wrong:
         look = "head_size= and scale=: leave scale= out if forward computes the scale itself"
     elif wrong == ["qk"]:
         look = "rotary=: it is True if queries and keys are turned by position, or normed, between their two matrices"
+    effect = f"change its output by {error:.0%}, and should change nothing" if isfinite(error) else "make it fail"
     return (
-        f"{name or 'the model'}: {type(unit.module).__name__} was registered in a way that does not fit its forward. "
-        f"With forms of half the rank, heads of half the size change its output by {error:.0%}, and should change "
-        f"nothing. Look at {look}. Nothing was changed"
+        f"{name or 'the model'}: {type(unit.module).__name__} is registered in a way that does not fit its forward: "
+        f"with forms of half the rank, heads of half the size {effect}. Look at {look}. Nothing was changed"
     )
 
 

@@ -149,7 +149,7 @@ class AttachedDecay(DecaysProducts):
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside those that accelerate wraps around one: they run no hooks of their own."""
-    while isinstance(inner := vars(optimizer).get("optimizer"), Optimizer):
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 

@@ -11,14 +11,10 @@ from factorized.decay.forms import factor_parameters, forms
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.strength import Strength
 from factorized.nn.init import Init
-from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import module_names
 from factorized.planning.plan import Plan
-from factorized.surgery.compose import is_factorized
+from factorized.surgery.compose import compose_in_place, is_factorized
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import build_layers, factorize, install
-from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
-from factorized.surgery.replace import replace_module
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -130,18 +126,8 @@ def restore_plan(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     if is_factorized(module):
         if describe(module).entries == saved.entries:
             return
-        _make_dense(module)
+        compose_in_place(module)  # what was tied is tied again by the plan
     install(module, saved, build_layers(module, saved, init=None))
-
-
-def _make_dense(module: nn.Module) -> None:
-    """Undo a factorization in place; what was tied is tied again by the plan that comes next."""
-    for layer, names in module_names(module).items():
-        if isinstance(layer, FactorizedLayer):
-            dense = layer.to_dense()
-            for name in names:
-                replace_module(module, name, dense)
-    with_plain_attention(module, shrunk_attention(module), lambda names, unit: plain_attention(unit, unit.head_size))
 
 
 def _forget_wrapper(module: nn.Module) -> None:

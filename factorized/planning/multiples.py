@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from factorized.planning.ranks import Choice, Choices, Item
 
-WIDE = 512  # the shorter side from which on a matrix's rank is rounded unasked
-CHOSEN = (64, 32, 16, 8)  # multiples that are chosen
-OF_RANK = 1 / 8  # a chosen multiple is at most this share of the rank, so that layers stay near the common scale
-OF_BUDGET = 0.005  # the cheapest step costs at most this share of the budget: what rounding can leave unspent
+WIDE = 512  # the longer side from which on a matrix's rank is rounded unasked
+# Multiples that are chosen, and the least rank for each, so that layers stay near the common scale. A multiple of 8 is
+# what counts: at rank 500, an H200 takes 2.5 times as long as at 512 (benchmarks/multiples.py). Larger ones add little.
+CHOSEN = {64: 512, 32: 256, 16: 128, 8: 16}
+OF_BUDGET = 0.01  # the cheapest step costs at most this share of the budget: what rounding can leave unspent
 
 
 def chosen_multiples(items: Sequence[Item], exact: Choices, budget: int) -> list[int]:
@@ -25,7 +26,7 @@ def chosen_multiples(items: Sequence[Item], exact: Choices, budget: int) -> list
 
 def _multiple(item: Item, choice: Choice | None, largest: int) -> int:
     rank = item.height(choice) if item.wide else 0
-    return next((multiple for multiple in CHOSEN if multiple <= min(largest, rank * OF_RANK)), 1)
+    return next((multiple for multiple, least in CHOSEN.items() if multiple <= largest and rank >= least), 1)
 
 
 def _step(item: Item, choice: Choice) -> int:

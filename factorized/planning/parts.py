@@ -38,6 +38,6 @@ def parts_of(plan: Plan, attention: Collection[str]) -> tuple[Part, ...]:
 
 
 def _part_of(entry: Entry, attention: Collection[str]) -> str:
-    if entry.is_attention or any(outer == "" or entry.name.startswith(f"{outer}.") for outer in attention):
+    if entry.is_attention or any(outer == "" or f"{entry.name}.".startswith(f"{outer}.") for outer in attention):
         return "attention"
     return "embeddings" if "Embedding" in entry.type else "other layers"

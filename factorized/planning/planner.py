@@ -92,8 +92,8 @@ def plan(
         allocate: ``"uniform"`` spends a budget at one rank scale (the paper), ``"spectrum"`` where the singular values
             of the weights at hand earn most.
         multiple_of: round ranks to multiples of this number, within the budget (``energy`` rounds up). Unless given,
-            a ``ratio`` or ``macs`` rounds the ranks of matrices from 512 wide to a power of two up to 64, as far as
-            that leaves less than 0.5 % of the budget unspent: GPUs multiply such matrices faster. 1 rounds nothing.
+            a ``ratio`` or ``macs`` rounds the ranks of matrices with a side of 512 or more to multiples of 8 to 64, as
+            far as that leaves less than 1 % of the budget unspent: GPUs multiply those faster. 1 rounds nothing.
         include: only these layers: names, globs or types, of the layers or of containers around them.
         exclude: not these.
         min_size: leave layers with fewer parameters dense; unless given, those with less than 1/50,000 of the model's.

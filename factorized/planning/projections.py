@@ -20,7 +20,7 @@ from factorized.planning.replaceable import why_not_shrunk, why_tied
 AttentionOption = Literal["layers", "heads", False] | Sequence[FormName]  # as the user writes it; None: "layers"
 Attention = Literal["layers"] | tuple[FormName, ...]  # as it is meant: the forms to shrink, none where it is False
 
-ALREADY = "already factorized; to choose its rank anew, fz.compose the model first"
+ALREADY = "already factorized; fz.truncate lowers its rank, and to choose it anew fz.compose the model first"
 
 
 def read_option(attention: AttentionOption | None, scheme: Scheme) -> Attention:

@@ -14,7 +14,8 @@ from factorized.attention.multihead import is_shrunk_multihead
 from factorized.attention.register import Found, find_attention
 from factorized.formats.kernel import KernelShape
 from factorized.nn.dense import why_not_plain
-from factorized.nn.held_weight import HeldWeight, HoldsFactors, named_layers
+from factorized.nn.held_factors import HoldsFactors
+from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate

@@ -181,7 +181,7 @@ def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
         ranks=lambda format: format.rank if isinstance(format.rank, tuple) else (format.rank,),
         coarse=not lowest.is_product,
         with_rank=(lambda rank: replace(lowest, rank=rank)) if lowest.is_product else None,
-        wide=not cost.shape.size and cost.shape.full_rank >= WIDE,
+        wide=not cost.shape.size and max(cost.shape.rows, cost.shape.columns) >= WIDE,
     )
 
 

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from factorized.attention.unit import AttentionUnit
-from factorized.nn.held_weight import HeldWeight, HoldsFactors, release
+from factorized.nn.held_factors import HoldsFactors, release
+from factorized.nn.held_weight import HeldWeight
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_copyable, check_model
+from factorized.nn.model import check_copyable, check_model, module_names
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 from factorized.surgery.state import check_finite, is_sharded
 from factorized.surgery.ties import follow_ties
+
+ToPlain = Callable[[list[str], FactorizedLayer, "SharedWeights"], nn.Module]
+ToPlainAttention = Callable[[list[str], AttentionUnit], nn.Module]
 
 
 class SharedWeights:
@@ -43,12 +47,20 @@ def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
     back, filled up with zeros, in the class it came from. The given model is not touched, and nothing of this package
     is left in the copy. Weights that are not finite are refused unless ``allow_nonfinite``.
     """
-    return convert(
-        model,
-        lambda names, layer, shared: dense_layer(layer, shared),
-        lambda names, unit: plain_attention(unit, unit.head_size),
-        allow_nonfinite=allow_nonfinite,
-    )
+    return convert(model, _dense_layer, _dense_attention, allow_nonfinite=allow_nonfinite)
+
+
+def compose_in_place(model: nn.Module) -> nn.Module:
+    """Do what ``compose`` does to ``model`` itself, and return it, or what stands for it if it is a layer."""
+    return _replace_all(model, _dense_layer, _dense_attention)
+
+
+def _dense_layer(names: list[str], layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
+    return dense_layer(layer, shared)
+
+
+def _dense_attention(names: list[str], unit: AttentionUnit) -> nn.Module:
+    return plain_attention(unit, unit.head_size)
 
 
 def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
@@ -62,8 +74,8 @@ def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
 
 def convert(
     model: nn.Module,
-    to_plain: Callable[[list[str], FactorizedLayer, SharedWeights], nn.Module],
-    to_plain_attention: Callable[[list[str], AttentionUnit], nn.Module],
+    to_plain: ToPlain,
+    to_plain_attention: ToPlainAttention,
     *,
     allow_nonfinite: bool,
 ) -> nn.Module:
@@ -81,12 +93,20 @@ def convert(
     if not allow_nonfinite:
         check_finite(model, "pass allow_nonfinite=True to convert the model as it is")
     check_copyable(model)
-    copy = deepcopy(model)
-    places: dict[FactorizedLayer, list[str]] = {}
-    for name, module in copy.named_modules(remove_duplicate=False):
-        if isinstance(module, FactorizedLayer):
-            places.setdefault(module, []).append(name)
-    attention = shrunk_attention(copy)
+    copy = _replace_all(deepcopy(model), to_plain, to_plain_attention)
+    if not allow_nonfinite:
+        check_finite(
+            copy,
+            "its finite factors have a product that is too large for its type. Convert model.float(), or pass "
+            "allow_nonfinite=True",
+        )
+    return copy
+
+
+def _replace_all(model: nn.Module, to_plain: ToPlain, to_plain_attention: ToPlainAttention) -> nn.Module:
+    """Replace every factorized layer and all shrunk attention in place; return the model."""
+    attention = shrunk_attention(model)
+    places = {layer: names for layer, names in module_names(model).items() if isinstance(layer, FactorizedLayer)}
     if not (places or attention):
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
@@ -98,15 +118,9 @@ def convert(
             continue
         layer.hand_back(plain)
         for name in names:
-            copy = replace_module(copy, name, plain)
-    for holder in [module for module in copy.modules() if isinstance(module, HoldsFactors)]:
+            model = replace_module(model, name, plain)
+    for holder in [module for module in model.modules() if isinstance(module, HoldsFactors)]:
         release(holder, held)
-    copy = with_plain_attention(copy, attention, to_plain_attention)
-    follow_ties(copy)
-    if not allow_nonfinite:
-        check_finite(
-            copy,
-            "its finite factors have a product that is too large for its type. Convert model.float(), or pass "
-            "allow_nonfinite=True",
-        )
-    return copy
+    model = with_plain_attention(model, attention, to_plain_attention)
+    follow_ties(model)
+    return model

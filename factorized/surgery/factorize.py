@@ -23,7 +23,8 @@ from factorized.nn.conv_transpose import (
 from factorized.nn.dense import plain_class
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.embedding_bag import FactorizedEmbeddingBag
-from factorized.nn.held_weight import ExpertWeights, FactorizedWeight, RecurrentWeight, hold, named_layers
+from factorized.nn.held_factors import FactorizedWeight, hold
+from factorized.nn.held_weight import ExpertWeights, RecurrentWeight, named_layers
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear

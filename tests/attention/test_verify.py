@@ -99,6 +99,7 @@ def _only_registered_here() -> Iterator[None]:
         (Norms, {}, "rotary="),
         (Attends, {"key": "v", "value": "k"}, "query=, key=, value= and output="),
         (Attends, {"heads": "half"}, "heads="),
+        (Turns, {"head_size": "head_dim", "scale": "scale"}, "rotary="),
         (Attends, {"head_size": "head_dim", "scale": "scale"}, "leave scale= out"),
     ],
 )
@@ -109,7 +110,7 @@ def test_a_registration_that_does_not_fit_is_refused_with_what_to_look_at(
     model = nn.Sequential(cls())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fz.register_attention(cls, **{**NAMES, **said})
-    with pytest.raises(ValueError, match=rf"^0: {cls.__name__} was registered in a way .* Look at .*{look}"):
+    with pytest.raises(ValueError, match=rf"^0: {cls.__name__} is registered in a way .* Look at .*{look}"):
         CALLS[call](model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -171,7 +172,7 @@ def test_a_forgotten_rotary_of_a_model_of_transformers_is_found_on_its_tokens() 
 
 def test_a_subclass_with_a_forward_of_its_own_is_checked_like_a_registered_class() -> None:
     fz.register_attention(Attends, **NAMES)
-    with pytest.raises(ValueError, match="Turns was registered in a way"):
+    with pytest.raises(ValueError, match="Turns is registered in a way"):
         fz.plan(nn.Sequential(Turns()), rank=2, attention="heads")
 
 

@@ -44,7 +44,7 @@ def test_a_dense_model_is_listed_with_all_of_its_parameters() -> None:
 
 def test_a_factorized_model_says_format_rank_execution_and_what_is_saved() -> None:
     dense = count(model := Tied())
-    fz.factorize(model, rank=4, keep_first_and_last=False)
+    fz.factorize(model, rank=4, keep_first_and_last=False, attention=False)
     found = fz.summary(model)
     assert found.dense_params == dense
     assert found.params == count(model)

@@ -116,4 +116,3 @@ def test_attention_whose_heads_are_split_is_decayed_where_they_are(every: dict[s
     assert found["size"] > 1e-4
     assert max(found["tp"], found["both"]) < 1e-12
     assert found["tp bytes"] == 0
-    assert 0 < found["both bytes"]

@@ -134,6 +134,18 @@ def test_drop_connect_drops_nothing_of_the_rest(make: Callable[[], tuple[Any, Te
     torch.testing.assert_close(layer(input), expected)
 
 
+def test_drop_connect_drops_nothing_of_the_rest_of_a_recurrent_network() -> None:
+    model = nn.ModuleDict({"gates": nn.LSTM(24, 8)}).double()
+    fz.factorize(model, fz.Residual(), rank=2, keep_first_and_last=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("U"):
+                parameter.zero_()
+    expected, _ = model["gates"](x())
+    fz.drop_connect(model, 0.5)
+    torch.testing.assert_close(model["gates"](x())[0], expected)
+
+
 @pytest.mark.parametrize("dtype", [None, *TYPES])
 def test_it_is_composed_saved_and_loaded(tmp_path: Path, dtype: Any) -> None:
     model = residual(dtype)

@@ -12,6 +12,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import factorized as fz
+from factorized.surgery.describe import describe
 
 pl = pytest.importorskip("pytorch_lightning")
 from factorized.integrations.lightning import PLAN, FactorizeCallback, restore_plan  # noqa: E402
@@ -146,6 +147,30 @@ def test_a_checkpoint_holds_the_plan_and_is_read_back_without_a_trainer(tmp_path
     assert fz.Plan.from_dict(saved[PLAN]).layers
     loaded = Loadable.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=True)
     assert_equal(loaded, module)
+
+
+class Everything(Loadable):
+    """Tied tables, attention and a recurrent network."""
+
+    def __init__(self, optimizers: int = 1) -> None:
+        super().__init__(optimizers)
+        self.table, self.head = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.head.weight = self.table.weight
+        self.attention, self.gates = nn.MultiheadAttention(16, 2), nn.LSTM(16, 16)
+
+
+def test_another_factorization_of_every_kind_of_layer_gives_way_to_that_of_the_checkpoint() -> None:
+    def everything(seed: int, rank_scale: float) -> Net:
+        made = net(seed, Everything)
+        plan = fz.plan(made, rank_scale=rank_scale, keep_first_and_last=False, attention=("qk", "ov"))
+        return fz.factorize(made, plan)
+
+    saved, other = everything(0, 0.25), everything(1, 0.5)
+    restore_plan(other, {PLAN: describe(saved).to_dict()})
+    other.load_state_dict(saved.state_dict())
+    assert_equal(other, saved)
+    assert other.head.U is other.table.U
+    assert describe(other).entries == describe(saved).entries
 
 
 def test_the_same_module_can_be_fitted_and_tested_again(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import transformers
 from torch import nn
 
 import factorized as fz
-from factorized.files.pretrained import save_plan
 from factorized.integrations.transformers import FactorizedTrainerMixin, resize_token_embeddings
 from tests.models.zoo import BERT, LLAMA_TIED, VOCABULARY, logits
 
@@ -182,7 +181,7 @@ def test_a_wrong_optimizer_is_refused(tmp_path: Path) -> None:
 def test_weights_in_several_files_and_a_plan_are_what_a_hub_holds(tmp_path: Path) -> None:
     net = model().eval()
     net.save_pretrained(tmp_path, max_shard_size="8KB")
-    save_plan(net, tmp_path)
+    fz.save_plan(net, tmp_path)
     assert {path.name for path in tmp_path.glob("*.json")} >= {"config.json", "plan.json"}
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     loaded = fz.from_pretrained(transformers.LlamaForCausalLM, tmp_path, dtype=torch.float32)
@@ -192,7 +191,7 @@ def test_weights_in_several_files_and_a_plan_are_what_a_hub_holds(tmp_path: Path
 def test_a_plan_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
     net = model()
     net.save_pretrained(tmp_path)
-    save_plan(fz.factorize(LLAMA_TIED.fresh(), rank=3, include=["*mlp*"]), tmp_path)
+    fz.save_plan(fz.factorize(LLAMA_TIED.fresh(), rank=3, include=["*mlp*"]), tmp_path)
     with pytest.raises(ValueError, match=r"do not fit its plan\.json: missing keys: .*Save the model again"):
         fz.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
 
@@ -200,14 +199,14 @@ def test_a_plan_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None
 def test_weights_of_transformers_are_not_for_load_and_a_new_save_takes_their_place(tmp_path: Path) -> None:
     net = model().eval()
     net.save_pretrained(tmp_path)
-    save_plan(net, tmp_path)
+    fz.save_plan(net, tmp_path)
     with pytest.raises(ValueError, match=r"were written by transformers; use fz\.from_pretrained"):
         fz.load(tmp_path, LLAMA_TIED.fresh())
     fz.save_pretrained(net, tmp_path)
     weights = json.loads((tmp_path / "plan.json").read_text())["weights"]
     assert (tmp_path / weights).is_file()
     assert (tmp_path / "model.safetensors").is_file()  # not ours to delete
-    save_plan(net, tmp_path)
+    fz.save_plan(net, tmp_path)
     assert not (tmp_path / weights).exists()
     assert isinstance(fz.from_pretrained(type(net), tmp_path), transformers.LlamaForCausalLM)
 

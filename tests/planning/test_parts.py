@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import factorized as fz
+from factorized.nn.held_weight import named_layers
 from factorized.planning.table import everything_else, plan_table
 from tests.planning.models_for_planning import Attends, ConvNet, Mlp, TiedReader
 from tests.planning.real_sizes import NAMES, real_size
@@ -17,12 +18,12 @@ from tests.planning.real_sizes import NAMES, real_size
 
 def held_by_nobody(model: nn.Module, made: fz.Plan) -> int:
     """Count, one by one, the parameters that no entry accounts for."""
-    counted = set()
+    counted, layers = set(), named_layers(model)
     for entry in made.entries:
         if entry.type == "Parameter":
             counted.add(model.get_parameter(entry.name))
             continue
-        module = model.get_submodule(entry.name)
+        module = layers[entry.name]
         if entry.is_attention:
             form_holders = [m for m in module.modules() if isinstance(m, nn.Linear) or "Conv1D" in type(m).__name__]
             counted.update(p for m in form_holders for p in m.parameters())
@@ -44,22 +45,19 @@ def test_entries_and_everything_else_add_up_to_the_model(name: str) -> None:
     assert everything_else(made) < 0.01 * made.params  # norms and biases, no matrix
 
 
-def test_fused_experts_have_a_row_with_a_reason() -> None:
-    made = fz.plan(real_size("mixtral"), ratio=0.98, keep_first_and_last=False)
-    entry = next(e for e in made.entries if e.name == "model.layers.0.mlp.experts.gate_up_proj")
-    assert entry.shape == (8, 28672, 4096)
-    assert entry.reason == "a stack of 8 matrices in MixtralExperts, which is not a layer that can be replaced"
-    assert entry.params == entry.params_after == 8 * 28672 * 4096
-
-
 def test_a_loose_matrix_has_a_row_and_a_loose_vector_has_none() -> None:
     model = Mlp()
     model.positions = nn.Parameter(torch.zeros(1, 50, 20))
     model.token = nn.Parameter(torch.zeros(1, 1, 20))
+    model.stack = nn.Parameter(torch.zeros(3, 5, 20))
     made = fz.plan(model, ratio=0.6)
     loose = [entry for entry in made.entries if entry.type == "Parameter"]
-    assert [(entry.name, entry.params) for entry in loose] == [("positions", 1000)]
+    assert [(entry.name, entry.params, entry.params_after) for entry in loose] == [
+        ("positions", 1000, 1000),
+        ("stack", 300, 300),
+    ]
     assert loose[0].reason == "a parameter in Mlp, which is not a layer that can be replaced"
+    assert loose[1].reason == "a stack of 3 matrices in Mlp, which is not a layer that can be replaced"
     assert fz.factorize(model, made).positions is model.positions
 
 
@@ -83,8 +81,9 @@ def test_parts_say_where_the_parameters_are(model: nn.Module, arguments: Any, ex
     assert fz.Plan.from_dict(json.loads(json.dumps(made.to_dict()))).parts == made.parts
 
 
-def test_the_layers_of_strange_attention_belong_to_attention() -> None:
-    made = fz.plan(real_size("qwen2"), ratio=0.6)
+@pytest.mark.parametrize("attention", ["layers", "heads", False])
+def test_strange_attention_and_its_layers_belong_to_attention(attention: Any) -> None:
+    made = fz.plan(real_size("qwen2"), ratio=0.9, attention=attention)
     parts = {part.name: part.params for part in made.parts}
     assert parts["attention"] == sum(entry.params for entry in made.entries if ".self_attn" in entry.name) > 0
 

@@ -76,5 +76,5 @@ def test_what_was_put_on_a_layer_after_planning_and_would_be_lost_is_refused(put
 
 def test_factorizing_twice_says_how_to_start_anew() -> None:
     model = fz.factorize(stack(), rank=2)
-    with pytest.raises(ValueError, match=r"already factorized; to choose its rank anew, fz\.compose"):
+    with pytest.raises(ValueError, match=r"already factorized; fz\.truncate lowers its rank"):
         fz.factorize(model, rank=1)

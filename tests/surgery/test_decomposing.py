@@ -35,7 +35,7 @@ def test_a_callback_hears_of_every_layer_and_attention_module(init: Any) -> None
 
 def test_weights_that_are_decomposed_together_are_reported_together() -> None:
     heard: list[tuple[int, int]] = []
-    options: Any = {"rank": 2, "keep_first_and_last": False}
+    options: Any = {"rank": 2, "keep_first_and_last": False, "attention": False}
     fz.factorize(net(), progress=lambda done, total: heard.append((done, total)), **options)
     assert heard == [(1, 3), (3, 3)]
 
@@ -85,7 +85,7 @@ def test_a_late_callback_is_told_nothing_at_first(monkeypatch: pytest.MonkeyPatc
 def test_loading_a_dense_checkpoint_counts_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, int]] = []
     monkeypatch.setattr(progress, "_nothing", lambda done, total: heard.append((done, total)))
-    model = fz.factorize(net(), rank=2, keep_first_and_last=False)
+    model = fz.factorize(net(), rank=2, keep_first_and_last=False, attention=False)
     heard.clear()
     fz.load_dense(model, net().state_dict())
     assert heard[-1] == (3, 3)

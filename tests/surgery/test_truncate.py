@@ -167,13 +167,13 @@ def attends() -> Any:
 
 @pytest.mark.parametrize("settings", [{"rank": 2}, {"ratio": 0.6}, {"rank_scale": 0.5}, {"energy": 0.5}])
 def test_shrunk_attention_gets_smaller_heads(settings: dict[str, Any]) -> None:
-    model = fz.factorize(attends(), rank=5, attention=True, keep_first_and_last=False)
+    model = fz.factorize(attends(), rank=5, attention="heads", keep_first_and_last=False)
     composed = fz.compose(model)
     x = torch.randn(2, 5, 16).double()
     fz.truncate(model, **settings)
     qk, ov = model.self_attn.shrunk.qk, model.self_attn.shrunk.ov
     assert 1 <= qk == ov < 5
-    reference = fz.factorize(composed, rank=qk, attention=True, include=["self_attn"], keep_first_and_last=False)
+    reference = fz.factorize(composed, rank=qk, attention="heads", include=["self_attn"], keep_first_and_last=False)
     assert error(model.self_attn(x, x, x)[0], reference.self_attn(x, x, x)[0]) < 1e-10
     fz.compose(model)(x)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -16,10 +17,12 @@ from factorized.experiments.cli import plan
 from factorized.experiments.cli.app import app
 from factorized.experiments.cli.main import main
 from factorized.experiments.data.extras import install_command
+from factorized.experiments.recipes.recipe import Factorize
 from factorized.experiments.training.interrupt import Interrupted
-from factorized.planning.schemes import SCHEMES_BY_NAME
 from factorized.version import __version__
 from tests.experiments.cli.conftest import Cli
+
+SCHEMES = list(get_args(Factorize.model_fields["scheme"].annotation))
 
 ROOT = Path(__file__).parents[3]
 VERBS = [
@@ -225,7 +228,7 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
         ("factorized train --set optimizer.", [f"optimizer.{f}=" for f in ("lr", "momentum", "nesterov", "clip")]),
         ("factorized train --set factorize.var", [f"factorize.variant={word}" for word in ("full", "deep", "wide")]),
         ("factorized train --set data.flip = f", ["false"]),
-        ("factorized train x --set factorize.scheme =", ["none", *SCHEMES_BY_NAME]),
+        ("factorized train x --set factorize.scheme =", SCHEMES),
         ("factorized demo --set schedule.epochs = 9 --set run.compile = y", ["yes"]),
     ],
 )

@@ -51,7 +51,7 @@ def test_every_field_is_on_the_page_with_its_default_and_what_it_may_be(name: st
         info = fields[field]
         expected = "needed" if info.is_required() else "" if info.default is None else f"`{json.dumps(info.default)}`"
         assert default == expected, f"{name}.{field}"
-        missing = [word for word in words(info.annotation) if f'"{word}"' not in default + meaning]
+        missing = [word for word in words(info.annotation) if json.dumps(word) not in default + meaning]
         assert not missing, f"{name}.{field} may be {missing}"
 
 

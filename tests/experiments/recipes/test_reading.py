@@ -233,3 +233,18 @@ def test_a_path_of_the_user_s_is_recorded_from_the_working_folder_or_from_home(
         recipe = check_recipe({**table, "decay": {"kind": "normalized", "norms": f"{path}/seed-{{seed}}"}}, "mine")
         assert recipe.to_dict()["model"]["name"] == f"hf:{recorded}"
         assert recipe.to_dict()["decay"]["norms"] == f"{recorded}/seed-{{seed}}"
+
+
+@pytest.mark.parametrize("attention", ["layers", "heads", False, ["qk", "ov"], ["ov"]])
+def test_attention_is_said_as_to_a_plan(attention: object) -> None:
+    fields = {"scheme": "low_rank", "ratio": 0.5, "attention": attention}
+    recipe = check_recipe({"model": {"name": "resnet8"}, "factorize": fields}, "own")
+    assert recipe.to_dict()["factorize"]["attention"] == attention
+    assert check_recipe({"model": {"name": "resnet8"}}, "own").factorize.attention == "layers"
+
+
+@pytest.mark.parametrize("attention", [True, "qk", [], ["kq"], 1])
+def test_another_word_about_attention_is_refused(attention: object) -> None:
+    fields = {"scheme": "low_rank", "ratio": 0.5, "attention": attention}
+    with pytest.raises(ValueError, match=r"factorize\.attention"):
+        check_recipe({"model": {"name": "resnet8"}, "factorize": fields}, "own")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import factorized as fz
-from factorized.nn.held_weight import FactorizedWeight, held_weights
+from factorized.nn.held_factors import FactorizedWeight
+from factorized.nn.held_weight import held_weights
 from factorized.testing import error
 
 INPUTS, HIDDEN = 6, 8
@@ -184,3 +185,16 @@ def test_what_looks_at_products_sees_every_gate() -> None:
     penalty.attach(optimizer)
     model(torch.randn(3, 2, INPUTS))[0].sum().backward()
     optimizer.step()
+
+
+def test_a_write_to_a_gate_is_refused_and_a_gate_that_is_set_is_decomposed() -> None:
+    layer = low_rank(nn.LSTM(INPUTS, HIDDEN).double())
+    before = layer.weight_ih_l0.clone()
+    for write in (nn.init.normal_, lambda weight: weight.data.zero_(), lambda weight: weight[0].fill_(1)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"would be lost\. Set layer\.weight = W"):
+            write(layer.weight_ih_l0)
+    assert torch.equal(layer.weight_ih_l0, before)
+    for value in (2 * before.detach(), nn.Parameter(3 * before.detach())):
+        layer.weight_ih_l0 = value
+        assert error(layer.weight_ih_l0, value) < 1e-10
+    assert "weight_ih_l0" not in dict(layer.named_parameters())

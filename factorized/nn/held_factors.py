@@ -1,0 +1,242 @@
+"""Modules that hold factors in the place of some of their parameters.
+
+Such a module keeps its class's forward. Its factors are in a child ``factors``, by the names of the parameters they
+stand for; these are composed once per call, and whenever they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from factorized.formats.format import Format, Way
+from factorized.nn.dense import dense_weight, format_of
+from factorized.nn.held_weight import HeldWeight
+from factorized.nn.init import Init
+from factorized.nn.layer import FactorizedLayer, Lowered
+
+FACTORS = "factors"
+
+
+class FactorizedWeight(FactorizedLayer):
+    """The factors of a weight that a larger module holds; called, it returns the composed weight."""
+
+    known_ways: ClassVar[tuple[Way, ...]] = ("composed",)
+    tunable = False
+
+    def __init__(
+        self,
+        dense_type: type[HeldWeight],
+        dense_shape: tuple[int, ...],
+        format: Format,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(format, "auto", device, dtype)
+        self.dense_type = dense_type
+        self.form_kind = dense_type.form_kind  # type: ignore[misc]  # of the kind of weight, not of this class
+        self._dense_shape = dense_shape
+        self.bias = None
+
+    @classmethod
+    def from_dense(cls, dense: HeldWeight, format: Format | int, init: Init | None = "spectral") -> Self:
+        """Return factors for ``dense``; ``init=None`` leaves them unfilled."""
+        weight = dense_weight(dense)
+        made = format_of(dense.matrix_shape, format, groups=dense.groups)
+        layer = cls(type(dense), tuple(weight.shape), made, weight.device, weight.dtype)
+        layer.take_over(dense, init)
+        return layer
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter that the factors stand for."""
+        return self._dense_shape
+
+    def dense_name(self, name: str) -> str:
+        """Return the name of the parameter in the dense model, for the ``name`` of this module."""
+        host, _, key = name.rpartition(".")
+        return f"{host.removesuffix(FACTORS)}{key}"
+
+    def factor_name(self, name: str) -> str:
+        """Return the name of this module, for the ``name`` of the parameter in the dense model."""
+        host, _, key = name.rpartition(".")
+        return f"{host}.{FACTORS}.{key}".removeprefix(".")
+
+    def weight_key(self, name: str) -> str:
+        """Return the name of the parameter in a dense state dict, for the ``name`` of this module."""
+        return self.dense_name(name)
+
+    def set_weight(
+        self,
+        weight: Tensor,  # in the dense shape
+    ) -> None:
+        """Make the product the best approximation of ``weight`` at this rank (section 3.1)."""
+        super().set_weight(weight.reshape(self.shape.weight_shape))
+
+    def forward(self) -> Tensor:
+        """Return the weight in the dense shape, with what training does to it."""
+        weight = self.format.adjusted(self.factors, self.adjust)
+        return weight.reshape(self.dense_shape).to(self.factors[0].dtype)  # also under autocast
+
+    def dense_skeleton(self) -> HeldWeight:
+        """Return the weight on the meta device."""
+        return self.dense_type(nn.Parameter(torch.empty(self.dense_shape, device="meta")), self.shape.groups)
+
+    def carry(self, dense: nn.Module) -> None:
+        """Let every factor have the attributes set on the weight."""
+        for factor in self.factors:
+            vars(factor).update(vars(dense.weight))
+
+    def lowered(self) -> list[Lowered]:
+        """Return nothing: the module that holds the weight takes it whole."""
+        return []
+
+    def settings_repr(self) -> list[str]:
+        """Return the dense shape."""
+        return ["x".join(map(str, self.dense_shape))]
+
+
+class HoldsFactors(nn.Module):
+    """A module some of whose parameters are products. Abstract: ``hold`` makes a class of it and the module's own."""
+
+    dense_type: ClassVar[type[nn.Module]]
+    parameter_order: tuple[str, ...]  # of the dense module
+
+    @property
+    def held(self) -> dict[str, FactorizedWeight]:
+        """The factors by the names of the parameters that they stand for."""
+        return cast(dict[str, FactorizedWeight], self._modules[FACTORS]._modules)  # type: ignore[union-attr]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a composed weight, read-only as that of every layer, or what torch finds."""
+        children = self.__dict__["_modules"].get(FACTORS)
+        if children is None or name not in children._modules:
+            return super().__getattr__(name)
+        layer: FactorizedWeight = children._modules[name]
+        # A compiled forward reads its weights here, as training changes them.
+        return layer() if torch.compiler.is_compiling() else layer.weight.view(layer.dense_shape)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Decompose a weight into its factors, or set what torch would."""
+        children = self.__dict__.get("_modules", {}).get(FACTORS)
+        if children is None or name not in children._modules:
+            super().__setattr__(name, value)
+        else:
+            children._modules[name].set_weight(value)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Compose the weights once, and call the dense module's forward with them in place."""
+        if torch.compiler.is_compiling():  # which cannot take an attribute away, and composes each weight once anyway
+            return super().forward(*arguments, **keywords)
+        composed = self.composed_weights()
+        for key, weight in composed.items():
+            object.__setattr__(self, key, weight)
+        try:
+            return super().forward(*arguments, **keywords)
+        finally:
+            for key in composed:
+                object.__delattr__(self, key)
+
+    def composed_weights(self) -> dict[str, Tensor]:
+        """Return what takes the place of parameters in a call, by name."""
+        return {key: layer() for key, layer in self.held.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Let copies and pickles find the class, which is made for the dense one."""
+        return _blank, (self.dense_type,), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+class HoldsGates(HoldsFactors):
+    """A recurrent network some of whose gates are products. Abstract."""
+
+    _flat_weights_names: list[str]
+    hidden_size: int
+
+    def composed_weights(self) -> dict[str, Tensor]:
+        """Return the weights; on a GPU with the biases in one piece of memory, as cuDNN wants them, or it warns."""
+        composed = super().composed_weights()
+        if not next(iter(composed.values())).is_cuda:
+            return composed
+        weights = {
+            name: composed[name] if name in composed else getattr(self, name) for name in self._flat_weights_names
+        }
+        ordered = sorted(weights, key=lambda name: name.startswith("bias"))
+        parts = [weights[name].reshape(-1) for name in ordered]
+        if not self.bias:  # cuDNN has them, as zeros
+            rows = sum(weight.shape[0] for name, weight in weights.items() if not name.startswith("weight_hr"))
+            parts.append(parts[0].new_zeros(rows))
+        pieces = torch.cat(parts).split([part.numel() for part in parts])
+        return {name: piece.view_as(weights[name]) for name, piece in zip(ordered, pieces, strict=False)}
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        """What torch's kernels take: all weights and biases, composed, in one order."""
+        return [getattr(self, name) for name in self._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: list[Tensor]) -> None:
+        """Keep no list: composed weights are new in every call."""
+
+    def _update_flat_weights(self) -> None:
+        """Do nothing: there is no list to be out of date."""
+
+    def _init_flat_weights(self) -> None:
+        """Keep no references either."""
+        self._flat_weight_refs: list[None] = []
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: the weights of every call are new."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights as torch does, and decompose those that are products."""
+        bound = self.hidden_size**-0.5
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.uniform_(-bound, bound)
+        for layer in self.held.values():
+            layer.set_weight(torch.empty_like(layer.weight).uniform_(-bound, bound))
+
+
+def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
+    """Put factors in the place of parameters of ``host``, in place; its class becomes one that composes them."""
+    dense_type: Any = type(host)
+    order = tuple(host._parameters)
+    for key in layers:
+        del host._parameters[key]
+    host.__class__ = _class_of(dense_type)
+    host.__dict__.pop("_flat_weights", None)  # of recurrent networks: the dense parameters
+    assert isinstance(host, HoldsFactors)
+    host.parameter_order = order
+    children = nn.Module()
+    for key, layer in layers.items():
+        children.add_module(key, layer)
+    host.add_module(FACTORS, children.train(host.training))
+
+
+def release(host: HoldsFactors, parameters: Mapping[FactorizedLayer, nn.Parameter]) -> None:
+    """Make ``host`` the plain module again, in place, with a parameter for each of its factors."""
+    made = {key: parameters[layer] for key, layer in host.held.items()}
+    order = host.parameter_order
+    del host._modules[FACTORS], host.parameter_order
+    host.__class__ = host.dense_type  # type: ignore[assignment]
+    have = {**host._parameters, **made}
+    host._parameters.clear()
+    host._parameters.update({key: have[key] for key in (*order, *have) if key in have})
+    if isinstance(host, nn.RNNBase):
+        host._init_flat_weights()
+
+
+@cache
+def _class_of(dense_type: Any) -> Any:  # a class of modules, and one of HoldsFactors
+    base = HoldsGates if issubclass(dense_type, nn.RNNBase) else HoldsFactors
+    return type(f"Factorized{dense_type.__name__}", (base, dense_type), {"dense_type": dense_type})
+
+
+def _blank(dense_type: Any) -> Any:
+    made = _class_of(dense_type)
+    return made.__new__(made)
