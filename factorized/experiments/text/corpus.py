@@ -20,6 +20,7 @@ from factorized.experiments.text.sources import (
     Pair,
     Source,
     find_source,
+    find_vocabulary,
     hold_out,
     number_words,
     python_documentation,
@@ -66,6 +67,9 @@ def load_corpus(
             f"data.name = {data.name!r} needs data.train, the names of its files: for task {task!r} {embedded} comes "
             "with this package"
         )
+    if isinstance(data.vocabulary, str):
+        vocabulary = find_vocabulary(data.vocabulary, folder)
+        recipe = recipe.model_copy(update={"data": data.model_copy(update={"vocabulary": str(vocabulary)})})
     if tokenizer is None and recipe.model.from_run is not None:
         tokenizer = tokenizer_of_run(recipe.model.from_run)
     if task == "questions":
@@ -155,7 +159,10 @@ def _checksum(parts: Parts) -> str:
 
 def _tokenizer(recipe: TextRecipe, checksum: str, parts: Parts, paired: bool, cache: Path) -> Any:
     """Return the tokenizer of the training text; it is learned once."""
-    key = {"checksum": checksum, "task": recipe.task, "vocabulary": recipe.data.vocabulary, "lower": recipe.data.lower}
+    vocabulary = recipe.data.vocabulary
+    if isinstance(vocabulary, str):
+        vocabulary = hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
+    key = {"checksum": checksum, "task": recipe.task, "vocabulary": vocabulary, "lower": recipe.data.lower}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache / f"tokenizer-{name}.json"
     return learn_tokenizer(recipe.task, recipe.data, lambda: _training_text(parts, paired), path)

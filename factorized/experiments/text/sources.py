@@ -59,6 +59,18 @@ def _find(file: str, folder: Path) -> Path:
     )
 
 
+def find_vocabulary(file: str, folder: Path | None) -> Path:
+    """Return a file of word pieces: its path, or its name in the folder of the text."""
+    tried = [Path(file).expanduser(), (data_folder() if folder is None else folder) / file]
+    for path in tried:
+        if path.is_file():
+            return path
+    raise ValueError(
+        f"data.vocabulary: there is no {' nor '.join(map(str, tried))}; expected a file with one word piece a line, or "
+        "a number of tokens to learn"
+    )
+
+
 def open_text(path: Path) -> IO[str]:
     """Open a text file, compressed or not."""
     return OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8")

@@ -79,10 +79,6 @@ def _learn_word_pieces(tokenizers: Any, task: Task, size: int, lower: bool, text
 
 
 def _given_word_pieces(tokenizers: Any, path: Path, lower: bool) -> Any:
-    if not path.is_file():
-        raise ValueError(
-            f"data.vocabulary: there is no {path}; expected a file with one word piece a line, or a number"
-        )
     pieces = {piece: number for number, piece in enumerate(path.read_text(encoding="utf-8").splitlines())}
     missing = [token for token in BERT.values() if token not in pieces]
     if missing:

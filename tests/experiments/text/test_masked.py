@@ -52,3 +52,12 @@ def test_sequences_begin_with_cls_and_end_with_sep(tmp_path: Path) -> None:
     assert batch["input_ids"].shape == (1, recipe.data.length)
     assert batch["input_ids"][0, 0] == corpus.tokenizer.cls_token_id
     assert batch["input_ids"][0, -1] == corpus.tokenizer.sep_token_id
+
+
+def test_another_vocabulary_at_the_same_path_gives_another_tokenizer(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    _, first = small("masked", tmp_path, "data.vocabulary=vocab.txt")
+    (tmp_path / "vocab.txt").write_text("\n".join([*words, "three"]))
+    _, second = small("masked", tmp_path, "data.vocabulary=vocab.txt")
+    assert (len(first.tokenizer), len(second.tokenizer)) == (7, 8)

@@ -8,6 +8,7 @@ import pytest
 
 from factorized.experiments.text.sources import (
     find_source,
+    find_vocabulary,
     hold_out,
     number_words,
     python_documentation,
@@ -87,3 +88,13 @@ def test_the_embedded_texts_are_there() -> None:
     assert ("einundzwanzig", "twenty-one") in pairs
     assert len(set(pairs)) == 100
     assert pairs != sorted(pairs)
+
+
+def test_a_vocabulary_is_found_by_its_path_and_in_the_folder_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]")
+    assert find_vocabulary(str(tmp_path / "vocab.txt"), None) == tmp_path / "vocab.txt"
+    assert find_vocabulary("vocab.txt", tmp_path) == tmp_path / "vocab.txt"
+    with pytest.raises(
+        ValueError, match=r"there is no nothing\.txt nor .*; expected a file with one word piece a line"
+    ):
+        find_vocabulary("nothing.txt", tmp_path)
