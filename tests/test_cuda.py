@@ -159,3 +159,15 @@ def test_shrunk_attention_runs_fused_on_the_gpu(dtype: torch.dtype) -> None:
     expected = fz.compose(small)(x, x, x, need_weights=False)[0]
     actual = small.to(dtype)(x.to(dtype), x.to(dtype), x.to(dtype), need_weights=False)[0]
     torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bias", [True, False])
+def test_recurrent_networks_give_cudnn_all_weights_in_one_piece(kind: type[nn.RNNBase], bias: bool) -> None:
+    dense = kind(32, 64, num_layers=2, bidirectional=True, bias=bias).cuda()
+    model = fz.factorize(nn.Sequential(dense), rank=4)
+    x = torch.randn(7, 5, 32, device="cuda")
+    y = model(x)[0]  # cuDNN warns of weights in several pieces, and a warning is an error here
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    torch.testing.assert_close(y, fz.compose(model)(x)[0], rtol=1e-4, atol=1e-5)

@@ -132,12 +132,12 @@ class _LightExpansion(torch.autograd.Function):
         return expand(cores)
 
     @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.indices, *cores = inputs  # type: ignore[attr-defined]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.indices, *cores = inputs
         ctx.save_for_backward(*cores)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        cores = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cores = ctx.saved_tensors
         with without_autocast(gradient.device):  # slices are added up in the type of the cores
-            return None, None, *light_gradients(ctx.indices, cores, gradient)  # type: ignore[attr-defined]
+            return None, None, *light_gradients(ctx.indices, cores, gradient)

@@ -1,4 +1,4 @@
-"""Reading a dense layer: that it is one, its weight, the format asked for it, and what users added to it."""
+"""Reading a dense layer: its plain class, its weight, the format for it, and attributes that users added."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,7 +40,9 @@ class FactorizedEmbedding(FactorizedLayer):
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx must be in -{num_embeddings}..{num_embeddings - 1}, got {padding_idx}")
         if sparse and made.row_core is None:
-            raise ValueError(f"sparse=True needs a core with a row per entry, which {made.name} has not; use LowRank")
+            raise ValueError(
+                f"sparse=True needs a core with a row per entry, which {made.name} does not have; use LowRank"
+            )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
@@ -57,7 +61,9 @@ class FactorizedEmbedding(FactorizedLayer):
         """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
         check_dense(dense, nn.Embedding)
         if dense.max_norm is not None:
-            raise ValueError(f"max_norm renormalizes rows of the table, which a product has not; got {dense.max_norm}")
+            raise ValueError(
+                f"max_norm renormalizes rows of the table, which a product does not hold; got {dense.max_norm}"
+            )
         layer = cls(
             dense.num_embeddings,
             dense.embedding_dim,
@@ -199,10 +205,10 @@ class _ScaleGradient(torch.autograd.Function):
         return x.detach()  # unlike the output that a view would be, this one can be changed in place
 
     @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        (scale,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
         return gradient * scale, None

@@ -164,13 +164,7 @@ class HoldsGates(HoldsFactors):
         weights = {
             name: composed[name] if name in composed else getattr(self, name) for name in self._flat_weights_names
         }
-        ordered = sorted(weights, key=lambda name: name.startswith("bias"))
-        parts = [weights[name].reshape(-1) for name in ordered]
-        if not self.bias:  # cuDNN has them, as zeros
-            rows = sum(weight.shape[0] for name, weight in weights.items() if not name.startswith("weight_hr"))
-            parts.append(parts[0].new_zeros(rows))
-        pieces = torch.cat(parts).split([part.numel() for part in parts])
-        return {name: piece.view_as(weights[name]) for name, piece in zip(ordered, pieces, strict=False)}
+        return _in_one_piece(weights, has_biases=bool(self.bias))
 
     @property
     def _flat_weights(self) -> list[Tensor]:
@@ -200,6 +194,20 @@ class HoldsGates(HoldsFactors):
                 parameter.uniform_(-bound, bound)
         for layer in self.held.values():
             layer.set_weight(torch.empty_like(layer.weight).uniform_(-bound, bound))
+
+
+def _in_one_piece(weights: Mapping[str, Tensor], has_biases: bool) -> dict[str, Tensor]:
+    """Return the weights of a recurrent network as views of one tensor in cuDNN's order: all weights, then all biases.
+
+    Where a network has no biases, cuDNN reads zeros in their place.
+    """
+    ordered = sorted(weights, key=lambda name: name.startswith("bias"))
+    parts = [weights[name].reshape(-1) for name in ordered]
+    if not has_biases:
+        rows = sum(weight.shape[0] for name, weight in weights.items() if not name.startswith("weight_hr"))
+        parts.append(parts[0].new_zeros(rows))
+    pieces = torch.cat(parts).split([part.numel() for part in parts])
+    return {name: piece.view_as(weights[name]) for name, piece in zip(ordered, pieces, strict=False)}
 
 
 def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:

@@ -1,4 +1,4 @@
-"""What every factorized layer is: the cores of a format, and the dense layer that they stand for."""
+"""Base class of factorized layers: the cores of a format in the place of a dense weight."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class FactorizedLayer(nn.Module):
 
     @property
     def product(self) -> Tensor:
-        """What a decay acts on: the weight, or the part of it that the format says; differentiable."""
+        """The part of the weight that a decay acts on, by default all of it; differentiable."""
         format, count = self.format.decayed
         return format.compose(self.factors[:count])
 
@@ -191,7 +191,7 @@ class FactorizedLayer(nn.Module):
 
     @property
     def adjust(self) -> Callable[[Tensor], Tensor] | None:
-        """What is done to the composed product before it is used: entries dropped, or λW added to its gradient."""
+        """A function applied to the composed product before use: it drops entries, or adds λW to the gradient."""
         return self._adjusted if self.drops or self.decay_in_backward else None
 
     def _adjusted(self, weight: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class FactorizedLayer(nn.Module):
 
     @abstractmethod
     def lowered(self) -> list[Lowered]:
-        """Return the plain layers that the format's chain is; empty where there are none, or no fewer weights."""
+        """Return the format's chain as plain layers; empty where it has none, or has no fewer weights."""
 
     def worthwhile(self, plain: list[tuple[Step, Tensor]]) -> list[tuple[Step, Tensor]]:
         """Return a chain, or nothing where it has as many weights as the dense layer."""
@@ -345,7 +345,7 @@ class FactorizedLayer(nn.Module):
         return ", ".join([*self.settings_repr(), f"execution={self.chosen_execution()}", self.format.describe(), saved])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles carry: no decay is attached to an optimizer of theirs."""
+        """Return the state for copies and pickles, to which no decay is attached."""
         return {**self.__dict__, "decay_in_backward": 0.0}
 
     def __repr__(self) -> str:
@@ -360,11 +360,11 @@ class _AddToGradient(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
-        ctx.strength = inputs[1]  # type: ignore[attr-defined]
+        ctx.strength = inputs[1]
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient + ctx.strength * weight, None  # type: ignore[attr-defined]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient + ctx.strength * weight, None

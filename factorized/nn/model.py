@@ -1,4 +1,4 @@
-"""The model that a call is given: that it is one, and all dotted names of what it holds."""
+"""Checks of a model argument, and all dotted names of its modules and parameters."""
 
 from __future__ import annotations
 

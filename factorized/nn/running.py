@@ -1,4 +1,4 @@
-"""Running a model once on an example, as its layers would be called in use; counting its parameters."""
+"""Running a model once on an example; evaluation mode; counting parameters."""
 
 from __future__ import annotations
 

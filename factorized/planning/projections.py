@@ -48,10 +48,10 @@ def opens(
     """
     if isinstance(read.module, nn.MultiheadAttention) or shrunk_note(read.module) is not None:
         return False  # projections that are parameters of the module, or no dense layers any more
+    if attention == "layers":
+        return True
     names = [name for name, module in modules.items() if module is read.module]
-    return attention == "layers" or (
-        include is not None and not matches(include, names, modules) and names_part(include, names, modules)
-    )
+    return include is not None and not matches(include, names, modules) and names_part(include, names, modules)
 
 
 def attention_candidate(read: Found, names: Sequence[str], attention: Attention) -> Candidate | AttentionCandidate:

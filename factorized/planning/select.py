@@ -60,9 +60,10 @@ def find_candidates(
     for candidate in candidates:
         if candidate.reason is not None:
             continue
+        is_whole = isinstance(candidate, AttentionCandidate)
         if include is not None and not matches(include, candidate.names, modules):
             candidate.reason = "not in include="
-        elif matches(exclude, candidate.names, modules) or names_part(exclude, candidate.names, modules):
+        elif matches(exclude, candidate.names, modules) or (is_whole and names_part(exclude, candidate.names, modules)):
             candidate.reason = "in exclude="
         elif isinstance(candidate, LayerCandidate):
             candidate.reason = refuse(candidate.module, candidate.shape)

@@ -78,6 +78,9 @@ def test_experts_train_and_are_saved_below_full_rank(family: str, tmp_path: Path
     assert error(fz.compose(model)(x).logits, model(x).logits) < 1e-4
     fz.save(model, tmp_path / "saved")
     assert error(fz.load(tmp_path / "saved", tiny(family))(x).logits, model(x).logits) == 0
+    fz.save_pretrained(model, tmp_path / "pretrained")
+    back = fz.from_pretrained(type(model), tmp_path / "pretrained")
+    assert error(back(x).logits, model(x).logits) == 0
 
 
 def test_a_model_with_experts_compiles_whole() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import factorized as fz
-from factorized.nn.held_factors import FactorizedWeight
+from factorized.nn.held_factors import FactorizedWeight, _in_one_piece
 from factorized.nn.held_weight import held_weights
 from factorized.testing import error
 
@@ -185,6 +185,24 @@ def test_what_looks_at_products_sees_every_gate() -> None:
     penalty.attach(optimizer)
     model(torch.randn(3, 2, INPUTS))[0].sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS)
+def test_for_cudnn_the_weights_are_one_piece_of_memory_biases_last(
+    kind: type[nn.RNNBase], settings: dict[str, Any]
+) -> None:
+    dense = kind(INPUTS, HIDDEN, **settings)
+    weights = dict(dense.named_parameters())
+    found = _in_one_piece(weights, bool(dense.bias))
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    assert len({view.untyped_storage().data_ptr() for view in found.values()}) == 1
+    places = {name: view.storage_offset() for name, view in found.items()}
+    biases = [place for name, place in places.items() if name.startswith("bias")]
+    assert all(place < min(biases, default=10**9) for name, place in places.items() if name.startswith("weight"))
+    with_biases = kind(INPUTS, HIDDEN, **{**settings, "bias": True})
+    size = next(iter(found.values())).untyped_storage().nbytes() // 4
+    assert size == sum(parameter.numel() for parameter in with_biases.parameters())  # zeros where there are none
 
 
 def test_a_write_to_a_gate_is_refused_and_a_gate_that_is_set_is_decomposed() -> None:

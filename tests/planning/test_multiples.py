@@ -103,3 +103,13 @@ def test_ranks_are_not_rounded_unasked_where_few_layers_would_leave_much_unspent
 def test_a_convolution_is_not_rounded_unasked() -> None:
     model = nn.Sequential(*(nn.Conv2d(512, 512, 3) for _ in range(20)))
     assert ranks(fz.plan(model, ratio=0.3)) == ranks(fz.plan(model, ratio=0.3, multiple_of=1))
+
+
+def test_narrow_layers_beside_rounded_ones_keep_the_ranks_they_had() -> None:
+    wide, narrow = (nn.Sequential(*(nn.Linear(side, side) for _ in range(12))) for side in (768, 300))
+    model = nn.Sequential(nn.Linear(8, 8), wide, narrow, nn.Linear(8, 8))
+    for ratio in (0.31, 0.5):
+        made, exact = fz.plan(model, ratio=ratio), ranks(fz.plan(model, ratio=ratio, multiple_of=1))
+        assert ratio * 0.99 < made.ratio <= ratio
+        for name, rank in ranks(made).items():
+            assert rank % 8 == 0 if name.startswith("1.") else rank == exact[name]
