@@ -206,7 +206,7 @@ def tensor_parallel(counted: Counted, tp: int, tokens: int, sums_first: bool = F
 
 
 def tokens_split(counted: Counted, tp: int, tokens: int, sums_first: bool = False, passes: int = 1) -> Traffic:
-    """Return the same where tokens are split outside of the layers: sums are scattered, then gathered in the other pass.
+    """Return the same where tokens are split outside of the layers: what was summed is scattered and gathered.
 
     A replicated factor then sees a part of the tokens on every rank: its gradient is summed in every backward pass.
     """

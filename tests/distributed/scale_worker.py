@@ -64,7 +64,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = torch.randn(*input_ids.shape, HIDDEN, dtype=torch.bfloat16).chunk(dist.get_world_size(), 1)[0]
+        length = input_ids.shape[1] // dist.get_world_size()
+        x = torch.randn(len(input_ids), length, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
         for block in self.layers:
             x = block(x)
         return x
@@ -82,6 +83,7 @@ def build(variant: str) -> nn.Module:
             return model
         return fz.factorize(model, rank=40, include=["layers" if is_split else "model.layers"], init="default")
     model = BertForMaskedLM(BertConfig(intermediate_size=768, tie_word_embeddings=False, **sizes))
+    model.cls.predictions.bias = model.cls.predictions.decoder.bias  # which DDP would wait for
     if variant == "lamb":
         return model
     return fz.factorize(model, rank_scale=0.5, attention="heads", include=["*attention"], init="default")
