@@ -5,6 +5,7 @@ python -m benchmarks.scale
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -70,10 +71,9 @@ class Variant:
     decay: Decay = "none"
     is_lamb: bool = False
 
-    @cache  # noqa: B019 - the variants live as long as the program
     def counted(self) -> Counted:
         """Return the model in numbers."""
-        return read(self.build())
+        return _count(self.build)
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ class Step:
         return self.compute + self.data + self.rest
 
 
-def step(variant: Variant, way: Way, gpus: int, machine: Machine | None = None) -> Step:
+@cache
+def step(variant: Variant, way: Way, gpus: int) -> Step:
     """Return what a training step takes of every GPU."""
-    machine, counted, training = machine or Machine(), variant.counted(), variant.training
+    machine, counted, training = Machine(), variant.counted(), variant.training
     tp = machine.node if way.startswith("TP") else 1
     splits_tokens = way == "TP, tokens split"
     replicas = gpus // tp
@@ -182,14 +183,29 @@ def bert() -> nn.Module:
         return BertForMaskedLM(config)
 
 
-def low_rank(model: nn.Module, ratio: float, include: str) -> nn.Module:
-    """Return the model with ``ratio`` of its parameters."""
-    return fz.factorize(model, fz.LowRank(), ratio=ratio, include=[include], init="default")
+def half_decoder() -> nn.Module:
+    """Return the decoder with half of its parameters."""
+    return fz.factorize(llama(), fz.LowRank(), ratio=0.5, include=["model.layers"], init="default")
+
+
+def quarter_decoder() -> nn.Module:
+    """Return the decoder with a quarter of its parameters."""
+    return fz.factorize(llama(), fz.LowRank(), ratio=0.25, include=["model.layers"], init="default")
+
+
+def half_bert() -> nn.Module:
+    """Return BERT-large with half of its parameters."""
+    return fz.factorize(bert(), fz.LowRank(), ratio=0.5, include=["bert.encoder"], init="default")
 
 
 def half_attention() -> nn.Module:
     """Return BERT-large with half the attention dimension."""
     return fz.factorize(bert(), rank_scale=0.5, attention="heads", include=["*attention"], init="default")
+
+
+@cache
+def _count(build: Callable[[], nn.Module]) -> Counted:
+    return read(build())
 
 
 PHASE_1 = Training(sequences=65_536, length=128, micro=64)
@@ -198,36 +214,74 @@ BERTS = (
     Variant("LAMB", bert, PHASE_1, is_lamb=True),
     Variant("FLAMBé", bert, PHASE_1, "ov", is_lamb=True),
     Variant("FLAMBé, attention ×0.5", half_attention, PHASE_1, "ov", is_lamb=True),
-    Variant("FLAMBé, low rank 0.5", lambda: low_rank(bert(), 0.5, "bert.encoder"), PHASE_1, "products", is_lamb=True),
+    Variant("FLAMBé, low rank 0.5", half_bert, PHASE_1, "products", is_lamb=True),
 )
 DECODERS = (
     Variant("dense", llama, DECODER),
-    Variant("low rank 0.5", lambda: low_rank(llama(), 0.5, "model.layers"), DECODER),
-    Variant("low rank 0.5, Frobenius decay", lambda: low_rank(llama(), 0.5, "model.layers"), DECODER, "products"),
-    Variant("low rank 0.25, Frobenius decay", lambda: low_rank(llama(), 0.25, "model.layers"), DECODER, "products"),
+    Variant("low rank 0.5", half_decoder, DECODER),
+    Variant("low rank 0.5, Frobenius decay", half_decoder, DECODER, "products"),
+    Variant("low rank 0.25, Frobenius decay", quarter_decoder, DECODER, "products"),
 )
+
+
+def assumptions() -> str:
+    """Return the table of what is assumed of the machines."""
+    m = Machine()
+    rows = [
+        ("memory of a GPU", f"{m.memory / 1e9:.0f} GB"),
+        ("peak in bfloat16, dense", f"{m.operations / 1e12:.0f} TFLOP/s"),
+        ("share of this peak that a training step reaches", f"{m.share:.0%}"),
+        ("products in float32, for the decay", f"{m.single / 1e12:.0f} TFLOP/s"),
+        ("memory read or written", f"{m.reads / 1e12:.1f} TB/s"),
+        ("GPUs in a node", f"{m.node}"),
+        ("NVLink within a node, each GPU in each direction", f"{m.nvlink / 1e9:.0f} GB/s"),
+        ("network between nodes, each GPU in each direction", f"{m.network / 1e9:.0f} GB/s"),
+    ]
+    return "\n".join(
+        ["| assumed, not measured | |", "| --- | ---: |", *(f"| {name} | {value} |" for name, value in rows)]
+    )
+
+
+def measured_share() -> str:
+    """Return the table of which share of the peak a product reached on one GPU."""
+    report = json.loads((ROOT / "benchmarks" / "results" / "multiples-h200.json").read_text())
+    rows = [row for row in report["rows"] if row["rank"] in (64, 128, 256, 512) and row["inputs"] == 2048]
+    shares = [
+        6
+        * row["rank"]
+        * (row["inputs"] + row["outputs"])
+        * report["tokens"]
+        / (row["milliseconds"] / 1e3 * Machine().operations)
+        for row in rows
+    ]
+    lines = [f"| rank | {' | '.join(str(row['rank']) for row in rows)} |", "| --- |" + " ---: |" * len(rows)]
+    lines.append(f"| share of {Machine().operations / 1e12:.0f} TFLOP/s | {' | '.join(f'{x:.2f}' for x in shares)} |")
+    note = (
+        f"One 2048×5632 product on {report['tokens']:,} tokens, forward and backward in bfloat16; "
+        f"{report['machine']['device']}, torch {report['machine']['torch']}."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def sizes(variants: tuple[Variant, ...]) -> str:
     """Return the table of what is counted of each variant, whatever it runs on."""
     lines = [
-        "| | parameters | ranks | GFLOP a token | of these on one of 8 TP ranks | TP bytes a token "
-        "| gradients summed first | decay, GFLOP a step | decay, MB under FSDP2 |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| | parameters | ranks | GFLOP a token | on one of 8 TP ranks | the same, tokens split | TP, bytes a token "
+        "| where dense layers sum first | decay, GFLOP a step | decay, MB a step under FSDP2 |",
+        "| --- |" + " ---: |" * 9,
     ]
     for variant in variants:
         counted, length = variant.counted(), variant.training.length
-        whole, part = (counted.operations(length, tp) / 1e9 for tp in (1, 8))
+        operations = [counted.operations(length, tp, splits) for tp, splits in ((1, False), (8, False), (8, True))]
         decay = decay_over_shards(counted, variant.decay, 64)
-        ranks = sorted({str(matrix.rank) for matrix in counted.products}) or ["–"]
+        ranks = sorted({matrix.rank for matrix in counted.products if matrix.rank is not None})
         cells = [
             f"{counted.parameters:,}",
-            ", ".join(ranks),
-            f"{whole:.2f}",
-            f"{part:.2f}",
+            " and ".join(map(str, ranks)),
+            *(f"{each / 1e9:.2f}" for each in operations),
             *(f"{2 * counted.sent_by_tokens(8, sums_first):,}" for sums_first in (False, True)),
-            f"{decay_operations(counted, variant.decay) / 1e9:,.0f}" if variant.decay != "none" else "–",
-            f"{(decay.gathered + decay.summed) / 1e6:,.1f}" if variant.decay != "none" else "–",
+            f"{decay_operations(counted, variant.decay) / 1e9:,.0f}" if variant.decay != "none" else "",
+            f"{(decay.gathered + decay.summed) / 1e6:,.0f}" if variant.decay != "none" else "",
         ]
         lines.append(f"| {variant.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -264,7 +318,7 @@ def _three_digits(number: float) -> str:
     return f"{number:.{max(0, 3 - whole)}f}"
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], str]] = {"assumptions": assumptions, "measured-share": measured_share} | {
     f"{model}-{name}": make
     for model, variants in (("bert", BERTS), ("decoder", DECODERS))
     for name, make in (
@@ -280,7 +334,7 @@ def main() -> None:
     """Write the page, and print how long the largest model takes to plan and build."""
     PAGE.write_text(fill(PAGE.read_text(), TABLES))
     start = perf_counter()
-    model = low_rank(llama(), 0.5, "model.layers")
+    model = half_decoder()
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"a decoder of {count:,} parameters, built, planned and factorized in {perf_counter() - start:.2f} s")
 

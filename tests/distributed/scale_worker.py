@@ -113,7 +113,9 @@ def styles(model: nn.Module, variant: str) -> dict[str, ParallelStyle]:
             plan[name] = fz.RowwiseParallel(output_layouts=outside)
         elif split == "columns":
             plan[name] = fz.ColwiseParallel(input_layouts=outside)
-        elif name.endswith("self_attn") and variant == "dense_sums":  # q, k and v have one input, distributed once
+        elif name.endswith("self_attn") and variant == "dense_sums_split":  # q, k and v have one input, gathered once
+            plan[name] = PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
+        elif name.endswith("self_attn") and variant == "dense_sums":
             whole = {"hidden_states": Replicate()}
             plan[name] = PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole)
         elif name.endswith("mlp") and variant == "dense_sums":

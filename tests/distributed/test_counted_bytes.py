@@ -25,7 +25,8 @@ from tests.distributed.test_many_processes import run
 
 WORKER = "tests/distributed/scale_worker.py"
 ONE_WAY = ["ddp-dense", "ddp-low", "ddp-flambe", "fsdp-dense", "fsdp-low", "fsdp-lamb", "fsdp-flambe"]
-ONE_WAY += ["tp-dense", "tp-dense_sums", "tp-low", "tp-flambe", "tp-dense_split", "tp-low_split"]
+ONE_WAY += ["tp-dense", "tp-dense_sums", "tp-low", "tp-flambe", "tp-dense_split"]
+ONE_WAY += ["tp-dense_sums_split", "tp-low_split"]
 SCENARIOS = {2: ONE_WAY, 4: [*ONE_WAY, "both-dense", "both-low", "both-flambe"]}
 DECAYS: dict[str, Decay] = {"low": "products", "low_split": "products", "flambe": "ov"}
 
@@ -50,7 +51,7 @@ def counted(scenario: str, processes: int) -> tuple[Traffic, float]:
     data += decay_over_shards(model, decay, shards, tp)
     data += lamb_norms(model, shards) if variant in ("lamb", "flambe") else Traffic()
     send = tokens_split if variant.endswith("_split") else tensor_parallel
-    within = send(model, tp, BATCH * LENGTH, variant == "dense_sums") + decay_over_parts(model, decay, tp)
+    within = send(model, tp, BATCH * LENGTH, "sums" in variant) + decay_over_parts(model, decay, tp)
     sent = sum(
         each.sent(ranks) + Traffic(scattered=each.scattered).sent(ranks)  # gloo scatters by summing everywhere
         for each, ranks in ((data, processes // tp), (within, tp))
