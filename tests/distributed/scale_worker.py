@@ -112,7 +112,8 @@ def styles(model: nn.Module, variant: str) -> dict[str, ParallelStyle]:
         elif split == "rows":
             plan[name] = fz.RowwiseParallel(output_layouts=outside)
         elif split == "columns":
-            plan[name] = fz.ColwiseParallel(input_layouts=outside)
+            is_gathered = variant == "dense_sums_split" and "self_attn" in name
+            plan[name] = fz.ColwiseParallel(input_layouts=Replicate() if is_gathered else outside)
         elif name.endswith("self_attn") and variant == "dense_sums_split":  # q, k and v have one input, gathered once
             plan[name] = PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
         elif name.endswith("self_attn") and variant == "dense_sums":

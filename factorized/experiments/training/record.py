@@ -14,13 +14,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from factorized import version
 from factorized.decay.forms import forms
 from factorized.diagnostics.diagnose import diagnose
 from factorized.experiments.data.images import Images
 from factorized.experiments.training.folder import METRICS, writing
 from factorized.files.atomic import write_whole
 from factorized.files.checksum import sealed
+from factorized.version import PACKAGE, __version__
 
 Row = dict[str, Any]
 
@@ -90,7 +90,7 @@ def describe_machine(device: torch.device) -> Row:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "python": platform.python_version(),
-        "factorized": version.__version__,
+        "factorized": __version__,
         "commit": commit(),
     }
 
@@ -117,7 +117,7 @@ def describe_data(images: Images) -> Row:
 
 def commit() -> str | None:
     """Return the commit of the package's own checkout, with -dirty where files differ; None where it is not in one."""
-    root = Path(version.__file__).resolve().parents[1]
+    root = PACKAGE.resolve().parent
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:  # installed below somebody else's repository
         return None
