@@ -149,8 +149,13 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_tables(text: str) -> str:
-    """Return ``text`` with every table regenerated."""
-    for name, make in TABLES.items():
+    """Return ``text`` with every table of results regenerated."""
+    return fill(text, TABLES)
+
+
+def fill(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """Return ``text`` with each of these tables regenerated between its marks."""
+    for name, make in tables.items():
         block = f"<!-- table:{name} -->\n{make()}\n<!-- end -->"
         text = re.sub(rf"<!-- table:{name} -->.*?<!-- end -->", lambda _, new=block: new, text, flags=re.DOTALL)
     return text

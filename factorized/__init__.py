@@ -8,12 +8,15 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
+    from factorized import integrations as integrations
     from factorized.public import *  # noqa: F403
 else:  # a type checker would accept any name because of this function
 
     def __getattr__(name: str) -> object:
         if name.startswith("__") and name not in ("__all__", "__version__"):
             raise AttributeError(f"module 'factorized' has no attribute {name!r}")
+        if name == "integrations":
+            return importlib.import_module("factorized.integrations")
         public = vars(importlib.import_module("factorized.public"))
         if name != "__all__" and name not in public["__all__"]:
             raise AttributeError(f"module 'factorized' has no attribute {name!r}")

@@ -1,3 +1,6 @@
-"""The version of the package, stamped into every checkpoint."""
+"""The version, and the folder of the package."""
+
+from pathlib import Path
 
 __version__ = "0.1.0"
+PACKAGE = Path(__file__).parent

@@ -30,6 +30,7 @@ PATH = [
     "experiments.models",
     "experiments.recipes",
     "experiments.training",
+    "experiments.text",
     "experiments.reproduce",
     "experiments.cli",
 ]

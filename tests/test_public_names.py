@@ -43,6 +43,16 @@ def test_a_name_that_is_not_there_is_an_attribute_error(name: str) -> None:
         getattr(fz, name)
 
 
+@pytest.mark.parametrize(
+    "name", ["FactorizedTrainerMixin", "resize_token_embeddings", "FactorizeCallback", "restore_plan", "on_factorized"]
+)
+def test_adapters_are_found_without_the_name_of_their_file(name: str) -> None:
+    assert getattr(fz.integrations, name).__module__.startswith("factorized.integrations.")
+    assert name in dir(fz.integrations)
+    with pytest.raises(AttributeError, match=r"module 'factorized\.integrations' has no attribute 'nothing'"):
+        _ = fz.integrations.nothing
+
+
 @pytest.mark.nightly  # mypy reads torch's files
 def test_a_type_checker_knows_the_public_names_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "uses_it.py").write_text(

@@ -1,1 +1,25 @@
-"""Thin adapters to other packages, each imported only where it is used."""
+"""Thin adapters to other packages; ``fz.integrations`` imports each when one of its names is first used."""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from factorized.integrations.lightning import FactorizeCallback, restore_plan
+    from factorized.integrations.peft import on_factorized
+    from factorized.integrations.transformers import FactorizedTrainerMixin, resize_token_embeddings
+else:
+    HOMES = {
+        "FactorizedTrainerMixin": "transformers",
+        "resize_token_embeddings": "transformers",
+        "FactorizeCallback": "lightning",
+        "restore_plan": "lightning",
+        "on_factorized": "peft",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in HOMES:
+            raise AttributeError(f"module 'factorized.integrations' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"factorized.integrations.{HOMES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return list(HOMES)

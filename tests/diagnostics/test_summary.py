@@ -42,7 +42,8 @@ def test_a_dense_model_is_listed_with_all_of_its_parameters() -> None:
     assert "of the dense" not in str(found)
 
 
-def test_a_factorized_model_says_format_rank_execution_and_what_is_saved() -> None:
+def test_a_factorized_model_says_format_rank_execution_and_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     dense = count(model := Tied())
     fz.factorize(model, rank=4, keep_first_and_last=False, attention=False)
     found = fz.summary(model)

@@ -139,5 +139,5 @@ def test_a_weight_that_is_not_finite_is_refused(value: float) -> None:
     dense = nn.Linear(6, 5)
     with torch.no_grad():
         dense.weight[2, 3] = value
-    with pytest.raises(ValueError, match="weight holds NaN or infinite values"):
+    with pytest.raises(ValueError, match="weight holds NaN or infinity"):
         FactorizedLinear.from_dense(dense, 3)

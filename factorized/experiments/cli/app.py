@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from factorized.experiments.cli import compose, data, demo, evaluate, plan, recipes, train
+from factorized.experiments.cli import compose, data, demo, evaluate, generate, plan, recipes, train, translate
 from factorized.experiments.cli.arguments import examples
 from factorized.experiments.cli.console import say
 from factorized.version import __version__
@@ -29,6 +29,8 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
+app.command("translate", epilog=translate.EXAMPLES)(translate.translate)
+app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 

@@ -13,6 +13,7 @@ import typer
 from factorized.experiments.cli.arguments import Data, Device, Run, TrustModel, examples
 from factorized.experiments.cli.console import say
 from factorized.experiments.cli.evaluate import ALLOWED as ALLOWED_TO_RECORDED
+from factorized.experiments.cli.text import compose_run, is_text_run
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.extras import install_command
 
@@ -73,6 +74,11 @@ def compose(
     from factorized.nn.running import count_parameters
 
     where = pick_device(device)
+    if is_text_run(run):
+        if lower or to is not Kind.plain:
+            raise ValueError(f"{run} is a run on text: it is composed into a folder of transformers, --to plain alone")
+        compose_run(run, out, data, where, overwrite=overwrite)
+        return
     recipe, result, network = load_trained(run, trust_model=trust_model)
     suffix = SUFFIXES[to.value]
     path = out or run / f"{LOWERED if lower else COMPOSED}{suffix}"

@@ -1,4 +1,4 @@
-"""``factorized evaluate``: the test accuracy of a finished run, once more."""
+"""``factorized evaluate``: the score of a finished run, once more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import typer
 
 from factorized.experiments.cli.arguments import Data, Device, Run, TrustModel, examples
 from factorized.experiments.cli.console import say
+from factorized.experiments.cli.text import evaluate_run, is_text_run
 
 EXAMPLES = examples(
     "factorized evaluate out/digits/resnet8/seed-0",
@@ -27,6 +28,9 @@ def evaluate(run: Run, data: Data = None, device: Device = None, trust_model: Tr
     from factorized.experiments.training.trained import load_trained
 
     where = pick_device(device)
+    if is_text_run(run):
+        evaluate_run(run, data, where)
+        return
     recipe, result, network = load_trained(run, trust_model=trust_model)
     images = load_data_of_run(recipe, result, data)
     loss, accuracy = Evaluator(network.to(where), images, autocast_type(recipe, where), graph=False)()

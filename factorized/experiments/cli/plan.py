@@ -17,6 +17,7 @@ from factorized.experiments.cli.arguments import (
     examples,
 )
 from factorized.experiments.cli.console import say, write_page
+from factorized.experiments.cli.text import plan_recipe
 from factorized.experiments.models.names import MOST_CLASSES, MOST_VALUES
 
 if TYPE_CHECKING:
@@ -88,7 +89,14 @@ def plan(
 ) -> None:
     """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
     from factorized.experiments.cli.images import load_data
-    from factorized.experiments.recipes.find import change_table, check_recipe, load_recipe, merge
+    from factorized.experiments.recipes.find import (
+        change_table,
+        check_recipe,
+        check_text_recipe,
+        load_any_recipe,
+        merge,
+    )
+    from factorized.experiments.recipes.text import TextRecipe
     from factorized.experiments.training.network import build_dense, plan_network
 
     if (name is None) == (model is None):
@@ -115,7 +123,11 @@ def plan(
         shape = (classes or 10, size or 32, channels or 3)
         recipe, images = _without_data(recipe, shape) if data is None else load_data(recipe, data)
     else:
-        read = load_recipe(name, changes or ())
+        read = load_any_recipe(name, changes or ())
+        if isinstance(read, TextRecipe):
+            changed = merge(read.to_dict(), {"factorize": given})
+            plan_recipe(check_text_recipe(changed, name) if given else read, html)
+            return
         recipe = check_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
         recipe, images = _images_of(recipe, data)
     if variant is not None and recipe.factorize.scheme != "overcomplete":

@@ -22,7 +22,7 @@ def list_recipes(
     names_only: Annotated[bool, typer.Option("--quiet", "-q", help="Only the names, one on a line.")] = False,
 ) -> None:
     """List the recipes, with the accuracy of the paper that each aims at."""
-    from factorized.experiments.recipes.find import load_recipe, recipe_names
+    from factorized.experiments.recipes.find import load_any_recipe, recipe_names
 
     found = [name for name in recipe_names() if part in name]
     if not found:
@@ -34,7 +34,7 @@ def list_recipes(
     titles = ("what it trains",) if out.width >= ROOM_FOR_TITLES else ()
     table = plain_table("recipe", *titles, "paper", "%", numbers=("%",))
     for name in found:
-        recipe = load_recipe(name)
+        recipe = load_any_recipe(name)
         where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
         table.add_row(name, *(recipe.title for _ in titles), where, figure)
     out.print(table)
@@ -46,10 +46,10 @@ def show_recipe(
     whole: Annotated[bool, typer.Option("--whole", help="With what it extends and every default.")] = False,
 ) -> None:
     """Show a recipe: its file or its table cell, or every field with its value."""
-    from factorized.experiments.recipes.find import load_recipe, recipe_text
+    from factorized.experiments.recipes.find import load_any_recipe, recipe_text
     from factorized.experiments.recipes.toml import to_toml
 
-    recipe = load_recipe(name)
+    recipe = load_any_recipe(name)
     say(to_toml(recipe.to_dict()) if whole else recipe_text(name))
 
 

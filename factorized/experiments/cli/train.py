@@ -76,12 +76,19 @@ def train(
 
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.cli.images import load_data
-    from factorized.experiments.recipes.find import load_recipe
+    from factorized.experiments.recipes.find import load_any_recipe
+    from factorized.experiments.recipes.text import TextRecipe
     from factorized.experiments.training.progress import Reporter
     from factorized.experiments.training.train import train as train_seeds
 
-    recipe = load_recipe(name, changes or ())
+    recipe = load_any_recipe(name, changes or ())
     where = pick_device(device)
+    how_to_begin: Any = "auto" if auto_resume else resume
+    if isinstance(recipe, TextRecipe):
+        from factorized.experiments.cli.text import train_recipe
+
+        train_recipe(recipe, data, out, where, quiet=quiet, seeds=chosen, resume=how_to_begin, overwrite=overwrite)
+        return
     recipe, images = load_data(recipe, data, quiet=quiet)
     folder = out / recipe.name
     results = train_seeds(
@@ -90,7 +97,7 @@ def train(
         folder,
         seeds=chosen,
         device=where,
-        resume="auto" if auto_resume else resume,
+        resume=how_to_begin,
         overwrite=overwrite,
         allow_other_devices=allow_other_devices,
         reporter=Reporter(console(quiet=quiet), quiet=quiet),

@@ -7,12 +7,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from factorized import version
+from factorized.version import PACKAGE
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
-
-_PACKAGE = str(Path(version.__file__).parent)
 
 
 def in_words(error: BaseException, *, named: bool = True) -> str:
@@ -38,6 +36,6 @@ def place_and_reason(error: BaseException) -> str:
         return f"at {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is ours
     own = [f for f in frames if "site-packages" not in f.filename and Path(f.filename).is_file()]
-    own = [f for f in own if not f.filename.startswith((sys.base_prefix, _PACKAGE))]
+    own = [f for f in own if not f.filename.startswith((sys.base_prefix, str(PACKAGE)))]
     place = f"at {own[-1].filename}:{own[-1].lineno}" if own else "outside of your code"
     return f"{place}: {type(error).__name__}: {in_words(error)}"

@@ -65,7 +65,7 @@ def _load(transformers: Any, kind: Any, folder: Path, config: Any) -> tuple[nn.M
     """Return the model with the weights of ``folder``, and what transformers reports about them."""
     pickled = [name for name in PICKLED if (folder / name).is_file()]
     try:
-        with _quiet(transformers):
+        with quiet(transformers):
             model, report = kind.from_pretrained(
                 folder,
                 config=config,
@@ -123,8 +123,8 @@ def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classe
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Hide transformers' progress bar and load report: ``_check_filled`` reports what matters."""
+def quiet(transformers: Any) -> Iterator[None]:
+    """Hide transformers' progress bars and reports."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -9,22 +9,29 @@ from collections.abc import Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from factorized.experiments.recipes.recipe import BUDGETS, Recipe, Section, is_used_by
+from factorized.experiments.recipes.recipe import BUDGETS, Named, Recipe, Section, is_used_by
 from factorized.experiments.recipes.tables import Cell, read_cells
+from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.recipes.toml import to_toml
 
 SHIPPED = Path(__file__).parent
 Table = dict[str, Any]
+Kind = TypeVar("Kind", Recipe, TextRecipe)
 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package, such as ``"cifar10/resnet32x2"``."""
     files = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.glob("*/*.toml"))
     return sorted((*files, *_recipes_of_tables()))
+
+
+def image_recipe_names() -> list[str]:
+    """Return the names of those that train on images."""
+    return [name for name in recipe_names() if "task" not in read_recipe(name)]
 
 
 @cache
@@ -55,23 +62,43 @@ def recipe_text(name: str) -> str:
     if name not in _recipes_of_tables():
         return recipe_path(name).read_text().rstrip()
     table = read_recipe(name)
-    ordered = {key: table[key] for key in Recipe.model_fields if key in table}
-    return f"# factorized train {name} --data DIR\n{to_toml(ordered)}"
+    fields = (TextRecipe if "task" in table else Recipe).model_fields
+    ordered = {key: table[key] for key in fields if key in table}
+    embedded = "task" in table and not table["data"].get("train")
+    return f"# factorized train {name}{'' if embedded else ' --data DIR'}\n{to_toml(ordered)}"
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
-    """Return a recipe by name or path, checked; ``changes`` are ``"section.field=value"``, the value as TOML has it."""
+    """Return a recipe of images by name or path, checked; ``changes`` are ``"section.field=value"``, as in TOML."""
+    recipe = load_any_recipe(name, changes)
+    if isinstance(recipe, TextRecipe):
+        raise ValueError(f"{name} is a recipe of text (task {recipe.task!r}); this needs one of images")
+    return recipe
+
+
+def load_any_recipe(name: str, changes: Sequence[str] = ()) -> Recipe | TextRecipe:
+    """Return a recipe of images or of text by name or path, checked, with ``changes``."""
     table = change_table(read_recipe(name), changes)
     own = name.endswith(".toml")  # a file of the user: where it lies does not belong to its name
-    return check_recipe({"name": Path(name).stem if own else name, **table}, name)
+    table = {"name": Path(name).stem if own else name, **table}
+    return check_text_recipe(table, name) if "task" in table else check_recipe(table, name)
 
 
 def check_recipe(table: Mapping[str, Any], source: str) -> Recipe:
-    """Return the recipe that ``table`` describes; every mistake in it is one line, with the nearest name there is."""
+    """Return the recipe of images in ``table``; every mistake in it is one line, with the nearest name there is."""
+    return _checked(Recipe, table, source)
+
+
+def check_text_recipe(table: Mapping[str, Any], source: str) -> TextRecipe:
+    """Return the recipe of text in ``table``; every mistake in it is one line, with the nearest name there is."""
+    return _checked(TextRecipe, table, source)
+
+
+def _checked(kind: type[Kind], table: Mapping[str, Any], source: str) -> Kind:
     try:
-        return Recipe.model_validate(table)
+        return kind.model_validate(table)
     except ValidationError as error:
-        raise ValueError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from None
+        raise ValueError(f"{source}: " + "; ".join(_explain(kind, e) for e in error.errors())) from None
 
 
 def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
@@ -141,11 +168,11 @@ def _parse(text: str) -> Table:
         raise ValueError("its values are nested too deeply") from None
 
 
-def _explain(error: Any) -> str:
+def _explain(recipe: type[Named], error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         *tables, field = error["loc"]
-        known = _fields(tables)
+        known = _fields(recipe, tables)
         return f"there is no field {where!r}{_nearest(str(field), known)}; fields here: {', '.join(known)}"
     if error["type"] == "missing":
         return f'{where} is missing: a recipe names its network, as [model] name = "resnet8", or extends one that does'
@@ -155,8 +182,8 @@ def _explain(error: Any) -> str:
     return f"{where}: {message}, got {reprlib.repr(error['input'])}"
 
 
-def _fields(tables: Sequence[Any]) -> list[str]:
-    section: type[BaseModel] = Recipe
+def _fields(recipe: type[Named], tables: Sequence[Any]) -> list[str]:
+    section: type[BaseModel] = recipe
     for table in tables:
         annotation = section.model_fields[str(table)].annotation
         choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)

@@ -264,19 +264,12 @@ class Run(Section):
     diagnose: bool = True
 
 
-class Recipe(Section):
-    """One training run."""
+class Named(Section):
+    """What every recipe has, of images or of text: a name, and the figure it aims at."""
 
     name: Line = "unnamed"  # also the folder of its runs
     title: Line = ""
     paper: Paper | None = None
-    model: Model
-    data: Data = Data()
-    factorize: Factorize = Factorize()
-    decay: Decay = Decay()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    run: Run = Run()
 
     @field_validator("name")
     @classmethod
@@ -287,6 +280,22 @@ class Recipe(Section):
             raise ValueError(f"runs land in OUT/NAME: expected at most 200 bytes a folder, got {name[:40]!r}…")
         return name
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the recipe as plain data, defaults included."""
+        return self.model_dump(mode="json")
+
+
+class Recipe(Named):
+    """One training run on images."""
+
+    model: Model
+    data: Data = Data()
+    factorize: Factorize = Factorize()
+    decay: Decay = Decay()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    run: Run = Run()
+
     @model_validator(mode="after")
     def _decay_fits_the_scheme(self) -> Self:
         needs_products = self.decay.kind in ("frobenius", "crs", "normalized") or self.decay.record_norms
@@ -296,7 +305,3 @@ class Recipe(Section):
                 'scheme, or decay.kind = "weight"'
             )
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the recipe as plain data, defaults included."""
-        return self.model_dump(mode="json")

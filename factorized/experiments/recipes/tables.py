@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 FIGURE = re.compile(r"([+-]?\d+(?:\.\d+)?)(?:±(\d+(?:\.\d+)?))?")
 NOTHING, NO_FIGURE = "-", "*"  # the table has nothing there; a recipe is there, and the paper has no figure for it
-Settings = dict[str, dict[str, Any]]  # as in a recipe: section, field, value
+Settings = dict[str, Any]  # as in a recipe: the task of text; section, field, value
 
 
 @dataclass(frozen=True)
 class Cell:
     """One figure of a table of the paper, with its recipe where it can be trained."""
 
-    table: int  # the paper's number, 5 to 9 in its appendix
+    table: int | None  # the paper's number, 5 to 9 in its appendix
     grid: str  # which part of the table
     metric: str  # "accuracy", "error" or another; empty where the column says it
     row: str
@@ -72,7 +72,7 @@ class _Pattern(_Part):
 
 
 class _Table(_Part):
-    table: int
+    table: int | None = None  # None: recipes of ours, without a table of the paper
     metric: str = ""
     recipe: _Pattern = _Pattern()
     dense: _Pattern = _Pattern()

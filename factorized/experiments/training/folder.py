@@ -19,7 +19,9 @@ from factorized.experiments.training.export import COMPOSED, LOWERED, SUFFIXES
 from factorized.files.atomic import lock
 
 METRICS = "metrics.jsonl"
-_LEFT = (state.FILE, METRICS, trained.RESULT, norms.FILE)
+CHECKPOINTS = "checkpoints"  # of text: the folder that transformers' Trainer writes
+BEGUN = "begun.json"  # of text: what the run trains
+_LEFT = (state.FILE, METRICS, trained.RESULT, norms.FILE, BEGUN)
 _MADE_FROM_IT = tuple(f"{stem}{suffix}" for stem in (COMPOSED, LOWERED) for suffix in SUFFIXES.values())
 
 
@@ -60,7 +62,7 @@ def prepare_folders(
 
 
 def _runs(folder: Path) -> list[str]:
-    return [name for name in (state.FILE, trained.RESULT) if (folder / name).exists()]
+    return [name for name in (state.FILE, CHECKPOINTS, trained.RESULT) if (folder / name).exists()]
 
 
 def _began(folder: Path) -> bool:
@@ -131,4 +133,5 @@ def _probe(folder: Path) -> None:
 def _clear(folder: Path) -> None:
     for path in (*(folder / name for name in (*_LEFT, *_MADE_FROM_IT)), *folder.glob("events.out.tfevents.*")):
         path.unlink(missing_ok=True)
-    shutil.rmtree(folder / trained.FOLDER, ignore_errors=True)
+    for name in (trained.FOLDER, CHECKPOINTS):
+        shutil.rmtree(folder / name, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from rich.console import Console
@@ -66,6 +67,13 @@ class Reporter:
         figures = self._show(row["epoch"] - 1, self.steps, row["loss"], row["images_per_second"])
         if not self.live and not self.quiet:
             self.console.print(f"{self.title}  {figures}", highlight=False, soft_wrap=True)
+
+    def figures(self, done: int, figures: Mapping[str, float]) -> None:
+        """Show figures of a run, after ``done`` of its steps."""
+        shown = "  ".join([f"{done:,}/{self.steps:,}", *(f"{name} {value:.4g}" for name, value in figures.items())])
+        self.progress.update(self.task, completed=done, figures=shown)
+        if not self.live:
+            self.note(f"{self.title}  {shown}")
 
     def _show(self, epoch: int, steps: int, loss: float, images_per_second: float) -> str:
         figures = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}{self.test}  {images_per_second:,.0f} images/s"

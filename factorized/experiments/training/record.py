@@ -14,25 +14,26 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from factorized import version
 from factorized.decay.forms import forms
 from factorized.diagnostics.diagnose import diagnose
 from factorized.experiments.data.images import Images
 from factorized.experiments.training.folder import METRICS, writing
 from factorized.files.atomic import write_whole
 from factorized.files.checksum import sealed
+from factorized.version import PACKAGE, __version__
 
 Row = dict[str, Any]
 
 
 class Recorder:
-    """While entered, writes a row per epoch to TensorBoard and to a file that is whole after every row.
+    """While entered, writes rows to TensorBoard and to a file that is whole after every row.
 
-    ``folder=None`` writes nothing, for a process that is not the first.
+    A row belongs to an epoch, or to what ``by`` says. ``folder=None`` writes nothing, for a process that is not the
+    first.
     """
 
-    def __init__(self, folder: Path | None, history: Sequence[Row]) -> None:
-        self.folder, self.history = folder, history
+    def __init__(self, folder: Path | None, history: Sequence[Row], by: str = "epoch") -> None:
+        self.folder, self.history, self.by = folder, history, by
 
     def __enter__(self) -> Self:
         if self.folder is None:
@@ -42,7 +43,9 @@ class Recorder:
         # A run that was killed may have written a row after its last checkpoint: begin with what that one knows.
         with writing(self.folder):
             (self.folder / METRICS).write_text("".join(map(_line, self.history)))
-            self.board = SummaryWriter(str(self.folder), purge_step=len(self.history) + 1)
+            self.board = SummaryWriter(
+                str(self.folder), purge_step=self.history[-1][self.by] + 1 if self.history else 1
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -50,15 +53,15 @@ class Recorder:
             self.board.close()
 
     def add(self, row: Row) -> None:
-        """Write the row of an epoch."""
+        """Write a row."""
         if self.folder is None:
             return
         with writing(self.folder):
             with (self.folder / METRICS).open("a") as file:
                 file.write(_line(row))
             for name, value in row.items():
-                if name != "epoch":
-                    self.board.add_scalar(name, value, row["epoch"])
+                if name != self.by:
+                    self.board.add_scalar(name, value, row[self.by])
             self.board.flush()
 
 
@@ -87,7 +90,7 @@ def describe_machine(device: torch.device) -> Row:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "python": platform.python_version(),
-        "factorized": version.__version__,
+        "factorized": __version__,
         "commit": commit(),
     }
 
@@ -114,7 +117,7 @@ def describe_data(images: Images) -> Row:
 
 def commit() -> str | None:
     """Return the commit of the package's own checkout, with -dirty where files differ; None where it is not in one."""
-    root = Path(version.__file__).resolve().parents[1]
+    root = PACKAGE.resolve().parent
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:  # installed below somebody else's repository
         return None

@@ -75,7 +75,7 @@ def save_trained(network: nn.Module, run: Path) -> dict[str, str]:
         check_finite(network, "the network was not written")
         folder.mkdir(parents=True)
         save_tensors(folder / DENSE, network.state_dict())
-    return {path.name: _checksum(path) for path in sorted(folder.iterdir())}
+    return {path.name: checksum_of(path) for path in sorted(folder.iterdir())}
 
 
 def load_trained(run: Path, *, trust_model: bool = False) -> tuple[Recipe, dict[str, Any], nn.Module]:
@@ -95,7 +95,7 @@ def load_trained(run: Path, *, trust_model: bool = False) -> tuple[Recipe, dict[
     if not files:
         raise ValueError(f"{run / RESULT}: files must hold the checksums of the network's files; train the run again")
     for file, expected in files.items():
-        _check_file(run / FOLDER / Path(file).name, expected)
+        check_file(run / FOLDER / Path(file).name, expected)
     fresh = build_model(name, len(data["classes"]), data["size"][0], data["channels"])
     boundless = boundless_buffers(fresh)
     if DENSE in files:
@@ -111,10 +111,11 @@ def load_trained(run: Path, *, trust_model: bool = False) -> tuple[Recipe, dict[
     return recipe, result, network.eval()
 
 
-def _check_file(path: Path, expected: str) -> None:
+def check_file(path: Path, expected: str) -> None:
+    """Raise if the file is missing, or is not the one with that checksum."""
     if not path.is_file():
         raise ValueError(f"{path} is missing, though {RESULT} names it; train the run again")
-    found = _checksum(path)
+    found = checksum_of(path)
     if found != expected:
         raise ValueError(
             f"{path} is damaged, or of another network: its checksum is {found[:12]}…, and {RESULT} says "
@@ -122,13 +123,25 @@ def _check_file(path: Path, expected: str) -> None:
         )
 
 
-def _checksum(path: Path) -> str:
+def checksum_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """Return the result of a finished run, after checking its checksum."""
+    """Return the result of a finished run on images, after checking its checksum."""
+    found, intact = read_sealed(run)
+    if isinstance(found, dict) and "task" in found:
+        raise ValueError(f"{run / RESULT} is a run on text (task {found['task']!r}); this needs one on images")
+    result = check_result(found, run / RESULT)
+    if not intact:
+        raise ValueError(changed(run))
+    return {key: value for key, value in result.items() if key != "checksum"}
+
+
+def read_sealed(run: Path) -> tuple[Any, bool]:
+    """Return what ``result.json`` of a run holds, and whether its checksum is right."""
     path = run / RESULT
     if not path.is_file():
         within = sorted(path.parent for path in run.glob("*/result.json")) if run.is_dir() else []
@@ -138,13 +151,14 @@ def read_result(run: Path) -> dict[str, Any]:
         raise ValueError(f"there is no {path}{hint}")
     try:
         found: Any = json.loads(path.read_text())
-        intact = isinstance(found, dict) and is_sealed(found)
+        return found, isinstance(found, dict) and is_sealed(found)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    result = check_result(found, path)
-    if not intact:
-        raise ValueError(f"{path} is damaged, or was changed: its checksum does not match; train the run again")
-    return {key: value for key, value in result.items() if key != "checksum"}
+
+
+def changed(run: Path) -> str:
+    """Return the message for a result whose checksum is wrong."""
+    return f"{run / RESULT} is damaged, or was changed: its checksum does not match; train the run again"
 
 
 def check_result(found: Any, path: Path) -> dict[str, Any]:

@@ -34,6 +34,8 @@ VERBS = [
     ["train"],
     ["evaluate"],
     ["compose"],
+    ["translate"],
+    ["generate"],
     ["data"],
     ["data", "prepare"],
     ["data", "ls"],
@@ -215,7 +217,7 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("factorized tr", ["train"]),
+        ("factorized tra", ["train", "translate"]),
         (
             "factorized train digits/resnet8-lowrank-0.1-",
             [f"digits/resnet8-lowrank-0.1-{end}" for end in ("fd", "si", "si-fd")],

@@ -11,13 +11,20 @@ import pytest
 import torch
 
 from factorized.experiments.data.stand_in import known_shape, stand_in
-from factorized.experiments.recipes.find import check_recipe, load_recipe, merge, read_recipe, recipe_names, recipe_text
+from factorized.experiments.recipes.find import (
+    check_recipe,
+    image_recipe_names,
+    load_recipe,
+    merge,
+    read_recipe,
+    recipe_text,
+)
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.network import build_dense, plan_network
 from factorized.experiments.training.train import train
 from factorized.nn.running import count_parameters
 
-NAMES = recipe_names()
+NAMES = image_recipe_names()
 RECIPES = {name: load_recipe(name) for name in NAMES}
 HEAVY = ("vgg19", "wrn28-10", "resnet110", "resnet56")
 BATCH = 2

@@ -9,10 +9,10 @@ from collections import Counter
 
 import pytest
 
-from factorized.experiments.recipes.find import load_recipe, paper_cells, recipe_names
+from factorized.experiments.recipes.find import image_recipe_names, load_recipe, paper_cells
 from factorized.experiments.recipes.recipe import Recipe
 
-OURS = {name: load_recipe(name) for name in recipe_names()}
+OURS = {name: load_recipe(name) for name in image_recipe_names()}
 CELLS = paper_cells()
 
 

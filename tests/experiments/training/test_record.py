@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import factorized as fz
-from factorized import version
+from factorized.experiments.training import record
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.network import build_network
 from factorized.experiments.training.record import Recorder, commit, product_row, write_json
@@ -151,7 +151,7 @@ def test_what_json_has_no_number_for_is_written_as_null(tmp_path: Path) -> None:
 
 
 def test_a_result_made_in_a_checkout_names_its_commit() -> None:
-    root = Path(version.__file__).parents[1]
+    root = record.PACKAGE.parent
     if not (root / ".git").exists():
         assert commit() is None
         return
@@ -170,7 +170,7 @@ def test_the_commit_is_that_of_the_package_and_of_no_repository_around_it(
     package = tmp_path / "factorized"
     package.mkdir()
     (package / "version.py").write_text("")
-    monkeypatch.setattr(version, "__file__", str(package / "version.py"))
+    monkeypatch.setattr(record, "PACKAGE", package)
     assert commit() is None
     git("init", "-q")
     git("add", ".")
@@ -180,7 +180,7 @@ def test_the_commit_is_that_of_the_package_and_of_no_repository_around_it(
     assert commit() == git("rev-parse", "HEAD") + "-dirty"
     inner = tmp_path / "env" / "factorized"
     inner.mkdir(parents=True)
-    monkeypatch.setattr(version, "__file__", str(inner / "version.py"))
+    monkeypatch.setattr(record, "PACKAGE", inner)
     assert commit() is None
     monkeypatch.setenv("PATH", "")
     assert commit() is None

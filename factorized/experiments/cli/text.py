@@ -1,0 +1,142 @@
+"""What the verbs do with recipes and runs of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+
+if TYPE_CHECKING:
+    import torch
+
+    from factorized.experiments.recipes.text import TextRecipe
+    from factorized.experiments.text.corpus import Corpus
+
+ALLOWED = 0.01  # of the recorded score: what other devices and precisions may change
+ROUNDING = 1e-3  # of the loss: what multiplying the factors out may change
+
+
+def is_text_run(run: Path) -> bool:
+    """Return whether ``run`` is the folder of a finished run on text."""
+    from factorized.experiments.training.trained import read_sealed
+
+    found, _ = read_sealed(run)
+    return isinstance(found, dict) and "task" in found
+
+
+def load_text(recipe: TextRecipe, data: str | None, *, quiet: bool = False, tokenizer: Any = None) -> Corpus:
+    """Return the recipe's text, tokenized; its files are looked for in the folder ``data``."""
+    from factorized.experiments.data.load import data_folder
+    from factorized.experiments.text.corpus import load_corpus
+
+    folder = None if data is None else Path(data).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--data: there is no folder {data}; give the folder of {', '.join(recipe.data.train)}")
+    if folder is not None and not recipe.data.train:
+        raise ValueError(
+            f"--data {data}: {recipe.name} reads the embedded text {recipe.data.name!r}; drop --data, or name files of "
+            "yours by --set 'data.train=[\"train.txt\"]'"
+        )
+    with progress_bar(quiet=quiet) as bar:
+        return load_corpus(recipe, folder, data_folder() / "packed", bar, tokenizer)
+
+
+def train_recipe(
+    recipe: TextRecipe, data: str | None, out: Path, device: torch.device, *, quiet: bool, **how: Any
+) -> None:
+    """Train a recipe of text and show its scores."""
+    from factorized.experiments.text.train import train_text
+    from factorized.experiments.training.progress import Reporter
+
+    corpus = load_text(recipe, data, quiet=quiet)
+    folder = out / recipe.name
+    results = train_text(
+        recipe, corpus, folder, device=device, reporter=Reporter(console(quiet=quiet), quiet=quiet), **how
+    )
+    _report(recipe, results, folder)
+
+
+def _report(recipe: TextRecipe, results: Sequence[dict[str, Any]], folder: Path) -> None:
+    from factorized.experiments.reproduce.summary import Summary
+
+    score = results[0]["score"]
+    table = plain_table("seed", score, "seconds", "run", numbers=("seed", score, "seconds"))
+    for result in results:
+        row = (str(result["seed"]), f"{result['scores'][score]:.2f}", f"{result['seconds']:.1f}")
+        table.add_row(*row, str(folder / f"seed-{result['seed']}"))
+    console().print(table)
+    mean = Summary.of([result["scores"][score] for result in results])
+    say(f"{recipe.name}: {score} {mean} (n = {mean.n}), {results[0]['parameters']:,} parameters")
+
+
+def plan_recipe(recipe: TextRecipe, html: Path | None) -> None:
+    """Show the plan of a recipe of text; nothing is read but the size of the vocabulary."""
+    import torch
+
+    from factorized.experiments.cli.console import write_page
+    from factorized.experiments.text.network import plan_text, starting_network
+    from factorized.experiments.text.tokenizer import stand_in_tokenizer
+    from factorized.nn.running import count_parameters
+    from factorized.surgery.compose import is_factorized
+    from factorized.surgery.describe import describe
+
+    needs_weights = bool(recipe.model.name or recipe.model.from_run) or recipe.factorize.depends_on_weights
+    with torch.device("cpu" if needs_weights else "meta"):
+        dense = starting_network(recipe, stand_in_tokenizer(recipe.data), seed=0)
+    plan = describe(dense) if is_factorized(dense) else plan_text(recipe, dense)
+    if plan is None:
+        say(f"{recipe.name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
+        return
+    say(str(plan))
+    if html is not None:
+        write_page(html, plan.to_html(), "--html")
+        say(f"drawn on {html}")
+
+
+def evaluate_run(run: Path, data: str | None, device: torch.device) -> None:
+    """Measure a finished run on text once more, and compare with what was recorded."""
+    from factorized.experiments.text.train import TASKS
+    from factorized.experiments.text.trained import load_text_run
+
+    recipe, result, model, tokenizer = load_text_run(run)
+    corpus = load_text(recipe, data, tokenizer=tokenizer)
+    scores = TASKS[recipe.task](recipe, corpus).test(model.to(device))
+    name, found, recorded = result["score"], scores[result["score"]], result["scores"][result["score"]]
+    say("  ".join(f"{key} {value:.4g}" for key, value in scores.items() if isinstance(value, int | float)))
+    if corpus.checksum != result["data"]["checksum"]:
+        say(f"recorded {name} {recorded:.4g} on other text ({result['data']['name']}): not comparable")
+        return
+    say(f"recorded {name} {recorded:.4g}: {found - recorded:+.2g}")
+    if abs(found - recorded) > ALLOWED * max(1.0, abs(recorded)):
+        raise typer.Exit(1)
+
+
+def compose_run(run: Path, out: Path | None, data: str | None, device: torch.device, *, overwrite: bool) -> None:
+    """Write the network of a run on text as a folder that transformers opens by itself, and compare the loss."""
+    import shutil
+
+    from factorized.experiments.text.train import TASKS
+    from factorized.experiments.text.trained import load_text_run
+    from factorized.nn.running import count_parameters
+    from factorized.surgery.compose import compose
+
+    folder = out or run / "composed"
+    if folder.exists() and not overwrite:
+        raise ValueError(f"{folder} is already there; name another folder by --out, or replace it with --overwrite")
+    recipe, _, model, tokenizer = load_text_run(run)
+    task = TASKS[recipe.task](recipe, load_text(recipe, data, tokenizer=tokenizer))
+    before, trained = task.validate(model.to(device))["loss"], count_parameters(model)
+    plain: Any = compose(model.cpu())
+    after = task.validate(plain.to(device))["loss"]
+    say(f"validation loss before {before:.5f}, after {after:.5f}")
+    if not abs(after - before) <= ROUNDING * max(1.0, before):
+        say(f"that is more than rounding: {folder} was not written")
+        raise typer.Exit(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    plain.cpu().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    say(f"{folder}: {trained:,} parameters in training, {count_parameters(plain):,} now; transformers opens it")

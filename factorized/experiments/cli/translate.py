@@ -1,0 +1,35 @@
+"""``factorized translate``: sentences through a trained translator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factorized.experiments.cli.arguments import Device, complete_run, examples
+from factorized.experiments.cli.console import say
+
+EXAMPLES = examples(
+    "factorized translate --run out/translation/numbers/seed-0 zweiundvierzig",
+    'factorized translate --run out/translation/tatoeba/seed-0 "Guten Morgen" "Wie geht es dir?"',
+)
+
+
+def translate(
+    texts: Annotated[list[str], typer.Argument(help="Sentences to translate.")],
+    run: Annotated[
+        Path, typer.Option("--run", autocompletion=complete_run, help="The folder of a finished translation run.")
+    ],
+    device: Device = None,
+) -> None:
+    """Translate sentences by a finished run; one line for each."""
+    from factorized.experiments.cli.device import pick_device
+    from factorized.experiments.text.trained import load_text_run
+    from factorized.experiments.text.translation import translate_texts
+
+    recipe, _, model, tokenizer = load_text_run(run)
+    if recipe.task != "translation":
+        raise ValueError(f"{run} was trained for task {recipe.task!r}; give a run of a translation recipe")
+    for line in translate_texts(model.to(pick_device(device)), tokenizer, texts, recipe.run.beam, recipe.run.longest):
+        say(line)

@@ -1,0 +1,1 @@
+"""Text: translation, masked and causal language models, questions about a text; trained by transformers."""

@@ -1,0 +1,82 @@
+"""Causal language models: the next token of running text; perplexity per word, whatever the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from factorized.experiments.text.task import (
+    Batch,
+    Example,
+    TextTask,
+    Windows,
+    device_of,
+    in_batches,
+    sum_of_losses,
+)
+from factorized.nn.running import evaluation_mode
+
+HIGHEST = 700.0  # loss per word; the exponential of more overflows
+
+
+class LanguageTask(TextTask):
+    """Predict each token from those before it."""
+
+    score = "perplexity"
+
+    @cached_property
+    def examples(self) -> Windows:
+        """Training text, cut into sequences one after the other."""
+        (train,) = self.corpus.texts["train"]
+        return Windows(train, self.recipe.data.length, self.recipe.data.length, "training")
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Stack sequences; each is its own label, which the model shifts."""
+        tokens = torch.from_numpy(np.stack([example["input_ids"] for example in examples]))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Return loss per token and perplexity per word of the validation text."""
+        return self._measure(model, "validation")
+
+    def test(self, model: nn.Module) -> dict[str, Any]:
+        """Return the same of the validation text and of every test text, by name."""
+        found: dict[str, Any] = self._measure(model, "validation")
+        for part in self.corpus.tests:
+            found |= {f"{name}_{part}": value for name, value in self._measure(model, part).items()}
+        return found
+
+    def _measure(self, model: nn.Module, part: str) -> dict[str, float]:
+        """Measure every token but the first once: sequences overlap by the token that begins the next."""
+        (texts,) = self.corpus.texts[part]
+        length = min(self.recipe.data.length, len(texts.tokens))
+        windows = Windows(texts, length, length - 1, part)
+        starts = [windows[number]["input_ids"] for number in range(len(windows))]
+        rest = np.asarray(texts.tokens[len(windows) * (length - 1) :], dtype=np.int64)
+        total, count, device = torch.zeros((), dtype=torch.float64), 0, device_of(model)
+        with evaluation_mode(model), torch.no_grad():
+            for some in [*in_batches(starts, self.recipe.run.batch), *([[rest]] if len(rest) > 1 else [])]:
+                tokens = torch.from_numpy(np.stack(some)).to(device)
+                logits = model(input_ids=tokens).logits[:, :-1]
+                total += sum_of_losses(logits, tokens[:, 1:]).double().cpu()
+                count += tokens[:, 1:].numel()
+        loss = total.item()
+        per_word = loss / max(1, texts.words)
+        return {"loss": loss / count, "perplexity": math.exp(min(per_word, HIGHEST))}
+
+
+def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, *, draw: bool) -> str:
+    """Return ``prompt`` with ``tokens`` more tokens: drawn, or the likeliest ones."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not inputs["input_ids"].numel():
+        inputs = {"input_ids": torch.tensor([[tokenizer.eos_token_id]])}
+    inputs = {name: tensor.to(device_of(model)) for name, tensor in inputs.items()}
+    with evaluation_mode(model), torch.no_grad():
+        outputs = model.generate(**inputs, max_new_tokens=tokens, do_sample=draw)
+    return str(tokenizer.decode(outputs[0], skip_special_tokens=True))

@@ -1,0 +1,93 @@
+"""From a recipe of text to what is trained: the network, factorized, and an optimizer that decays it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from factorized.decay.frobenius import FrobeniusDecay
+from factorized.decay.groups import parameter_groups
+from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.from_run import build_from_run
+from factorized.experiments.text.models import build_text_model
+from factorized.experiments.training.network import build_scheme, plan_options
+from factorized.optim.flambe import Flambe
+from factorized.optim.lamb import Lamb
+from factorized.planning.plan import Plan
+from factorized.planning.planner import plan as make_plan
+from factorized.surgery.compose import is_factorized
+from factorized.surgery.factorize import factorize
+from factorized.surgery.shrink import spectral_init_attention
+
+LAYERS = ("linear", "embedding", "conv")
+
+
+def plan_text(recipe: TextRecipe, dense: nn.Module) -> Plan | None:
+    """Return the plan of the recipe's factorization; None for a dense network."""
+    scheme = build_scheme(recipe.factorize)
+    return None if scheme is None else make_plan(dense, scheme, **plan_options(recipe.factorize))
+
+
+def starting_network(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module:
+    """Return the network that the recipe factorizes: drawn with ``seed``, or that of a run, which may be factorized."""
+    run = recipe.model.from_run
+    return build_text_model(recipe, tokenizer, seed) if run is None else build_from_run(recipe, run, seed)
+
+
+def build_text_network(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module:
+    """Return the recipe's network on the CPU, factorized, drawn with ``seed``."""
+    dense = starting_network(recipe, tokenizer, seed)
+    plan = None if is_factorized(dense) else plan_text(recipe, dense)
+    if plan is not None:
+        return factorize(dense, plan, init=recipe.factorize.init)
+    if recipe.model.attention_init == "spectral":
+        return spectral_init_attention(dense, forms=("ov",))
+    return dense
+
+
+def build_text_optimizer(recipe: TextRecipe, model: nn.Module) -> Optimizer:
+    """Return the recipe's optimizer over the model's parameters, its decay attached.
+
+    Norms and biases are not decayed. AdamW decays products as it decays weights, apart from the gradient; SGD and LAMB
+    get the decay with the gradient, and FLAMBé is LAMB that does not.
+    """
+    fields, decay = recipe.optimizer, recipe.decay
+    strengths = {kind: decay.strength for form in decay.forms for kind in (LAYERS if form == "layers" else (form,))}
+    products = decay.kind == "frobenius"
+    groups = _groups(recipe, model)
+    if fields.name == "flambe":
+        rest = decay.of_the_rest
+        return Flambe(groups, model, fields.lr, fields.betas, 1e-6, rest, strengths, max_grad_norm=None)
+    optimizer: Optimizer
+    if fields.name == "lamb":
+        optimizer = Lamb(groups, fields.lr, fields.betas, max_grad_norm=None)
+    elif fields.name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=fields.lr, momentum=fields.momentum, nesterov=fields.nesterov)
+    else:
+        fused = next(model.parameters()).device.type == "cuda"
+        optimizer = torch.optim.AdamW(groups, lr=fields.lr, betas=fields.betas, fused=fused)
+    if products:
+        FrobeniusDecay(model, strengths, decoupled=fields.name == "adamw").attach(optimizer)
+    return optimizer
+
+
+def _groups(recipe: TextRecipe, model: nn.Module) -> list[dict[str, Any]]:
+    decay = recipe.decay
+    if decay.kind == "frobenius":
+        attention = [form for form in decay.forms if form != "layers"]
+        return parameter_groups(model, decay.of_the_rest, attention=attention)
+    strength = decay.strength if decay.kind == "weight" else 0.0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": strength},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def build_schedule(recipe: TextRecipe, optimizer: Optimizer) -> LambdaLR:
+    """Return the schedule of the learning rate, update by update."""
+    return LambdaLR(optimizer, recipe.schedule.factor)

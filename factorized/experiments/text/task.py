@@ -1,0 +1,103 @@
+"""What the trainer asks of a task: examples, batches and scores."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, Sampler
+
+from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.corpus import Corpus
+from factorized.experiments.text.tokens import PackedTexts
+
+Batch = dict[str, Tensor]
+Example = dict[str, Any]
+IGNORED = -100  # the label of a token that is not to be predicted, as torch has it
+
+
+class TextTask(ABC):
+    """A task on a corpus."""
+
+    score: ClassVar[str]  # the figure a run is judged by
+    lower_is_better: ClassVar[bool] = True
+
+    def __init__(self, recipe: TextRecipe, corpus: Corpus) -> None:
+        self.recipe, self.corpus, self.tokenizer = recipe, corpus, corpus.tokenizer
+
+    @property
+    @abstractmethod
+    def examples(self) -> Dataset[Example]:
+        """The training examples."""
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Return training examples as one batch."""
+
+    def batches(self, seed: int) -> Sampler[list[int]] | None:
+        """Return which examples make up each batch; None for any ``run.batch`` of them."""
+        return None
+
+    @abstractmethod
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Return figures on the validation text, quick enough to be computed now and then."""
+
+    @abstractmethod
+    def test(self, model: nn.Module) -> dict[str, Any]:
+        """Return the figures of a trained model on all text it was not trained on."""
+
+
+class Windows(Dataset[Example]):
+    """Sequences of ``length`` tokens of a text, ``step`` tokens apart."""
+
+    def __init__(self, texts: PackedTexts, length: int, step: int, what: str) -> None:
+        self.tokens, self.length, self.step = texts.tokens, length, step
+        self.count = (len(self.tokens) - length) // step + 1
+        if self.count < 1:
+            raise ValueError(
+                f"the {what} text has {len(self.tokens):,} tokens, fewer than one sequence of data.length = {length}; "
+                "give more text, or a smaller data.length"
+            )
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Example:
+        start = number * self.step
+        return {"input_ids": self.tokens[start : start + self.length].astype(np.int64)}
+
+
+def sum_of_losses(
+    logits: Tensor,  # (batch, length, vocabulary)
+    labels: Tensor,  # (batch, length)
+) -> Tensor:  # ()
+    """Return the summed cross-entropy of the labels, in float32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's parameters."""
+    return next(model.parameters()).device
+
+
+def padded(
+    sequences: Sequence[Any],
+    pad: int,
+) -> Tensor:  # (sequences, longest)
+    """Return sequences of numbers as rows, filled with ``pad``."""
+    rows = np.full((len(sequences), max(len(sequence) for sequence in sequences)), pad, dtype=np.int64)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return torch.from_numpy(rows)
+
+
+def in_batches(data: Sequence[Any] | Dataset[Any], size: int) -> Iterator[list[Any]]:
+    """Yield the items of ``data`` in order, a batch at a time."""
+    count = len(data)  # type: ignore[arg-type]
+    for start in range(0, count, size):
+        yield [data[number] for number in range(start, min(start + size, count))]

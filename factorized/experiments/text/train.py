@@ -1,0 +1,161 @@
+"""Training a recipe of text: seeds, folders, interruptions and results around transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import nn
+
+from factorized.experiments.models.hugging_face import quiet
+from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.corpus import Corpus
+from factorized.experiments.text.language import LanguageTask
+from factorized.experiments.text.masked import MaskedTask
+from factorized.experiments.text.network import build_text_network
+from factorized.experiments.text.questions import QuestionsTask
+from factorized.experiments.text.task import TextTask
+from factorized.experiments.text.trained import read_text_result, save_text_model
+from factorized.experiments.text.trainer import TextTrainer, Watch, training_arguments
+from factorized.experiments.text.translation import TranslationTask
+from factorized.experiments.training.folder import BEGUN, CHECKPOINTS, METRICS, prepare_folders, writing
+from factorized.experiments.training.interrupt import Interrupted, StopRequest
+from factorized.experiments.training.processes import Processes, joined_processes
+from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.record import Recorder, describe_machine, write_json
+from factorized.experiments.training.state import RunState, check_same_run
+from factorized.experiments.training.trained import RESULT
+from factorized.nn.running import count_parameters
+
+TASKS: dict[str, type[TextTask]] = {
+    "language": LanguageTask,
+    "masked": MaskedTask,
+    "translation": TranslationTask,
+    "questions": QuestionsTask,
+}
+
+
+def train_text(
+    recipe: TextRecipe,
+    corpus: Corpus,
+    folder: Path,
+    *,
+    seeds: Sequence[int] = (0,),
+    device: torch.device | str | None = None,
+    resume: bool | Literal["auto"] = False,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+) -> list[dict[str, Any]]:
+    """Train the recipe's network once for each seed, into ``folder/seed-<seed>``, and return the results.
+
+    ``resume`` and ``overwrite`` are those of ``train`` for images. Under ``torchrun`` every process calls this.
+    """
+    folders = [folder / f"seed-{seed}" for seed in seeds]
+    task = TASKS[recipe.task](recipe, corpus)
+    results = []
+    with joined_processes(device) as processes, ExitStack() as claims:
+        model = build_text_network(recipe, corpus.tokenizer, seeds[0])
+        needed = 6 * sum(parameter.nbytes for parameter in model.parameters()) + 2**20
+        processes.from_first(lambda: prepare_folders(folders, needed, claims, resume=resume, overwrite=overwrite))
+        shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
+        with shown, StopRequest() as stop:
+            for seed, run in zip(seeds, folders, strict=True):
+                if resume and (run / RESULT).is_file():
+                    _begin(run, recipe, seed, corpus, resume=True)
+                    results.append(read_text_result(run))
+                    continue
+                if seed != seeds[0]:
+                    model = build_text_network(recipe, corpus.tokenizer, seed)
+                results.append(_train_one(task, model, run, seed, bool(resume), processes, shown, stop))
+    return results
+
+
+def _train_one(
+    task: TextTask,
+    model: nn.Module,
+    run: Path,
+    seed: int,
+    resume: bool,
+    processes: Processes,
+    shown: Reporter,
+    stop: StopRequest,
+) -> dict[str, Any]:
+    recipe, updates = task.recipe, task.recipe.schedule.updates
+    processes.from_first(lambda: _begin(run, recipe, seed, task.corpus, resume))
+    checkpoint = _last_checkpoint(run) if resume else None
+    history = _history(run, checkpoint) if checkpoint is not None else []
+    shown.begin(f"{recipe.name} seed {seed}", 1, updates, history[-1]["update"] if history else 0)
+    with Recorder(run if processes.is_first else None, history, by="update") as recorder:
+
+        def tell(row: dict[str, Any]) -> None:
+            loss = row.get("loss")
+            if loss is not None and not math.isfinite(loss):
+                raise ValueError(
+                    f"the training loss is {loss:g} at update {row['update']}; the checkpoint before it, if there was "
+                    f"one, is kept. Try optimizer.lr={recipe.optimizer.lr / 3:.2g}"
+                )
+            history.append(row)
+            recorder.add(row)
+            shown.figures(row["update"], {name: value for name, value in row.items() if name != "update"})
+
+        watch = Watch(stop, tell)
+        arguments = training_arguments(recipe, run, seed, processes.device, processes.count)
+        trainer = TextTrainer(task, model, arguments, watch)
+        began = time.perf_counter()
+        with writing(run), quiet(transformers):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        seconds = time.perf_counter() - began
+        if watch.stopped:
+            raise Interrupted(stop.number or signal.SIGTERM)
+    result = {
+        "task": recipe.task,
+        "recipe": recipe.to_dict(),
+        "seed": seed,
+        "score": task.score,
+        "scores": task.test(trainer.network),
+        "parameters": count_parameters(model),
+        "seconds": seconds,
+        "peak_memory": torch.cuda.max_memory_allocated() if processes.device.type == "cuda" else None,
+        "machine": {**describe_machine(processes.device), "processes": processes.count},
+        "data": {"name": task.corpus.name, "checksum": task.corpus.checksum},
+        "history": history,
+    }
+    if processes.is_first:
+        with writing(run), quiet(transformers):
+            result["files"] = save_text_model(model, task.tokenizer, run)
+            write_json(run / RESULT, result)  # written last: if it exists, everything else does
+        shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+    return result
+
+
+def _last_checkpoint(run: Path) -> Path | None:
+    """Return the newest checkpoint that is complete: its state is written last."""
+    found = [path for path in (run / CHECKPOINTS).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    return max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+
+
+def _history(run: Path, checkpoint: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run up to its checkpoint."""
+    update = int(checkpoint.name.removeprefix("checkpoint-"))
+    path = run / METRICS
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [row for row in rows if row["update"] <= update]
+
+
+def _begin(run: Path, recipe: TextRecipe, seed: int, corpus: Corpus, resume: bool) -> None:
+    """Note what is trained in ``run``; where that is resumed, compare."""
+    table = recipe.to_dict()
+    began = {"recipe": table, "seed": seed, "data": corpus.checksum}
+    if resume and (run / BEGUN).is_file():
+        state = RunState(**json.loads((run / BEGUN).read_text()))
+        check_same_run(state, table, seed, corpus.checksum, run)
+    (run / BEGUN).write_text(json.dumps(began))

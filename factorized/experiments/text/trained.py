@@ -1,0 +1,64 @@
+"""A trained network of text in its run's folder, with its tokenizer: written at the end of a run, read by commands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from factorized.experiments.data.extras import need
+from factorized.experiments.models.hugging_face import quiet
+from factorized.experiments.recipes.find import check_text_recipe
+from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.models import AUTO
+from factorized.experiments.text.tokenizer import load_tokenizer
+from factorized.experiments.training.trained import FOLDER, RESULT, changed, check_file, checksum_of, read_sealed
+from factorized.files.folder import MANIFEST
+from factorized.files.pretrained import from_pretrained, save_pretrained
+from factorized.surgery.compose import is_factorized
+
+FIELDS = {"task": str, "recipe": dict, "seed": int, "score": str, "scores": dict, "parameters": int, "data": dict}
+
+
+def save_text_model(model: nn.Module, tokenizer: Any, run: Path) -> dict[str, str]:
+    """Write the network and its tokenizer into the folder of its run, and return the checksum of each file."""
+    folder = run / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    if is_factorized(model):
+        save_pretrained(model, folder)
+    else:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    return {path.name: checksum_of(path) for path in sorted(folder.iterdir())}
+
+
+def read_text_result(run: Path) -> dict[str, Any]:
+    """Return the result of a finished run on text, after checking its checksum."""
+    found, intact = read_sealed(run)
+    missing = [
+        name for name, kind in FIELDS.items() if not isinstance(found, dict) or not isinstance(found.get(name), kind)
+    ]
+    if missing:
+        images = " a run on images" if isinstance(found, dict) and "accuracy" in found else " no run"
+        raise ValueError(f"{run / RESULT} is{images}, not one on text: it has no {', '.join(missing)}")
+    if not intact:
+        raise ValueError(changed(run))
+    return {key: value for key, value in found.items() if key != "checksum"}
+
+
+def load_text_run(run: Path) -> tuple[TextRecipe, dict[str, Any], nn.Module, Any]:
+    """Return recipe, result, network in evaluation mode, and tokenizer of a finished run on text."""
+    result = read_text_result(run)
+    recipe = check_text_recipe(result["recipe"], str(run / RESULT))
+    for file, expected in result["files"].items():
+        check_file(run / FOLDER / Path(file).name, expected)
+    transformers = need("transformers", "transformers", f"task {recipe.task!r}", "text")
+    auto, folder = getattr(transformers, AUTO[recipe.task]), run / FOLDER
+    with quiet(transformers):
+        if (folder / MANIFEST).is_file():
+            model = from_pretrained(auto, folder)
+        else:
+            model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return recipe, result, model.eval(), load_tokenizer(folder)

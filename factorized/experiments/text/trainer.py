@@ -1,0 +1,138 @@
+"""The loop of text: transformers' Trainer with a recipe's optimizer, batches and scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.network import build_schedule, build_text_optimizer
+from factorized.experiments.text.task import TextTask
+from factorized.experiments.training.folder import CHECKPOINTS
+from factorized.experiments.training.interrupt import StopRequest
+
+Row = dict[str, Any]
+
+
+def training_arguments(
+    recipe: TextRecipe, folder: Path, seed: int, device: torch.device, processes: int
+) -> TrainingArguments:
+    """Return the settings of transformers' Trainer that a recipe comes to."""
+    run, schedule = recipe.run, recipe.schedule
+    each = 1 if recipe.task == "translation" else run.batch // run.accumulate
+    if each % processes and recipe.task != "translation":
+        raise ValueError(
+            f"run.batch = {run.batch} cannot be shared by {processes} processes, {run.accumulate} parts each; make it "
+            f"a multiple of {processes * run.accumulate}"
+        )
+    return TrainingArguments(
+        output_dir=str(folder / CHECKPOINTS),
+        max_steps=schedule.updates,
+        per_device_train_batch_size=max(1, each // processes),
+        gradient_accumulation_steps=run.accumulate,
+        max_grad_norm=recipe.optimizer.clip or 0.0,
+        label_smoothing_factor=run.label_smoothing,
+        bf16=run.precision == "bfloat16" or (run.precision == "auto" and device.type == "cuda"),
+        torch_compile=run.compile,
+        use_cpu=device.type == "cpu",
+        seed=seed,
+        data_seed=seed,
+        logging_steps=max(1, min(run.evaluate_every, schedule.updates) // 10),
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=min(run.evaluate_every, schedule.updates),
+        save_steps=min(run.checkpoint_every, schedule.updates),
+        save_total_limit=1,
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=[],
+        accelerator_config={"even_batches": False} if recipe.task == "translation" else None,
+    )
+
+
+class TextTrainer(Trainer):
+    """transformers' Trainer, on the examples and by the figures of a task."""
+
+    def __init__(self, task: TextTask, model: nn.Module, arguments: TrainingArguments, watch: TrainerCallback) -> None:
+        self.task, self.network = task, model
+        super().__init__(
+            model=model,
+            args=arguments,
+            data_collator=task.collate,
+            train_dataset=task.examples,
+            eval_dataset=task.examples,  # not read: ``evaluate`` asks the task
+            callbacks=[watch],
+        )
+        self.remove_callback(PrinterCallback)
+
+    def create_optimizer(self, model: Any = None) -> Optimizer:
+        """Return the recipe's optimizer, its decay attached."""
+        if self.optimizer is None:
+            self.optimizer = build_text_optimizer(self.task.recipe, self.network)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """Return the recipe's schedule."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = build_schedule(self.task.recipe, optimizer or self.create_optimizer())
+        return self.lr_scheduler
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the batches of the task, where it makes its own."""
+        sampler = self.task.batches(self.args.seed)
+        if sampler is None:
+            return super().get_train_dataloader()
+        loader = DataLoader(self.task.examples, batch_sampler=sampler, collate_fn=self.task.collate)
+        return self.accelerator.prepare_data_loader(loader)
+
+    def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
+        """Return the task's figures on the validation text."""
+        found = {f"eval_{name}": value for name, value in self.task.validate(self.network).items()}
+        self.log(found)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        return found
+
+
+class Watch(TrainerCallback):
+    """Tells of logged figures, and stops the trainer with a checkpoint when a signal asks for it."""
+
+    def __init__(self, stop: StopRequest, tell: Callable[[Row], None]) -> None:
+        self.stop, self.tell = stop, tell
+        self.began = time.perf_counter()
+        self.stopped = False
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Row | None = None,
+        **others: Any,
+    ) -> None:
+        """Pass figures on, with the update they belong to."""
+        names = {"eval_loss": "validation_loss"}
+        figures = {
+            names.get(name, name.removeprefix("eval_")): value
+            for name, value in (logs or {}).items()
+            if isinstance(value, int | float) and name not in ("epoch", "total_flos") and not name.startswith("train_")
+        }
+        if figures:
+            self.tell({"update": state.global_step, **figures})
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> TrainerControl:
+        """Ask for a checkpoint and an end where a signal came."""
+        if self.stop.number is not None and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = self.stopped = True
+        return control

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from factorized.experiments.text.language import LanguageTask, continue_text
+from factorized.experiments.text.models import build_text_model
+from tests.experiments.text.small import small
+
+
+def test_perplexity_counts_every_token_but_the_first_once_and_is_per_word(tmp_path: Path) -> None:
+    recipe, corpus = small("language", tmp_path)
+    task, model = LanguageTask(recipe, corpus), build_text_model(recipe, corpus.tokenizer, 0).double()
+    (texts,) = corpus.texts["validation"]
+    tokens = torch.from_numpy(texts.tokens.astype("int64"))
+    total, count, length = 0.0, 0, recipe.data.length
+    for start in range(0, len(tokens) - 1, length - 1):
+        part = tokens[start : start + length]
+        logits = model(input_ids=part[None]).logits[0, :-1]
+        total += F.cross_entropy(logits.float(), part[1:], reduction="sum").item()
+        count += len(part) - 1
+    assert count == len(tokens) - 1
+    found = task.validate(model)
+    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(total / texts.words), rel=1e-4)
+    assert model.training is False or task.validate(model) == found
+
+
+def test_training_sequences_are_the_text_one_after_the_other(tmp_path: Path) -> None:
+    recipe, corpus = small("language", tmp_path)
+    task = LanguageTask(recipe, corpus)
+    batch = task.collate([task.examples[0], task.examples[1]])
+    (texts,) = corpus.texts["train"]
+    assert batch["input_ids"].flatten().tolist() == texts.tokens[: 2 * recipe.data.length].tolist()
+    assert torch.equal(batch["labels"], batch["input_ids"])
+
+
+def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    recipe, corpus = small("language", tmp_path, "data.length=9000")
+    with pytest.raises(ValueError, match=r"the training text has [\d,]+ tokens, fewer than one sequence"):
+        _ = LanguageTask(recipe, corpus).examples
+
+
+def test_text_goes_on_from_a_prompt_and_from_nothing(tmp_path: Path) -> None:
+    recipe, corpus = small("language", tmp_path)
+    model = build_text_model(recipe, corpus.tokenizer, 0)
+    text = continue_text(model, corpus.tokenizer, "one two", 5, draw=False)
+    assert text.startswith("one two")
+    assert text == continue_text(model, corpus.tokenizer, "one two", 5, draw=False)
+    continue_text(model, corpus.tokenizer, "", 3, draw=True)

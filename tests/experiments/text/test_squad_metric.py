@@ -1,0 +1,76 @@
+"""SQuAD's metric: its normalization, exact match and F1, on cases worked out by hand and on published ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from factorized.experiments.text.squad_metric import exact_match, f1, normalize_answer, score_answers
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("the Cat", "cat"),
+        ("cat.", "cat"),
+        ("  An   apple,\tthe\npear ", "apple pear"),
+        ("Another theme", "another theme"),  # articles are whole words
+        ("well-known", "wellknown"),  # punctuation leaves no blank
+        ("a-b", "ab"),  # and goes before articles do
+        ("U.S.A.", "usa"),
+        ("the.", ""),
+        ("“cat”", "“cat”"),  # punctuation is that of ASCII
+        ("24–10", "24–10"),
+        ("Beyoncé", "beyoncé"),
+        ("", ""),
+    ],
+)
+def test_an_answer_is_normalized_as_officially(text: str, normal: str) -> None:
+    assert normalize_answer(text) == normal
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "exact", "overlap"),
+    [
+        ("the Cat", ["cat."], 1.0, 1.0),
+        ("a black cat", ["the cat"], 0.0, 2 / 3),  # one word of two is right, and the only one is found
+        ("cat", ["black cat", "dog"], 0.0, 2 / 3),
+        ("cat", ["dog", "the cat", "black cat"], 1.0, 1.0),  # the best of several answers counts
+        ("cat cat dog", ["cat dog dog"], 0.0, 2 / 3),  # a word counts as often as both have it
+        ("dog cat", ["cat dog"], 0.0, 1.0),  # F1 does not see the order
+        ("", ["cat"], 0.0, 0.0),
+        ("the", ["cat"], 0.0, 0.0),
+        ("the", ["a"], 1.0, 0.0),  # nothing is left of both: they match, and share no word
+        ("Denver Broncos", ["Denver Broncos", "Denver Broncos", "The Denver Broncos"], 1.0, 1.0),
+        ("Santa Clara", ["Santa Clara, California", "Levi's Stadium"], 0.0, 0.8),
+    ],
+)
+def test_a_prediction_is_compared_with_every_answer(
+    prediction: str, answers: list[str], exact: float, overlap: float
+) -> None:
+    assert exact_match(prediction, answers) == exact
+    assert f1(prediction, answers) == pytest.approx(overlap)
+
+
+def test_the_example_published_with_the_metric_scores_two_thirds() -> None:
+    predictions = {"1": "1976", "2": "Beyonce", "3": "climate change"}
+    answers = {"1": ["1976"], "2": ["Beyoncé and Bruno Mars"], "3": ["climate change"]}
+    found = score_answers(predictions, answers)
+    assert found == {"exact_match": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3)}
+
+
+def test_a_question_without_a_prediction_counts_as_wrong() -> None:
+    found = score_answers({"1": "cat", "unknown": "dog"}, {"1": ["the cat"], "2": ["dog"]})
+    assert found == {"exact_match": 50.0, "f1": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({}, "a question at least, got none"),
+        ({"q7": []}, r"answers\['q7'\] must be a list of one text or more, got \[\]"),
+        ({"q7": "cat"}, r"answers\['q7'\] must be a list of one text or more, got 'cat'"),
+    ],
+)
+def test_wrong_answers_are_named(answers: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        score_answers({}, answers)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import factorized as fz
+from factorized.experiments.text.network import build_text_network, build_text_optimizer
+from factorized.experiments.text.train import train_text
+from factorized.experiments.text.trained import load_text_run
+from factorized.experiments.text.trainer import TextTrainer
+from factorized.experiments.training.interrupt import Interrupted
+from tests.experiments.text.small import small
+
+
+@pytest.mark.parametrize("task", ["language", "masked", "translation"])
+def test_a_task_is_trained_scored_saved_and_read_back(tmp_path: Path, task: str) -> None:
+    recipe, corpus = small(task, tmp_path)
+    (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    assert result["scores"][result["score"]] >= 0
+    assert [row["update"] for row in result["history"] if "validation_loss" in row] == [2, 4]
+    read, written, model, tokenizer = load_text_run(tmp_path / "run" / "seed-0")
+    assert read == recipe
+    assert written["scores"] == result["scores"]
+    assert tokenizer.get_vocab() == corpus.tokenizer.get_vocab()
+    from factorized.experiments.text.train import TASKS
+
+    again = TASKS[task](recipe, corpus).test(model)
+    assert again[result["score"]] == pytest.approx(result["scores"][result["score"]], rel=1e-5)
+    assert not (tmp_path / "run" / "seed-0" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("task", ["language", "translation"])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, corpus = small(task, tmp_path, "schedule.updates=6", "run.evaluate_every=3", "model.dropout=0.1")
+    (whole,) = train_text(recipe, corpus, tmp_path / "whole", device="cpu")
+    steps = 0
+    real = TextTrainer.training_step
+
+    def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *arguments, **keywords)
+
+    monkeypatch.setattr(TextTrainer, "training_step", stopped)
+    with pytest.raises(Interrupted):
+        train_text(recipe, corpus, tmp_path / "stopped", device="cpu")
+    monkeypatch.setattr(TextTrainer, "training_step", real)
+    (resumed,) = train_text(recipe, corpus, tmp_path / "stopped", device="cpu", resume=True)
+    assert resumed["scores"] == whole["scores"]
+    states = [load_text_run(tmp_path / name / "seed-0")[2].state_dict() for name in ("whole", "stopped")]
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+    assert [row["update"] for row in resumed["history"]] == [row["update"] for row in whole["history"]]
+
+
+def test_a_finished_run_is_not_repeated_and_another_recipe_is_not_resumed(tmp_path: Path) -> None:
+    recipe, corpus = small("language", tmp_path)
+    (first,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    before = (tmp_path / "run" / "seed-0" / "result.json").stat().st_mtime_ns
+    (again,) = train_text(recipe, corpus, tmp_path / "run", device="cpu", resume=True)
+    assert again["scores"] == first["scores"]
+    assert (tmp_path / "run" / "seed-0" / "result.json").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="already holds a run"):
+        train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    other, _ = small("language", tmp_path, "optimizer.lr=0.5")
+    with pytest.raises(ValueError, match=r"holds a run with .*lr.*0\.5"):
+        train_text(other, corpus, tmp_path / "run", device="cpu", resume=True)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
+    recipe, corpus = small("language", tmp_path, "optimizer.lr=1e30", "optimizer.name=sgd")
+    with pytest.raises(ValueError, match=r"the training loss is (nan|inf) at update \d+; .*Try optimizer.lr="):
+        train_text(recipe, corpus, tmp_path / "run", device="cpu")
+
+
+@torch.no_grad()
+def _squares(model: torch.nn.Module) -> dict[str, float]:
+    return {form.name: float(form.norm_squared(list(form.values)).sum()) for form in fz.forms(model)}
+
+
+def _norms(recipe: Any, corpus: Any, steps: int) -> dict[str, float]:
+    """Train with gradients of zero, so that only the decay acts; return the norm of every form."""
+    model = build_text_network(recipe, corpus.tokenizer, 0)
+    before = _squares(model)
+    optimizer = build_text_optimizer(recipe, model)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    after = _squares(model)
+    return {name: after[name] / before[name] for name in after}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb", "flambe"])
+def test_frobenius_decay_of_the_named_forms_acts_under_every_optimizer(tmp_path: Path, optimizer: str) -> None:
+    changes = (f"optimizer.name={optimizer}", "optimizer.lr=0.1", "decay.kind=frobenius", "decay.strength=0.5")
+    recipe, corpus = small("masked", tmp_path, *changes, "decay.rest=0.0", 'decay.forms=["ov"]')
+    found = _norms(recipe, corpus, 3)
+    assert found
+    for name, share in found.items():
+        if name.endswith("ov"):
+            assert share < 0.999, name
+        else:
+            assert share == pytest.approx(1.0), name
+
+
+def test_weight_decay_leaves_norms_and_biases_alone(tmp_path: Path) -> None:
+    recipe, corpus = small("masked", tmp_path, "optimizer.name=adamw", "optimizer.lr=0.1", "decay.strength=0.5")
+    model = build_text_network(recipe, corpus.tokenizer, 0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_text_optimizer(recipe, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        moved = not torch.equal(parameter, before[name])
+        assert moved == (parameter.dim() > 1 and bool(before[name].any())), name
+
+
+def test_a_run_of_images_or_a_damaged_one_is_named(tmp_path: Path) -> None:
+    recipe, corpus = small("language", tmp_path)
+    train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    run = tmp_path / "run" / "seed-0"
+    from factorized.experiments.training.trained import load_trained
+
+    with pytest.raises(ValueError, match=r"is a run on text \(task 'language'\); this needs one on images"):
+        load_trained(run)
+    (run / "model" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json is damaged, or of another network"):
+        load_text_run(run)
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "seed": 5}))
+    with pytest.raises(ValueError, match="is damaged, or was changed"):
+        load_text_run(run)
+    (run / "result.json").write_text(json.dumps({"accuracy": 3}))
+    with pytest.raises(ValueError, match="is a run on images, not one on text"):
+        load_text_run(run)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from factorized.experiments.recipes.text import TextData
+from factorized.experiments.text.tokenizer import learn_tokenizer
+from factorized.experiments.text.tokens import pack
+
+TEXTS = ["the cat sat on the mat", "the dog sat on the cat, ünïcode!", "a mat and a cat"]
+
+
+def _tokenizer(task: str, path: Path, **fields: object):
+    return learn_tokenizer(task, TextData(**{"vocabulary": 300, **fields}), lambda: TEXTS, path / "tokenizer.json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", ["language", "translation", "masked"])
+def test_a_learned_tokenizer_gives_its_own_text_back(tmp_path: Path, task: str) -> None:
+    tokenizer = _tokenizer(task, tmp_path)
+    for text in TEXTS[:1] if task == "masked" else TEXTS:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_a_tokenizer_is_learned_once(tmp_path: Path) -> None:
+    first = _tokenizer("translation", tmp_path)
+
+    def unread() -> list[str]:
+        raise AssertionError
+
+    again = learn_tokenizer("translation", TextData(vocabulary=300), unread, tmp_path / "tokenizer.json")
+    assert again.get_vocab() == first.get_vocab()
+    assert again(TEXTS[0])["input_ids"][-1] == again.eos_token_id
+
+
+def test_byte_pairs_of_a_language_model_know_every_text(tmp_path: Path) -> None:
+    tokenizer = _tokenizer("language", tmp_path)
+    assert tokenizer.decode(tokenizer("日本 \t\n")["input_ids"]) == "日本 \t\n"
+
+
+def test_word_pieces_can_be_read_from_berts_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "s", "##s", "the"]))
+    tokenizer = _tokenizer("masked", tmp_path, vocabulary=str(path), lower=True)
+    assert tokenizer("The cats")["input_ids"] == [2, 8, 5, 7, 3]
+    path.write_text("cat")
+    with pytest.raises(ValueError, match=r"has no \[PAD\].*expected BERT's vocabulary file"):
+        _tokenizer("masked", tmp_path / "other", vocabulary=str(path))
+
+
+def test_a_vocabulary_smaller_than_the_characters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data.vocabulary = 10 is too small: .* are \d+ tokens"):
+        _tokenizer("translation", tmp_path, vocabulary=10)
+
+
+def test_text_without_a_token_is_refused(tmp_path: Path) -> None:
+    tokenizer = _tokenizer("masked", tmp_path)
+    with pytest.raises(ValueError, match="the text has not a single token"):
+        pack(tmp_path, {}, lambda: ["", " "], tokenizer, end=3)
+
+
+def test_packed_texts_are_those_that_were_given_with_an_end_and_are_made_once(tmp_path: Path) -> None:
+    tokenizer = _tokenizer("translation", tmp_path)
+    packed = pack(tmp_path, {"of": "these"}, lambda: TEXTS, tokenizer, end=2)
+    assert len(packed) == 3
+    assert packed.words == sum(len(text.split()) for text in TEXTS)
+    for number, text in enumerate(TEXTS):
+        assert packed[number][-1] == 2
+        assert tokenizer.decode(packed[number][:-1]) == text
+    assert isinstance(packed.tokens, np.memmap)
+    assert packed.lengths.sum() == len(packed.tokens)
+
+    def unread() -> list[str]:
+        raise AssertionError
+
+    assert np.array_equal(pack(tmp_path, {"of": "these"}, unread, tokenizer, end=2).tokens, packed.tokens)
+    assert len(pack(tmp_path, {"of": "others"}, lambda: TEXTS[:1], tokenizer, end=2)) == 1
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_packing_that_was_killed_is_begun_again(tmp_path: Path) -> None:
+    tokenizer = _tokenizer("translation", tmp_path)
+
+    def killed():
+        yield TEXTS[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path, {}, killed, tokenizer, end=2)
+    assert len(pack(tmp_path, {}, lambda: TEXTS, tokenizer, end=2)) == 3

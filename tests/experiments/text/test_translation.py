@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from factorized.experiments.text.models import build_text_model
+from factorized.experiments.text.task import IGNORED
+from factorized.experiments.text.translation import TokenBatches, TranslationTask, score_bleu, translate_texts
+from tests.experiments.text.small import small
+
+
+def test_batches_hold_every_pair_once_and_no_more_tokens_than_asked() -> None:
+    lengths = np.random.default_rng(0).integers(3, 40, size=500)
+    batches = TokenBatches(lengths, 400, seed=3)
+    first = list(batches)
+    assert sorted(number for batch in first for number in batch) == list(range(500))
+    assert max(len(batch) * max(lengths[number] for number in batch) for batch in first) <= 400
+    filled = sum(lengths) / sum(len(batch) * max(lengths[number] for number in batch) for batch in first)
+    assert filled > 0.9  # pairs of a batch are of like length, so that little is padding
+    assert list(batches) == first
+    batches.set_epoch(1)
+    assert list(batches) != first
+    assert list(TokenBatches(lengths, 400, seed=4)) != first
+
+
+def test_a_pair_longer_than_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"run\.tokens = 10 is less than the longest pair, 12 tokens"):
+        TokenBatches(np.array([3, 12]), 10, seed=0)
+
+
+def test_the_decoder_reads_the_target_shifted_and_padding_is_not_learned(tmp_path: Path) -> None:
+    recipe, corpus = small("translation", tmp_path)
+    task = TranslationTask(recipe, corpus)
+    by_length = np.argsort(task.examples.lengths)
+    batch = task.collate([task.examples[int(by_length[0])], task.examples[int(by_length[-1])]])
+    pad = corpus.tokenizer.pad_token_id
+    labels, inputs = batch["labels"], batch["decoder_input_ids"]
+    kept = labels != IGNORED
+    assert (inputs[:, 0] == pad).all()
+    assert torch.equal(inputs[:, 1:][kept[:, :-1]], labels[:, :-1][kept[:, :-1]])
+    assert torch.equal(batch["attention_mask"].bool(), batch["input_ids"] != pad)
+    assert (labels[kept] == corpus.tokenizer.eos_token_id).sum() == 2
+
+
+def test_translations_come_back_in_the_order_of_their_sources(tmp_path: Path) -> None:
+    recipe, corpus = small("translation", tmp_path)
+    model = build_text_model(recipe, corpus.tokenizer, 0)
+    sources = ["one", "nine three", "two"]
+    together = translate_texts(model, corpus.tokenizer, sources, 2, 10)
+    assert together == [translate_texts(model, corpus.tokenizer, [source], 2, 10)[0] for source in sources]
+
+
+def test_bleu_is_sacrebleus_and_says_how() -> None:
+    score, signature = score_bleu(["the cat sat on the mat"], ["the cat sat on the mat"], lower=False)
+    assert score == pytest.approx(100.0)
+    assert "tok:13a" in signature
+    assert score_bleu(["THE cat sat on a mat"], ["the cat sat on a mat"], lower=True)[0] == pytest.approx(100.0)
+    assert score_bleu(["THE cat sat on a mat"], ["the cat sat on a mat"], lower=False)[0] < 100
