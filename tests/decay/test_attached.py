@@ -67,7 +67,7 @@ def test_a_copy_of_a_model_that_decays_in_its_backward_pass_does_not(copy: Calla
 def test_flambe_that_decays_the_products_takes_no_second_decay_of_them() -> None:
     model = mixed()
     optimizer = fz.Flambe(fz.parameter_groups(model, 0.1), model, frobenius_decay={"conv": 0.1})
-    with pytest.raises(ValueError, match=r"Flambe decays the same products itself.*twice; use fz\.Lamb, or give"):
+    with pytest.raises(ValueError, match=r"Flambe decays the same products itself.*twice; use fz\.Lamb, or pass"):
         fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
     fz.FrobeniusDecay(model, {"linear": STRENGTH}, decoupled=False).attach(
         optimizer

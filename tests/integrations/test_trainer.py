@@ -251,7 +251,7 @@ def test_a_format_without_rows_says_what_to_do() -> None:
     net = LLAMA_TIED.fresh()
     fz.factorize(net, fz.Kronecker(), rank=1, include=["*embed_tokens", "lm_head"], keep_first_and_last=False)
     with pytest.raises(
-        ValueError, match=r"model\.embed_tokens: kronecker has no core with a row per token; fz\.compose"
+        ValueError, match=r"model\.embed_tokens: kronecker has no core with a row per token; call fz\.compose"
     ):
         resize_token_embeddings(net, VOCABULARY + 1)
 
