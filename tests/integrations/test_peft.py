@@ -152,7 +152,7 @@ def test_other_formats_train_adapters_and_are_merged_once_composed(scheme: Calla
     base = fz.factorize(Net().double(), scheme(), rank_scale=0.5, include=["up", "down"])
     model = train(adapted(base))
     expected = model(x())
-    with pytest.raises(ValueError, match=r"cannot take up a product exactly.*fz\.compose"):
+    with pytest.raises(ValueError, match=r"cannot absorb a product exactly.*fz\.compose"):
         model.merge_adapter()
     torch.testing.assert_close(model(x()), expected)
     merged = fz.compose(model).merge_and_unload()
