@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from factorized.experiments.text.sources import (
 from factorized.experiments.text.squad import read_paragraphs
 from factorized.experiments.text.tokenizer import learn_tokenizer, load_tokenizer
 from factorized.experiments.text.tokens import PackedTexts, pack
+from factorized.files.atomic import lock
 
 EMBEDDED = {"language": "pydoc", "masked": "pydoc", "translation": "numbers"}
 
@@ -56,8 +58,26 @@ def load_corpus(
 ) -> Corpus:
     """Return the recipe's text, tokenized once into ``cache``; the files are looked for in ``folder``.
 
-    The tokenizer is learned from the training text, unless one is given: that of a trained model.
+    The tokenizer is learned from the training text, unless one is given: that of a trained model. Of several processes
+    one writes, and the others wait and map what it wrote.
     """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(cache, os.O_RDONLY) if os.name != "nt" else None  # Windows cannot open folders
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {cache}: {error.strerror}; name another folder by $FACTORIZED_DATA"
+        ) from None
+    try:
+        if descriptor is not None:
+            lock(descriptor, wait=True)
+        return _load(recipe, folder, cache, progress, tokenizer)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progress, tokenizer: Any) -> Corpus:
     data, task = recipe.data, recipe.task
     source = find_source(data.name, data.train, data.validation, data.test, folder)
     paired = task == "translation"

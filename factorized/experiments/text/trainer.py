@@ -54,6 +54,7 @@ def training_arguments(
         save_total_limit=1,
         dataloader_drop_last=True,
         remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
         disable_tqdm=True,
         report_to=[],
         accelerator_config={"even_batches": False} if recipe.task == "translation" else None,

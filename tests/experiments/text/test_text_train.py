@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from factorized.experiments.text.train import train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.text.trainer import TextTrainer
 from factorized.experiments.training.interrupt import Interrupted
-from tests.experiments.text.small import small
+from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files, small
 
 
 @pytest.mark.parametrize("task", ["language", "masked", "translation"])
@@ -46,7 +49,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
         nonlocal steps
         steps += 1
         if steps == 4:
-            import os
             import signal
 
             os.kill(os.getpid(), signal.SIGTERM)
@@ -146,3 +148,19 @@ def test_a_run_of_images_or_a_damaged_one_is_named(tmp_path: Path) -> None:
     (run / "result.json").write_text(json.dumps({"accuracy": 3}))
     with pytest.raises(ValueError, match="is a run on images, not one on text"):
         load_text_run(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("task", ["language", "translation"])
+def test_two_processes_prepare_one_text_and_train_one_run(tmp_path: Path, task: str) -> None:
+    changes = [f"--set={change}" for change in (*SMALL, *BY_TASK[task], *files(tmp_path / "texts", task))]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "factorized.experiments.cli", "train", NAMES[task], "--data", "texts", *changes]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [*command, "--device", "cpu"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    _, result, _, _ = load_text_run(tmp_path / "out" / NAMES[task] / "seed-0")
+    assert result["machine"]["processes"] == 2
+    assert [row["update"] for row in result["history"] if "validation_loss" in row] == [2, 4]
