@@ -118,8 +118,10 @@ def plan(
     fields = {"scheme": scheme, "variant": variant, **budgets, **choices}
     given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
     if name is None:
-        table = {"name": model, "model": {"name": model}, "factorize": {"scheme": "low_rank", **given}}
-        recipe = check_recipe(change_table(table, changes or ()), f"--model {model}")
+        table = {"name": model, "model": {"name": model}, "factorize": {"scheme": "low_rank"}}
+        # options last: a scheme that is set drops the fields of another one, and must not drop what was asked for
+        table = merge(change_table(table, changes or ()), {"factorize": given})
+        recipe = check_recipe(table, f"--model {model}")
         shape = (classes or 10, size or 32, channels or 3)
         recipe, images = _without_data(recipe, shape) if data is None else load_data(recipe, data)
     else:

@@ -87,15 +87,13 @@ class TextDecay(Section):
     kind: Literal["none", "weight", "frobenius"] = "weight"
     strength: Strength = 0.01
     rest: Strength | None = None  # of parameters that belong to no product; the strength unless given
-    # which products Frobenius decay acts on
-    forms: list[Literal["layers", "ov", "qk"]] = Field(default=["layers", "ov"])
+    # which products Frobenius decay acts on; factorized layers and the OV forms of attention unless given
+    forms: Annotated[list[Literal["layers", "ov", "qk"]], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _forms_go_with_frobenius(self) -> Self:
-        if self.kind != "frobenius" and "forms" in self.model_fields_set and self.forms != ["layers", "ov"]:
+        if self.kind != "frobenius" and self.forms is not None:
             raise ValueError(f'forms = {self.forms} is for kind = "frobenius", got kind = "{self.kind}"')
-        if self.kind == "frobenius" and not self.forms:
-            raise ValueError('kind = "frobenius" needs forms: some of "layers", "ov" and "qk"')
         return self
 
     @property

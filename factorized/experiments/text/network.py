@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.decay.strength import Strength
+from factorized.experiments.recipes.text import TextDecay, TextRecipe
 from factorized.experiments.text.from_run import build_from_run
 from factorized.experiments.text.models import build_text_model
 from factorized.experiments.training.network import build_scheme, plan_options
@@ -56,12 +57,12 @@ def build_text_optimizer(recipe: TextRecipe, model: nn.Module) -> Optimizer:
     get the decay with the gradient, and FLAMBé is LAMB that does not.
     """
     fields, decay = recipe.optimizer, recipe.decay
-    strengths = {kind: decay.strength for form in decay.forms for kind in (LAYERS if form == "layers" else (form,))}
+    strength = _strength(decay)
     products = decay.kind == "frobenius"
     groups = _groups(recipe, model)
     if fields.name == "flambe":
         rest = decay.of_the_rest
-        return Flambe(groups, model, fields.lr, fields.betas, 1e-6, rest, strengths, max_grad_norm=None)
+        return Flambe(groups, model, fields.lr, fields.betas, 1e-6, rest, strength, max_grad_norm=None)
     optimizer: Optimizer
     if fields.name == "lamb":
         optimizer = Lamb(groups, fields.lr, fields.betas, max_grad_norm=None)
@@ -71,14 +72,21 @@ def build_text_optimizer(recipe: TextRecipe, model: nn.Module) -> Optimizer:
         fused = next(model.parameters()).device.type == "cuda"
         optimizer = torch.optim.AdamW(groups, lr=fields.lr, betas=fields.betas, fused=fused)
     if products:
-        FrobeniusDecay(model, strengths, decoupled=fields.name == "adamw").attach(optimizer)
+        FrobeniusDecay(model, strength, decoupled=fields.name == "adamw").attach(optimizer)
     return optimizer
+
+
+def _strength(decay: TextDecay) -> Strength:
+    """Return how strongly each form is decayed: one number decays layers, and OV where attention has that form."""
+    if decay.forms is None:
+        return decay.strength
+    return {kind: decay.strength for form in decay.forms for kind in (LAYERS if form == "layers" else (form,))}
 
 
 def _groups(recipe: TextRecipe, model: nn.Module) -> list[dict[str, Any]]:
     decay = recipe.decay
     if decay.kind == "frobenius":
-        attention = [form for form in decay.forms if form != "layers"]
+        attention = ("ov",) if decay.forms is None else [form for form in decay.forms if form != "layers"]
         return parameter_groups(model, decay.of_the_rest, attention=attention)
     strength = decay.strength if decay.kind == "weight" else 0.0
     trained = [p for p in model.parameters() if p.requires_grad]

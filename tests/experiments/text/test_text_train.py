@@ -117,6 +117,14 @@ def test_frobenius_decay_of_the_named_forms_acts_under_every_optimizer(tmp_path:
             assert share == pytest.approx(1.0), name
 
 
+def test_frobenius_decay_acts_on_projections_that_are_layers(tmp_path: Path) -> None:
+    changes = ("factorize.scheme=low_rank", "factorize.rank=3", "decay.kind=frobenius", "decay.strength=0.5")
+    recipe, corpus = small("language", tmp_path, *changes, "optimizer.lr=0.1")
+    found = _norms(recipe, corpus, 3)
+    assert any(name.endswith("q_proj") for name in found)
+    assert max(found.values()) < 0.999
+
+
 def test_weight_decay_leaves_norms_and_biases_alone(tmp_path: Path) -> None:
     recipe, corpus = small("masked", tmp_path, "optimizer.name=adamw", "optimizer.lr=0.1", "decay.strength=0.5")
     model = build_text_network(recipe, corpus.tokenizer, 0)
