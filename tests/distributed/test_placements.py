@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.test_many_processes import run
 
+pytestmark = pytest.mark.nightly  # starting it takes one to two minutes; test_meshes.py is the check of every day
 MODELS = ("pair", "groups", "deep", "train", "monarch", "attention")
 ACTIONS = ("coupled", "decoupled", "in_the_loss", "cubed", "nuclear", "matched", "lamb", "flambe", "packed")
 
