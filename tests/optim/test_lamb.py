@@ -57,7 +57,8 @@ def test_it_equals_the_formula(settings: Settings) -> None:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_it_agrees_with_pytorch_optimizer(weight_decay: float, clip: float | None) -> None:
-    peer = pytest.importorskip("pytorch_optimizer")
+    import pytorch_optimizer as peer
+
     ours, theirs = parameters(), parameters()
     # Theirs adds eps to the norms too, never corrects the moments, and but for adam_debias divides lr by 1 - β₁ᵗ.
     common: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay}
