@@ -88,7 +88,8 @@ def test_the_part_trains_and_the_rest_does_not(dtype: Any) -> None:
 
 
 def transposed() -> tuple[Any, Tensor]:
-    conv1d = pytest.importorskip("transformers").pytorch_utils.Conv1D
+    from transformers.pytorch_utils import Conv1D as conv1d
+
     format = fz.Residual().at_rank(fz.LowRank().kernel((24, 8)), 3)
     return fz.FactorizedLinear.from_dense(conv1d(8, 24).double(), format, transposed=True), x()
 

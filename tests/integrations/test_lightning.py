@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,10 +13,8 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import factorized as fz
+from factorized.integrations.lightning import PLAN, FactorizeCallback, restore_plan
 from factorized.surgery.describe import describe
-
-pl = pytest.importorskip("pytorch_lightning")
-from factorized.integrations.lightning import PLAN, FactorizeCallback, restore_plan  # noqa: E402
 
 # Lightning warns about workers, loggers and torch's own changes; none of it is about what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import factorized as fz
-
-peft = pytest.importorskip("peft")
-from factorized.integrations.peft import LoraFactorizedLinear, on_factorized  # noqa: E402
+from factorized.integrations.peft import LoraFactorizedLinear, on_factorized
 
 
 class Net(nn.Module):
@@ -135,7 +135,7 @@ def test_deep_products_are_merged_exactly() -> None:
 
 
 def test_transposed_weights_of_gpt2_are_merged_exactly() -> None:
-    conv1d = pytest.importorskip("transformers").pytorch_utils.Conv1D
+    conv1d = transformers.pytorch_utils.Conv1D
     torch.manual_seed(0)
     base = nn.Sequential(conv1d(10, 12).double())
     base[0] = fz.FactorizedLinear.from_dense(base[0], 3, transposed=True)
@@ -180,7 +180,6 @@ def test_variants_of_lora_are_refused() -> None:
 
 
 def test_a_transformers_model_with_factorized_layers_is_adapted_trained_and_merged() -> None:
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, **sizes))

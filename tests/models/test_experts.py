@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import factorized as fz
 from factorized.testing import error
-
-transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "vocab_size": 64,

@@ -60,7 +60,6 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, seconds: float) 
 
 
 def test_a_terminal_sees_a_bar_only_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tqdm")
     assert shown(monkeypatch, Terminal(), seconds=0.1) == ""
     assert "decomposing" in shown(monkeypatch, Terminal(), seconds=1.5)
 

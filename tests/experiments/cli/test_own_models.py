@@ -108,7 +108,8 @@ def test_a_network_that_reads_numbers_off_tensors_is_planned(cli: Cli, npz: Path
 
 
 def test_a_hugging_face_folder_with_weights_is_planned_and_trained_dense(cli: Cli) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     images = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
     transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **images)).save_pretrained("vit")

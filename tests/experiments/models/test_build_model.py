@@ -8,8 +8,6 @@ from torch import nn
 
 from factorized.experiments.models.build import MODELS, build_model
 
-transformers = pytest.importorskip("transformers")
-
 MINE = """
 from torch import nn
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import factorized as fz
 from factorized.experiments.models.build import build_model
 from factorized.experiments.models.hugging_face import ImageClassifier
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
