@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,19 +17,119 @@ from factorized.nn.init import Init
 from factorized.nn.layer import Execution, FactorizedLayer, Lowered
 
 Extent = int | tuple[int, ...]
+Device = torch.device | str | None
 
 
-class FactorizedConv(FactorizedLayer):
+class AnyConvolution(FactorizedLayer):
+    """What convolutions and transposed ones share: their settings, read from and given back to torch. Abstract."""
+
+    form_kind = "conv"
+    dense_type: ClassVar[type[Any]]
+    dims: ClassVar[int]
+
+    def __init__(
+        self, dense: _ConvNd, format: Format, execution: Execution, device: Device, dtype: torch.dtype | None
+    ) -> None:
+        self.stride = dense.stride  # of ``dense``, because torch has checked and normalized its settings
+        super().__init__(format, execution, device, dtype)
+        self.in_channels = dense.in_channels
+        self.out_channels = dense.out_channels
+        self.kernel_size = dense.kernel_size
+        self.padding = dense.padding
+        self.output_padding = dense.output_padding
+        self.transposed = dense.transposed
+        self.dilation = dense.dilation
+        self.groups = dense.groups
+        self.padding_mode = dense.padding_mode
+        bias = None if dense.bias is None else torch.empty(dense.out_channels, device=device, dtype=dtype)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: _ConvNd,
+        format: Format | int,
+        init: Init | None = "spectral",
+        *,
+        kind: Kind = "spatial",
+        depth: int = 0,
+        execution: Execution = "auto",
+    ) -> Self:
+        """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
+        check_dense(dense, cls.dense_type)
+        own = {"output_padding": dense.output_padding} if dense.transposed else {}
+        make: Any = cls  # subclasses take the arguments of torch's layers
+        layer: Self = make(
+            dense.in_channels,
+            dense.out_channels,
+            dense.kernel_size,
+            format,
+            stride=dense.stride,
+            padding=dense.padding,
+            dilation=dense.dilation,
+            groups=dense.groups,
+            bias=dense.bias is not None,
+            padding_mode=dense.padding_mode,
+            kind=kind,
+            depth=depth,
+            execution=execution,
+            init=None,
+            device=dense.weight.device,
+            dtype=dense.weight.dtype,
+            **own,
+        )
+        layer.take_over(dense, init)
+        return layer
+
+    def dense_skeleton(self) -> _ConvNd:
+        """Return a ``torch.nn`` convolution with this layer's settings on the meta device."""
+        return self.plain_convolution(
+            self.in_channels, self.out_channels, range(self.dims), self.groups, self.bias is not None
+        )
+
+    def plain_convolution(self, inputs: int, outputs: int, spans: Collection[int], groups: int, bias: bool) -> _ConvNd:
+        """Return a convolution on the meta device with this layer's settings in the dimensions that it spans."""
+
+        def keep(values: tuple[int, ...], otherwise: int) -> tuple[int, ...]:
+            return tuple(value if d in spans else otherwise for d, value in enumerate(values))
+
+        own = {"output_padding": keep(self.output_padding, 0)} if self.transposed else {}
+        plain: _ConvNd = self.dense_type(
+            inputs,
+            outputs,
+            keep(self.kernel_size, 1),
+            stride=keep(self.stride, 1),
+            padding=self.padding if isinstance(self.padding, str) else keep(self.padding, 0),
+            dilation=keep(self.dilation, 1),
+            groups=groups,
+            bias=bias,
+            padding_mode=self.padding_mode,
+            device="meta",
+            **own,
+        )
+        return plain
+
+    def settings_repr(self) -> list[str]:
+        """Return channels, kernel size and the settings that differ from the defaults."""
+        ones, none = (1,) * self.dims, (0,) * self.dims
+        settings = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
+        settings += [f"stride={self.stride}"] if self.stride != ones else []
+        settings += [f"padding={self.padding}"] if self.padding != none else []
+        settings += [f"output_padding={self.output_padding}"] if self.output_padding != none else []
+        settings += [f"dilation={self.dilation}"] if self.dilation != ones else []
+        settings += [f"groups={self.groups}"] if self.groups != 1 else []
+        settings += ["bias=False"] if self.bias is None else []
+        settings += [f"padding_mode={self.padding_mode}"] if self.padding_mode != "zeros" else []
+        return settings
+
+
+class FactorizedConv(AnyConvolution):
     """A convolution whose kernel is held in a format (section 2.2). Abstract: use ``FactorizedConv1d``, ``2d``, ``3d``.
 
     ``format`` is a ``Format`` for the kernel, or the rank of a product. For a product, ``kind="spatial"`` splits the
     kernel's spatial dimensions between the factors (the paper's 1×k and k×1); ``kind="channel"`` gives them all to
     ``V`` (k×k to ``rank`` channels, then 1×1).
     """
-
-    form_kind = "conv"
-    dense_type: ClassVar[type[Any]]
-    dims: ClassVar[int]
 
     def __init__(
         self,
@@ -54,82 +155,12 @@ class FactorizedConv(FactorizedLayer):
         settings = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
         dense = self.dense_type(*settings, device="meta")
         made = format_of(tuple(dense.weight.shape), format, groups=groups, kind=kind, depth=depth)
-        self.stride = dense.stride
-        super().__init__(made, execution, device, dtype)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.kernel_size = dense.kernel_size
-        self.padding = dense.padding
-        self.dilation = dense.dilation
-        self.groups = groups
-        self.padding_mode = padding_mode
-        self.transposed, self.output_padding = dense.transposed, dense.output_padding  # as in the dense layer
+        super().__init__(dense, made, execution, device, dtype)
         self.geometry = Geometry(
             dense.stride, explicit_padding(dense.padding, made.shape.size, dense.dilation), dense.dilation, padding_mode
         )
-        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
         if init is not None:
             self.reset_parameters(init)
-
-    @classmethod
-    def from_dense(
-        cls,
-        dense: _ConvNd,
-        format: Format | int,
-        init: Init | None = "spectral",
-        *,
-        kind: Kind = "spatial",
-        depth: int = 0,
-        execution: Execution = "auto",
-    ) -> Self:
-        """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
-        check_dense(dense, cls.dense_type)
-        layer = cls(
-            dense.in_channels,
-            dense.out_channels,
-            dense.kernel_size,
-            format,
-            dense.stride,
-            dense.padding,
-            dense.dilation,
-            dense.groups,
-            dense.bias is not None,
-            dense.padding_mode,
-            kind=kind,
-            depth=depth,
-            execution=execution,
-            init=None,
-            device=dense.weight.device,
-            dtype=dense.weight.dtype,
-        )
-        layer.take_over(dense, init)
-        return layer
-
-    def dense_skeleton(self) -> _ConvNd:
-        """Return a ``torch.nn`` convolution with this layer's settings on the meta device."""
-        return self.plain_convolution(
-            self.in_channels, self.out_channels, range(self.dims), self.groups, self.bias is not None
-        )
-
-    def plain_convolution(self, inputs: int, outputs: int, spans: Any, groups: int, bias: bool) -> _ConvNd:
-        """Return a convolution on the meta device with this layer's settings in the dimensions that it spans."""
-
-        def keep(values: tuple[int, ...], otherwise: int) -> tuple[int, ...]:
-            return tuple(value if d in spans else otherwise for d, value in enumerate(values))
-
-        plain: _ConvNd = self.dense_type(
-            inputs,
-            outputs,
-            keep(self.kernel_size, 1),
-            keep(self.stride, 1),
-            self.padding if isinstance(self.padding, str) else keep(self.padding, 0),
-            keep(self.dilation, 1),
-            groups,
-            bias,
-            self.padding_mode,
-            device="meta",
-        )
-        return plain
 
     def forward(
         self,
@@ -146,18 +177,6 @@ class FactorizedConv(FactorizedLayer):
             made.append((plain, (place, False), weight))
             made += [(nn.ChannelShuffle(step.shuffle), None, None)] if step.shuffle > 1 else []
         return made
-
-    def settings_repr(self) -> list[str]:
-        """Return channels, kernel size and the settings that differ from the defaults."""
-        ones = (1,) * self.dims
-        settings = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
-        settings += [f"stride={self.stride}"] if self.stride != ones else []
-        settings += [f"padding={self.padding}"] if self.padding != (0,) * self.dims else []
-        settings += [f"dilation={self.dilation}"] if self.dilation != ones else []
-        settings += [f"groups={self.groups}"] if self.groups != 1 else []
-        settings += ["bias=False"] if self.bias is None else []
-        settings += [f"padding_mode={self.padding_mode}"] if self.padding_mode != "zeros" else []
-        return settings
 
 
 class FactorizedConv1d(FactorizedConv):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,13 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from factorized.formats.convolution import Geometry
 from factorized.formats.format import Format, Way
 from factorized.formats.kernel import Kind
-from factorized.nn.conv import Extent
-from factorized.nn.dense import check_dense, format_of
+from factorized.nn.conv import AnyConvolution, Extent
+from factorized.nn.dense import format_of
 from factorized.nn.init import Init
-from factorized.nn.layer import Execution, FactorizedLayer, Lowered
+from factorized.nn.layer import Execution, Lowered
 
 
-class FactorizedConvTranspose(FactorizedLayer):
+class FactorizedConvTranspose(AnyConvolution):
     """A transposed convolution whose kernel is held in a format. Abstract: use its subclasses.
 
     Torch keeps its weight as (in, out/groups, *size): the kernel of the convolution that this one transposes. The
@@ -27,10 +26,7 @@ class FactorizedConvTranspose(FactorizedLayer):
     ``rank`` channels, and then ``V``, with the same multiply-accumulates per position of the input.
     """
 
-    form_kind = "conv"
     known_ways: ClassVar[tuple[Way, ...]] = ("composed", "chain")
-    dense_type: ClassVar[type[Any]]
-    dims: ClassVar[int]
     geometry: Geometry
 
     def __init__(
@@ -58,86 +54,11 @@ class FactorizedConvTranspose(FactorizedLayer):
         settings = (stride, padding, output_padding, groups, bias, dilation, padding_mode)
         dense = self.dense_type(in_channels, out_channels, kernel_size, *settings, device="meta")
         made = format_of(tuple(dense.weight.shape), format, groups=groups, kind=kind, depth=depth)
-        self.stride = dense.stride
-        super().__init__(made, execution, device, dtype)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.kernel_size = dense.kernel_size
-        self.padding = dense.padding
-        self.output_padding = dense.output_padding
-        self.transposed = dense.transposed
-        self.dilation = dense.dilation
-        self.groups = groups
-        self.padding_mode = padding_mode
+        super().__init__(dense, made, execution, device, dtype)
         both_sides = tuple((p, p) for p in dense.padding)
         self.geometry = Geometry(dense.stride, both_sides, dense.dilation, output_padding=dense.output_padding)
-        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
         if init is not None:
             self.reset_parameters(init)
-
-    @classmethod
-    def from_dense(
-        cls,
-        dense: _ConvTransposeNd,
-        format: Format | int,
-        init: Init | None = "spectral",
-        *,
-        kind: Kind = "spatial",
-        depth: int = 0,
-        execution: Execution = "auto",
-    ) -> Self:
-        """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
-        check_dense(dense, cls.dense_type)
-        layer = cls(
-            dense.in_channels,
-            dense.out_channels,
-            dense.kernel_size,
-            format,
-            dense.stride,
-            dense.padding,  # type: ignore[arg-type]  # never a string in a transposed convolution
-            dense.output_padding,
-            dense.groups,
-            dense.bias is not None,
-            dense.dilation,
-            dense.padding_mode,
-            kind=kind,
-            depth=depth,
-            execution=execution,
-            init=None,
-            device=dense.weight.device,
-            dtype=dense.weight.dtype,
-        )
-        layer.take_over(dense, init)
-        return layer
-
-    def dense_skeleton(self) -> _ConvTransposeNd:
-        """Return a ``torch.nn`` transposed convolution with this layer's settings on the meta device."""
-        return self.plain_convolution(
-            self.in_channels, self.out_channels, range(self.dims), self.groups, self.bias is not None
-        )
-
-    def plain_convolution(
-        self, inputs: int, outputs: int, spans: Collection[int], groups: int, bias: bool
-    ) -> _ConvTransposeNd:
-        """Return a transposed convolution on the meta device with this layer's settings in the dimensions it spans."""
-
-        def keep(values: tuple[int, ...], otherwise: int) -> tuple[int, ...]:
-            return tuple(value if d in spans else otherwise for d, value in enumerate(values))
-
-        plain: _ConvTransposeNd = self.dense_type(
-            inputs,
-            outputs,
-            keep(self.kernel_size, 1),
-            keep(self.stride, 1),
-            keep(self.padding, 0),
-            keep(self.output_padding, 0),
-            groups,
-            bias,
-            keep(self.dilation, 1),
-            self.padding_mode,
-            device="meta",
-        )
-        return plain
 
     def forward(
         self,
@@ -147,16 +68,9 @@ class FactorizedConvTranspose(FactorizedLayer):
         """Apply the layer; ``output_size`` chooses among the extents that the stride allows, as in torch."""
         geometry = self.geometry
         if output_size is not None:
-            added = _ConvTransposeNd._output_padding(
-                self,  # type: ignore[arg-type]  # torch reads only its output_padding
-                input,
-                output_size,
-                self.stride,  # type: ignore[arg-type]  # annotated as a list, used as a sequence
-                self.padding,
-                self.kernel_size,
-                self.dims,
-                self.dilation,
-            )
+            output_padding: Any = _ConvTransposeNd._output_padding  # reads self.output_padding; takes any sequences
+            extents = (self.stride, self.padding, self.kernel_size, self.dims, self.dilation)
+            added = output_padding(self, input, output_size, *extents)
             geometry = replace(geometry, output_padding=tuple(added))
         way, factors = self.chosen_execution(), self.factors
         return self.format.run_transposed(way, input, factors, self.bias, geometry, self.adjust)
@@ -170,18 +84,6 @@ class FactorizedConvTranspose(FactorizedLayer):
             plain = self.plain_convolution(step.outputs, step.inputs, step.spans, step.groups, bias=False)
             made.append((plain, (place, False), weight))
         return made
-
-    def settings_repr(self) -> list[str]:
-        """Return channels, kernel size and the settings that differ from the defaults."""
-        ones, none = (1,) * self.dims, (0,) * self.dims
-        settings = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
-        settings += [f"stride={self.stride}"] if self.stride != ones else []
-        settings += [f"padding={self.padding}"] if self.padding != none else []
-        settings += [f"output_padding={self.output_padding}"] if self.output_padding != none else []
-        settings += [f"dilation={self.dilation}"] if self.dilation != ones else []
-        settings += [f"groups={self.groups}"] if self.groups != 1 else []
-        settings += ["bias=False"] if self.bias is None else []
-        return settings
 
 
 class FactorizedConvTranspose1d(FactorizedConvTranspose):

@@ -14,7 +14,7 @@ from torch import nn
 from factorized.experiments.text.task import (
     Batch,
     Example,
-    TextTask,
+    RunningText,
     Windows,
     device_of,
     in_batches,
@@ -25,7 +25,7 @@ from factorized.nn.running import evaluation_mode
 HIGHEST = 700.0  # loss per word; the exponential of more overflows
 
 
-class LanguageTask(TextTask):
+class LanguageTask(RunningText):
     """Predict each token from those before it."""
 
     score = "perplexity"
@@ -41,19 +41,11 @@ class LanguageTask(TextTask):
         tokens = torch.from_numpy(np.stack([example["input_ids"] for example in examples]))
         return {"input_ids": tokens, "labels": tokens.clone()}
 
-    def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return loss per token and perplexity per word of the validation text."""
-        return self._measure(model, "validation")
+    def measure(self, model: nn.Module, part: str) -> dict[str, float]:
+        """Return loss per token and perplexity per word of a part, every token but the first measured once.
 
-    def test(self, model: nn.Module) -> dict[str, Any]:
-        """Return the same of the validation text and of every test text, by name."""
-        found: dict[str, Any] = self._measure(model, "validation")
-        for part in self.corpus.tests:
-            found |= {f"{name}_{part}": value for name, value in self._measure(model, part).items()}
-        return found
-
-    def _measure(self, model: nn.Module, part: str) -> dict[str, float]:
-        """Measure every token but the first once: sequences overlap by the token that begins the next."""
+        Sequences overlap by the token that begins the next.
+        """
         (texts,) = self.corpus.texts[part]
         length = min(self.recipe.data.length, len(texts.tokens))
         windows = Windows(texts, length, length - 1, part)

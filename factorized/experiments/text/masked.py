@@ -14,7 +14,7 @@ from factorized.experiments.text.task import (
     IGNORED,
     Batch,
     Example,
-    TextTask,
+    RunningText,
     Windows,
     device_of,
     in_batches,
@@ -25,7 +25,7 @@ from factorized.nn.running import evaluation_mode
 REPLACED, KEPT = 0.8, 0.1  # of the tokens to guess: replaced by [MASK], left as they are; the rest are drawn anew
 
 
-class MaskedTask(TextTask):
+class MaskedTask(RunningText):
     """Guess 15 % of the tokens of a sequence from the others."""
 
     score = "loss"
@@ -40,18 +40,8 @@ class MaskedTask(TextTask):
         """Stack sequences and mask some of their tokens."""
         return self._masked(examples, None)
 
-    def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return the loss on the validation text, masked in one fixed way."""
-        return self._measure(model, "validation")
-
-    def test(self, model: nn.Module) -> dict[str, Any]:
-        """Return the same of the validation text and of every test text, by name."""
-        found: dict[str, Any] = self._measure(model, "validation")
-        for part in self.corpus.tests:
-            found |= {f"{name}_{part}": value for name, value in self._measure(model, part).items()}
-        return found
-
-    def _measure(self, model: nn.Module, part: str) -> dict[str, float]:
+    def measure(self, model: nn.Module, part: str) -> dict[str, float]:
+        """Return loss and accuracy on a part, masked in one fixed way."""
         (texts,) = self.corpus.texts[part]
         length = min(self.recipe.data.length - 2, len(texts.tokens))
         draws = torch.Generator().manual_seed(0)

@@ -52,6 +52,25 @@ class TextTask(ABC):
         """Return the figures of a trained model on all text it was not trained on."""
 
 
+class RunningText(TextTask):
+    """A task on running text, whose figures are the same for validation and test texts. Abstract."""
+
+    @abstractmethod
+    def measure(self, model: nn.Module, part: str) -> dict[str, float]:
+        """Return the figures of one part of the corpus."""
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Return the figures of the validation text."""
+        return self.measure(model, "validation")
+
+    def test(self, model: nn.Module) -> dict[str, Any]:
+        """Return the figures of the validation text, and of every test text by name."""
+        found: dict[str, Any] = self.measure(model, "validation")
+        for part in self.corpus.tests:
+            found |= {f"{name}_{part}": value for name, value in self.measure(model, part).items()}
+        return found
+
+
 class Windows(Dataset[Example]):
     """Sequences of ``length`` tokens of a text, ``step`` tokens apart."""
 
