@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ class FactorizedEmbedding(FactorizedLayer):
     bias: None
     form_kind = "embedding"
     tunable = False
+    dense_type: ClassVar[type[nn.Module]] = nn.Embedding
+    settings: ClassVar[tuple[str, ...]] = ("padding_idx", "scale_grad_by_freq", "sparse")  # of the dense layer
 
     def __init__(
         self,
@@ -59,19 +61,23 @@ class FactorizedEmbedding(FactorizedLayer):
 
     @classmethod
     def from_dense(
-        cls, dense: nn.Embedding, format: Format | int, init: Init | None = "spectral", *, depth: int = 0
-    ) -> FactorizedEmbedding:
+        cls,
+        dense: nn.Embedding | nn.EmbeddingBag,
+        format: Format | int,
+        init: Init | None = "spectral",
+        *,
+        depth: int = 0,
+    ) -> Self:
         """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
-        check_dense(dense, nn.Embedding)
+        check_dense(dense, cls.dense_type)
         if dense.max_norm is not None:
             raise ValueError(f"max_norm must be None, got {dense.max_norm}: {NO_ROWS}")
-        layer = cls(
+        make: Any = cls  # a bag has settings of its own
+        layer: Self = make(
             dense.num_embeddings,
             dense.embedding_dim,
             format,
-            dense.padding_idx,
-            scale_grad_by_freq=dense.scale_grad_by_freq,
-            sparse=dense.sparse,
+            **{name: getattr(dense, name) for name in cls.settings},
             depth=depth,
             init=None,
             device=dense.weight.device,
@@ -81,19 +87,13 @@ class FactorizedEmbedding(FactorizedLayer):
         return layer
 
     def dense_skeleton(self) -> nn.Module:
-        """Return an ``nn.Embedding`` with this layer's settings on the meta device."""
+        """Return a dense layer with this one's settings on the meta device."""
         return self.plain_table(self.embedding_dim)
 
     def plain_table(self, dim: int) -> nn.Module:
-        """Return an ``nn.Embedding`` with this layer's settings and rows of ``dim`` numbers on the meta device."""
-        return nn.Embedding(
-            self.num_embeddings,
-            dim,
-            self.padding_idx,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-            device="meta",
-        )
+        """Return a dense layer with this one's settings and rows of ``dim`` numbers on the meta device."""
+        settings = {name: getattr(self, name) for name in self.settings}
+        return self.dense_type(self.num_embeddings, dim, **settings, device="meta")
 
     def chosen_execution(self) -> str:  # type: ignore[override]  # no way of a format looks rows up
         """Return ``"look_up"``, or ``"composed"`` where the whole table has to be formed."""

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.formats.format import Format
-from factorized.nn.dense import check_dense
-from factorized.nn.embedding import NO_ROWS, FactorizedEmbedding, widened
+from factorized.nn.embedding import FactorizedEmbedding, widened
 from factorized.nn.init import Init
 from factorized.nn.layer import Lowered
 
@@ -20,6 +19,9 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
     row first, and so does ``scale_grad_by_freq``. Its counts are correct here, while torch 2.13 uses those of other
     entries on the CPU. A maximum with padding is exported for one batch size only.
     """
+
+    dense_type = nn.EmbeddingBag
+    settings = (*FactorizedEmbedding.settings, "mode", "include_last_offset")
 
     def __init__(
         self,
@@ -53,44 +55,6 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         )
         self.mode = mode
         self.include_last_offset = include_last_offset
-
-    @classmethod
-    def from_dense(  # type: ignore[override]  # takes another dense layer than its base
-        cls, dense: nn.EmbeddingBag, format: Format | int, init: Init | None = "spectral", *, depth: int = 0
-    ) -> FactorizedEmbeddingBag:
-        """Return a factorized copy of ``dense``; ``init=None`` leaves the factors unfilled."""
-        check_dense(dense, nn.EmbeddingBag)
-        if dense.max_norm is not None:
-            raise ValueError(f"max_norm must be None, got {dense.max_norm}: {NO_ROWS}")
-        layer = cls(
-            dense.num_embeddings,
-            dense.embedding_dim,
-            format,
-            mode=dense.mode,
-            scale_grad_by_freq=dense.scale_grad_by_freq,
-            sparse=dense.sparse,
-            include_last_offset=dense.include_last_offset,
-            padding_idx=dense.padding_idx,
-            depth=depth,
-            init=None,
-            device=dense.weight.device,
-            dtype=dense.weight.dtype,
-        )
-        layer.take_over(dense, init)
-        return layer
-
-    def plain_table(self, dim: int) -> nn.Module:
-        """Return an ``nn.EmbeddingBag`` with this layer's settings and rows of ``dim`` numbers on the meta device."""
-        return nn.EmbeddingBag(
-            self.num_embeddings,
-            dim,
-            mode=self.mode,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-            include_last_offset=self.include_last_offset,
-            padding_idx=self.padding_idx,
-            device="meta",
-        )
 
     @property
     def widens_bags(self) -> bool:
