@@ -28,7 +28,7 @@ from factorized.experiments.text.sources import (
     read_documents,
     read_pairs,
 )
-from factorized.experiments.text.squad import read_paragraphs
+from factorized.experiments.text.squad import Paragraph, read_paragraphs
 from factorized.experiments.text.tokenizer import learn_tokenizer, load_tokenizer
 from factorized.experiments.text.tokens import PackedTexts, pack
 from factorized.files.atomic import lock
@@ -77,16 +77,29 @@ def load_corpus(
             os.close(descriptor)
 
 
-def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progress, tokenizer: Any) -> Corpus:
+def corpus_checksum(recipe: TextRecipe, folder: Path | None) -> str:
+    """Return the checksum that the recipe's text has in a result; nothing is tokenized."""
+    source = _find(recipe, folder)
+    if recipe.task == "questions":
+        return _checksum_of_questions(_paragraphs(source))
+    return _checksum(_pairs(source) if recipe.task == "translation" else _documents(source))
+
+
+def _find(recipe: TextRecipe, folder: Path | None) -> Source:
     data, task = recipe.data, recipe.task
     source = find_source(data.name, data.train, data.validation, data.test, folder)
-    paired = task == "translation"
     if source.embedded and data.name != EMBEDDED.get(task):
         embedded = f"only {EMBEDDED[task]!r}" if task in EMBEDDED else "nothing"
         raise ValueError(
             f"data.name = {data.name!r} needs data.train, the names of its files: for task {task!r} {embedded} comes "
             "with this package"
         )
+    return source
+
+
+def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progress, tokenizer: Any) -> Corpus:
+    data, task = recipe.data, recipe.task
+    source, paired = _find(recipe, folder), task == "translation"
     if isinstance(data.vocabulary, str):
         vocabulary = find_vocabulary(data.vocabulary, folder)
         recipe = recipe.model_copy(update={"data": data.model_copy(update={"vocabulary": str(vocabulary)})})
@@ -115,13 +128,13 @@ def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progre
 
 def _load_questions(recipe: TextRecipe, source: Source, cache: Path, progress: Progress, tokenizer: Any) -> Corpus:
     data, model = recipe.data, recipe.model
-    paragraphs = {part: list(read()) for part, read in _parts(source, read_paragraphs).items()}
+    paragraphs = _paragraphs(source)
     if not any(paragraph.questions for paragraph in paragraphs["validation"]):
         raise ValueError(
             f"data.train has {len(paragraphs['train'])} paragraphs, too few to hold a twentieth out; name a file of "
             "questions in data.validation"
         )
-    checksum = _checksum({part: partial(map, attrgetter("strings"), items) for part, items in paragraphs.items()})
+    checksum = _checksum_of_questions(paragraphs)
     if tokenizer is None and model.name:
         tokenizer = load_tokenizer(model_folder(model.name))
     if tokenizer is None:
@@ -133,6 +146,14 @@ def _load_questions(recipe: TextRecipe, source: Source, cache: Path, progress: P
         for part, items in paragraphs.items()
     }
     return Corpus(data.name, checksum, tokenizer, {}, {}, questions)
+
+
+def _paragraphs(source: Source) -> dict[str, list[Paragraph]]:
+    return {part: list(read()) for part, read in _parts(source, read_paragraphs).items()}
+
+
+def _checksum_of_questions(paragraphs: Mapping[str, Sequence[Paragraph]]) -> str:
+    return _checksum({part: partial(map, attrgetter("strings"), items) for part, items in paragraphs.items()})
 
 
 Parts = Mapping[str, Callable[[], Iterable[Any]]]  # by part, a function that reads it from the beginning

@@ -1,0 +1,256 @@
+"""``factorized reproduce``: the runs of a table, those that are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, examples
+from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from factorized.experiments.reproduce.engine import Engine
+    from factorized.experiments.reproduce.job import Outcome
+    from factorized.experiments.reproduce.planned import Planner
+    from factorized.experiments.reproduce.row import Row
+    from factorized.experiments.reproduce.runs import Run
+
+EXAMPLES = examples(
+    "factorized reproduce table3 --data DIR --dry-run",
+    "factorized reproduce table1 --data DIR --cells 'cifar10/resnet32x2*0.1*' --seeds 1",
+    "factorized reproduce table3 --data DIR --epochs 5",
+    "factorized reproduce figure5 --data DIR --cells 'translation/tatoeba*' --updates 200",
+    "factorized reproduce table1 --data DIR --engine ray --gpus 0.5",
+    "factorized reproduce table1 --data DIR --engine slurm --slurm slurm_partition=gpu --slurm timeout_min=240",
+)
+
+
+def complete_table(incomplete: str) -> list[str]:
+    """Return the tables that start with the given text."""
+    from factorized.experiments.recipes.find import table_names
+
+    return [name for name in table_names() if name.startswith(incomplete)]
+
+
+Table = Annotated[
+    str,
+    typer.Argument(
+        metavar="TABLE",
+        help="table1 to table4, figure5, bert, language, or the path of your own table's .toml file.",
+        autocompletion=complete_table,
+        show_default=False,
+    ),
+]
+
+
+def reproduce(
+    table: Table,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="The folder of data sets; without it $FACTORIZED_DATA, else ./data.",
+            show_default=False,
+        ),
+    ] = None,
+    cells: Annotated[str, typer.Option(metavar="GLOB", help="Only recipes whose names match.")] = "*",
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds 0 to N-1 of every recipe.")] = 3,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shorten runs on images; they are marked as shortened.", show_default=False),
+    ] = None,
+    updates: Annotated[
+        int | None, typer.Option(min=1, help="Shorten runs on text, marked likewise.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and how long it takes.")] = False,
+    out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME-FINGERPRINT/seed-SEED.")] = Path("out"),
+    results: Annotated[
+        Path, typer.Option(help="Results from elsewhere, which count as finished; see `factorized results add`.")
+    ] = Path("results"),
+    engine: Annotated[
+        Literal["local", "ray", "slurm"], typer.Option(help="What runs them: this machine or a cluster.")
+    ] = "local",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|cuda:1",
+            help="local: where to compute; on all GPUs unless given.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="local: processes; one for each GPU unless given.", show_default=False),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="ray: of a running cluster; without it, one is started here.", show_default=False)
+    ] = None,
+    gpus: Annotated[
+        float | None,
+        typer.Option(min=0, max=64, help="ray, slurm: GPUs of a run; ray takes a share.", show_default=False),
+    ] = None,
+    cpus: Annotated[float, typer.Option(min=0.1, max=1024, help="ray: CPU cores of a run.")] = 1.0,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="slurm: a parameter of submitit.", show_default=False),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Do the runs of a table that are missing, and show ours beside the paper's figures.
+
+    What is finished is never repeated, and what was stopped is resumed: give the same command again. A changed recipe is
+    another run. The exit code is 1 if a run failed or its data are missing.
+    """
+    from factorized.experiments.recipes.find import table_recipes
+    from factorized.experiments.reproduce.carry_out import carry_out
+    from factorized.experiments.reproduce.planned import Planner, check_length, in_waves
+
+    recipes = table_recipes(table, cells)
+    length = check_length(recipes, epochs, updates)
+    chosen = _engine(
+        engine, out, device=device, workers=workers, address=address, gpus=gpus, cpus=cpus, slurm=slurm, quiet=quiet
+    )
+    own = {recipe.name: recipe for recipe in table_recipes(table)} if table.endswith(".toml") else {}
+    with progress_bar(quiet=quiet):
+        planner = Planner(out, data, _finished(out, results), length, own)
+        rows = _rows(planner, recipes, seeds)
+    waves = in_waves((run for row in rows for run in row.runs), data)
+    if dry_run:
+        _print_plan(rows, planner.finished, device)
+        return
+    count = sum(len(job.seeds) for jobs in waves for job in jobs)
+    say(f"{table}: {len(rows)} recipes, {seeds} seeds each; {count} runs to do")
+    failed = carry_out(waves, chosen, _tell)
+    rows = _rows(planner.again(_finished(out, results)), recipes, seeds)
+    _print_rows(rows)
+    for outcome in failed:
+        say(f"failed: {outcome.job.name}: {outcome.error}")
+    if failed or any(row.problem for row in rows):
+        raise typer.Exit(1)
+
+
+def _engine(
+    name: str,
+    out: Path,
+    *,
+    device: str | None,
+    workers: int | None,
+    address: str | None,
+    gpus: float | None,
+    cpus: float,
+    slurm: Sequence[str] | None,
+    quiet: bool,
+) -> Engine:
+    from factorized.experiments.data.extras import need
+
+    of_engine = {
+        "--device": (device, ("local",)),
+        "--workers": (workers, ("local",)),
+        "--address": (address, ("ray",)),
+        "--gpus": (gpus, ("ray", "slurm")),
+        "--slurm": (slurm, ("slurm",)),
+    }
+    for option, (given, engines) in of_engine.items():
+        if given is not None and name not in engines:
+            raise ValueError(f"{option} is for --engine {' or '.join(engines)}, and the engine is {name}")
+    if name == "ray":
+        need("ray", "ray", "--engine ray", "cluster")
+        from factorized.experiments.reproduce.on_ray import RayEngine
+
+        return RayEngine(address=address, gpus=gpus, cpus=cpus)
+    if name == "slurm":
+        need("submitit", "submitit", "--engine slurm", "cluster")
+        from factorized.experiments.reproduce.on_slurm import SlurmEngine
+
+        if gpus is not None and gpus != int(gpus):
+            raise ValueError(f"--gpus {gpus:g}: Slurm gives whole GPUs; a share of one is for --engine ray")
+        settings = dict(map(_setting, slurm or ()))
+        cluster = settings.pop("cluster", None)
+        whole = 1 if gpus is None else int(gpus)
+        return SlurmEngine(out / "slurm", cluster=cluster, gpus=whole, settings=settings)
+    from factorized.experiments.reproduce.local import LocalEngine
+    from factorized.experiments.training.progress import Reporter
+
+    return LocalEngine(_devices(device, workers), lambda: Reporter(console(quiet=quiet), quiet=quiet))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"--slurm takes a parameter of submitit as KEY=VALUE, such as timeout_min=240; got {text!r}")
+    return key, int(value) if value.isdigit() else value
+
+
+def _devices(device: str | None, workers: int | None) -> list[str]:
+    import torch
+
+    from factorized.experiments.cli.device import pick_device
+
+    every = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if device is None else []
+    every = every or [str(pick_device(device))]
+    return [every[number % len(every)] for number in range(workers or len(every))]
+
+
+def _finished(*places: Path) -> list[Run]:
+    from factorized.experiments.reproduce.runs import read_runs
+
+    found = read_runs([place for place in places if place.is_dir()])
+    for left in found.left_out:
+        say(f"skipped {left.path}: {left.why}")
+    return found.runs
+
+
+def _rows(planner: Planner, recipes: Sequence[Any], seeds: int) -> list[Row]:
+    from factorized.experiments.reproduce.row import Row
+
+    return [Row([planner.plan(recipe, seed) for seed in range(seeds)]) for recipe in recipes]
+
+
+def _tell(outcome: Outcome) -> None:
+    from factorized.experiments.reproduce.row import shown
+
+    name = outcome.job.name
+    for result in outcome.results:
+        say(f"done: {name} seed {result['seed']}: {shown(result)}")
+    if outcome.error is not None:
+        say(f"failed: {name}: {outcome.error}")
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    numbers = ("paper", "ours", "n", "off by\n(deviations)")
+    table = plain_table("recipe", *numbers, "", numbers=numbers)
+    for row in rows:
+        off = "" if row.off is None else f"{row.off:+.1f}"
+        n = f"{row.ours.n if row.ours else 0} of {len(row.runs)}"
+        told = [f"shortened: {row.shortened}"] if row.shortened else []
+        told += [f"cannot be trained here: {row.problem}"] if row.problem else []
+        table.add_row(row.name, str(row.paper or ""), str(row.ours or ""), n, off, "; ".join(told))
+    console().print(table)
+
+
+def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) -> None:
+    from factorized.experiments.cli.device import pick_device
+    from factorized.experiments.reproduce.estimate import estimate, in_time
+    from factorized.experiments.training.record import describe_machine
+
+    hardware = str(describe_machine(pick_device(device))["device"])
+    numbers = ("paper", "finished", "to do", "a run")
+    table = plain_table("recipe", *numbers, "estimated from", "", numbers=numbers)
+    seconds, unknown = 0.0, 0
+    for row in rows:
+        guess = estimate(row.runs[0].recipe, past, hardware)
+        count = len(row.to_do)
+        seconds += count * guess.seconds if guess else 0.0
+        unknown += 0 if guess else count
+        done = sum(run.finished is not None for run in row.runs)
+        told = [f"shortened: {row.shortened}"] if row.shortened else []
+        told += [f"cannot be trained here: {row.problem}"] if row.problem else []
+        figures = (str(row.paper or ""), str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
+        table.add_row(row.name, *figures, guess.basis if guess else "no past run", "; ".join(told))
+    console().print(table)
+    runs = sum(len(row.to_do) for row in rows)
+    rest = f", and {unknown} runs without an estimate" if unknown else ""
+    say(f"{runs} runs to do on {hardware}: about {in_time(seconds)} one after the other{rest}; nothing was trained")
