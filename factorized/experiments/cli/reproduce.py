@@ -101,8 +101,8 @@ def reproduce(
 ) -> None:
     """Do the runs of a table that are missing, and show ours beside the paper's figures.
 
-    What is finished is never repeated, and what was stopped is resumed: give the same command again. A changed recipe is
-    another run. The exit code is 1 if a run failed or its data are missing.
+    What is finished is never repeated, and what was stopped is resumed: give the same command again. A changed recipe
+    is another run. The exit code is 1 if a run failed or its data are missing.
     """
     from factorized.experiments.recipes.find import table_recipes
     from factorized.experiments.reproduce.carry_out import carry_out
@@ -110,9 +110,7 @@ def reproduce(
 
     recipes = table_recipes(table, cells)
     length = check_length(recipes, epochs, updates)
-    chosen = _engine(
-        engine, out, device=device, workers=workers, address=address, gpus=gpus, cpus=cpus, slurm=slurm, quiet=quiet
-    )
+    _check_options(engine, device=device, workers=workers, address=address, gpus=gpus, slurm=slurm)
     own = {recipe.name: recipe for recipe in table_recipes(table)} if table.endswith(".toml") else {}
     with progress_bar(quiet=quiet):
         planner = Planner(out, data, _finished(out, results), length, own)
@@ -123,6 +121,9 @@ def reproduce(
         return
     count = sum(len(job.seeds) for jobs in waves for job in jobs)
     say(f"{table}: {len(rows)} recipes, {seeds} seeds each; {count} runs to do")
+    chosen = _engine(
+        engine, out, device=device, workers=workers, address=address, gpus=gpus, cpus=cpus, slurm=slurm, quiet=quiet
+    )
     failed = carry_out(waves, chosen, _tell)
     rows = _rows(planner.again(_finished(out, results)), recipes, seeds)
     _print_rows(rows)
@@ -130,6 +131,22 @@ def reproduce(
         say(f"failed: {outcome.job.name}: {outcome.error}")
     if failed or any(row.problem for row in rows):
         raise typer.Exit(1)
+
+
+OF_ENGINES = {
+    "device": ("local",),
+    "workers": ("local",),
+    "address": ("ray",),
+    "gpus": ("ray", "slurm"),
+    "slurm": ("slurm",),
+}
+
+
+def _check_options(engine: str, **given: object) -> None:
+    for option, value in given.items():
+        if value is not None and engine not in OF_ENGINES[option]:
+            meant = " or ".join(OF_ENGINES[option])
+            raise ValueError(f"--{option} is for --engine {meant}, and the engine is {engine}")
 
 
 def _engine(
@@ -146,16 +163,6 @@ def _engine(
 ) -> Engine:
     from factorized.experiments.data.extras import need
 
-    of_engine = {
-        "--device": (device, ("local",)),
-        "--workers": (workers, ("local",)),
-        "--address": (address, ("ray",)),
-        "--gpus": (gpus, ("ray", "slurm")),
-        "--slurm": (slurm, ("slurm",)),
-    }
-    for option, (given, engines) in of_engine.items():
-        if given is not None and name not in engines:
-            raise ValueError(f"{option} is for --engine {' or '.join(engines)}, and the engine is {name}")
     if name == "ray":
         need("ray", "ray", "--engine ray", "cluster")
         from factorized.experiments.reproduce.on_ray import RayEngine

@@ -65,7 +65,9 @@ def table_cells(name: str) -> tuple[Cell, ...]:
 def cell_recipe(cell: Cell) -> Recipe | TextRecipe:
     """Return the recipe of a cell that has one, checked."""
     name = cell.recipe or ""
-    table = {"name": name, **reduce(merge, cell.layers, {})}
+    table: Table = {"name": name}
+    for layer in cell.layers:
+        table = merge(table, layer)
     return check_text_recipe(table, name) if "task" in table else check_recipe(table, name)
 
 
