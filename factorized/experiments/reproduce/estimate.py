@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -24,17 +24,16 @@ class Estimate:
 def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> Estimate | None:
     """Return the time of a run on ``device``, by the median of the nearest past runs; None where none is near.
 
-    Nearest first: runs of this recipe, of this network factorized alike, and of this network, each on this device and
-    then on others. Runs that shared their device with others count only if there are no other runs of that kind.
+    Nearest first: runs of this recipe, of this network factorized alike, of this network, and of this network on other
+    data; all on this device, then on others. Runs that shared their device count only if no run of that kind did not.
     """
     table = recipe.to_dict()
-    kinds = (
+    network, scheme, data = _network(table), _scheme(table), table["data"]["name"]
+    kinds: tuple[tuple[str, Callable[[Run], bool]], ...] = (
         ("this recipe", lambda run: run.name == recipe.name),
-        (
-            f"{_network(table)}, {_scheme(table)}",
-            lambda run: _alike(run, table) and _scheme(run.recipe) == _scheme(table),
-        ),
-        (_network(table), lambda run: _alike(run, table)),
+        (f"{network}, {scheme}", lambda run: _alike(run, network, data) and _scheme(run.recipe) == scheme),
+        (network, lambda run: _alike(run, network, data)),
+        (f"{network} on other data", lambda run: _network(run.recipe) == network),
     )
     timed = [run for run in past if run.length]
     here = [run for run in timed if run.result["machine"].get("device") == device]
@@ -48,8 +47,8 @@ def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> E
     return None
 
 
-def _alike(run: Run, table: dict[str, Any]) -> bool:
-    return _network(run.recipe) == _network(table) and run.result["data"]["name"] == table["data"]["name"]
+def _alike(run: Run, network: str, data: str) -> bool:
+    return _network(run.recipe) == network and run.result["data"]["name"] == data
 
 
 def _network(recipe: dict[str, Any]) -> str:

@@ -86,7 +86,9 @@ def test_missing_data_are_the_problem_of_their_runs_alone(tmp_path: Path) -> Non
     assert in_waves([run], None) == []
 
 
-NORMALIZED = TABLE + """
+NORMALIZED = (
+    TABLE
+    + """
 [[grid]]
 name = "small/other"
 title = "Follows the norms of another run"
@@ -94,6 +96,7 @@ columns = ["fd"]
 settings.decay = { kind = "normalized", norms = "out/small/digits-fd/seed-{{seed}}" }
 rows = { all = "*" }
 """
+)
 # columns are merged over grids, and this one sets the decay
 NORMALIZED = NORMALIZED.replace('decay.kind = "frobenius" }', "decay.record_norms = true }").replace(
     '"normalized", norms', '"normalized", record_norms = false, norms'
@@ -128,7 +131,9 @@ def test_a_run_whose_network_is_lost_is_trained_again_for_one_that_goes_on_from_
     assert [[job.name for job in jobs] for jobs in waves] == [[LOW_RANK], ["small/other-fd"]]
 
 
-def test_fine_tuning_plans_both_phases_of_its_pre_training_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fine_tuning_plans_both_phases_of_its_pre_training_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("factorized.experiments.reproduce.planned.data_checksum", lambda recipe, data: recipe.task)
     plan = Planner(tmp_path, None, [], length=2)
     run = plan.plan(load_any_recipe("squad/bert-base-0.5-flambe"), 2)
