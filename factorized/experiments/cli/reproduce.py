@@ -120,7 +120,7 @@ def reproduce(
         _print_plan(rows, planner.finished, device)
         return
     count = sum(len(job.seeds) for jobs in waves for job in jobs)
-    say(f"{table}: {len(rows)} recipes, {seeds} seeds each; {count} runs to do")
+    say(f"{table}: {_count(len(rows), 'recipe')}, {_count(seeds, 'seed')} each; {_count(count, 'run')} to do")
     chosen = _engine(
         engine, out, device=device, workers=workers, address=address, gpus=gpus, cpus=cpus, slurm=slurm, quiet=quiet
     )
@@ -259,5 +259,9 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
         table.add_row(row.name, *figures, guess.basis if guess else "no past run", "; ".join(told))
     console().print(table)
     runs = sum(len(row.to_do) for row in rows)
-    rest = f", and {unknown} runs without an estimate" if unknown else ""
-    say(f"{runs} runs to do on {hardware}: about {in_time(seconds)} one after the other{rest}; nothing was trained")
+    rest = f", and {_count(unknown, 'run')} without an estimate" if unknown else ""
+    say(f"{_count(runs, 'run')} to do on {hardware}: about {in_time(seconds)} one after the other{rest}; nothing was trained")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
