@@ -260,7 +260,7 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     console().print(table)
     runs = sum(len(row.to_do) for row in rows)
     rest = f", and {_count(unknown, 'run')} without an estimate" if unknown else ""
-    say(f"{_count(runs, 'run')} to do on {hardware}: about {in_time(seconds)} one after the other{rest}; nothing was trained")
+    say(f"{_count(runs, 'run')} to do on {hardware}: about {in_time(seconds)} one after the other{rest}")
 
 
 def _count(number: int, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from factorized.experiments.recipes.find import table_recipes
@@ -34,6 +35,19 @@ title = "Digits"
 columns = ["dense", "fd"]
 rows = { all = "90.5±0.25 *" }
 """
+# as good as endless, and without a checkpoint unless it is stopped
+ENDLESS = TABLE.replace("epochs = 4, milestones = [2]", "epochs = 5000").replace(
+    "run = { ", "run = { checkpoint_every = 5000, "
+)
+
+
+def wait_for_epochs(folder: Path, runs: int) -> None:
+    """Wait until so many runs have finished an epoch."""
+    for _ in range(2000):
+        if sum(path.stat().st_size > 0 for path in folder.rglob("metrics.jsonl")) >= runs:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{runs} runs did not begin in {folder}")
 
 
 def write_table(folder: Path, text: str = TABLE) -> Path:
