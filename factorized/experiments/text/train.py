@@ -110,10 +110,14 @@ def _train_one(
         watch = Watch(stop, tell)
         arguments = training_arguments(recipe, run, seed, processes.device, processes.count)
         trainer = TextTrainer(task, model, arguments, watch)
+        on_cuda = processes.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(processes.device)
         began = time.perf_counter()
         with writing(run), quiet(transformers):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - began
+        peak = torch.cuda.max_memory_allocated(processes.device) if on_cuda else None
         if watch.stopped:
             raise Interrupted(stop.number or signal.SIGTERM)
     result = {
@@ -124,7 +128,9 @@ def _train_one(
         "scores": task.test(trainer.network),
         "parameters": count_parameters(model),
         "seconds": seconds,
-        "peak_memory": torch.cuda.max_memory_allocated() if processes.device.type == "cuda" else None,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "tokens_per_second": watch.tokens / watch.seconds if watch.tokens else None,
+        "peak_memory": peak,
         "machine": {**describe_machine(processes.device), "processes": processes.count},
         "data": {"name": task.corpus.name, "checksum": task.corpus.checksum},
         "history": history,
