@@ -19,6 +19,7 @@ from torch import nn
 from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus
+from factorized.experiments.text.from_run import origin
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.masked import MaskedTask
 from factorized.experiments.text.network import build_text_network
@@ -124,6 +125,7 @@ def _train_one(
         "task": recipe.task,
         "recipe": recipe.to_dict(),
         "seed": seed,
+        "from_run": None if recipe.model.from_run is None else origin(recipe.model.from_run),
         "score": task.score,
         "scores": task.test(trainer.network),
         "parameters": count_parameters(model),
@@ -131,7 +133,11 @@ def _train_one(
         "tokens": trainer.state.num_input_tokens_seen,
         "tokens_per_second": watch.tokens / watch.seconds if watch.tokens else None,
         "peak_memory": peak,
-        "machine": {**describe_machine(processes.device), "processes": processes.count},
+        "machine": {
+            **describe_machine(processes.device),
+            "transformers": transformers.__version__,
+            "processes": processes.count,
+        },
         "data": {"name": task.corpus.name, "checksum": task.corpus.checksum},
         "history": history,
     }

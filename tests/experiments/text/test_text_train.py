@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import factorized as fz
 from factorized.experiments.text import trainer
@@ -59,6 +60,7 @@ def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluation
     (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
     assert result["tokens"] == 40 * 4 * 16
     assert result["tokens_per_second"] == 4 * 16 / 2.0
+    assert result["machine"]["transformers"] == transformers.__version__
 
 
 @pytest.mark.parametrize("task", ["language", "translation"])
