@@ -45,7 +45,7 @@ def take_in(run: Path, results: Path = RESULTS, note: str | None = None) -> Path
 
 
 def cleaned(result: Mapping[str, Any]) -> Run:
-    """Return a result without the run's files, with ``changes``, and with the run it began from in place of its path."""
+    """Return a result with its ``changes``, without the run's files, and with the recipe that it went on from."""
     found = {key: value for key, value in result.items() if key not in DROPPED}
     began = found.get("from_run")
     if found["recipe"]["model"]["from_run"] is not None:
