@@ -21,11 +21,6 @@ class Panel:
     levels: dict[str, float] = field(default_factory=dict)
     log: str = ""  # which axes are logarithmic: "x", "y" or "xy"
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
-        return not any(self.lines.values())
-
 
 def checksum(panels: list[Panel]) -> str:
     """Return the SHA-256 of everything that is drawn."""
@@ -57,8 +52,11 @@ def draw(panels: list[Panel], path: Path) -> None:
                 axes.axhline(level, color="grey", linestyle="--", linewidth=1, label=label)
             if "x" in panel.log:
                 axes.set_xscale("log")
+                axes.xaxis.set_major_formatter("{x:g}")
             if "y" in panel.log:
                 axes.set_yscale("log")
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("{x:g}")
             axes.set_xlabel(panel.x_label)
             axes.set_ylabel(panel.y_label)
             axes.grid(visible=True, which="major", linewidth=0.3)
