@@ -50,7 +50,7 @@ def language_panels(results: Path) -> list[Panel]:
         some = [row for row in rows if row.recipe == DECODER or f"-{ratio}" in row.recipe]
         curves = {" ".join(row.series): row.curve("perplexity") for row in some}
         lines = {label: curve for label, curve in curves.items() if curve}
-        panels.append(Panel("update", "perplexity per word, validation", lines, log="y"))
+        panels.append(Panel("update", "perplexity per word, held-out text", lines, log="y"))
     return panels
 
 
@@ -63,7 +63,7 @@ def strength_panels(results: Path) -> list[Panel]:
             " ".join(key): [(row.strength, mean(row.scores("perplexity"))) for row in some if row.strength]
             for key, some in series.items()
         }
-        panels.append(Panel("strength of Frobenius decay", "perplexity per word, validation", lines, log="x"))
+        panels.append(Panel("strength of Frobenius decay", "perplexity per word, held-out text", lines, log="x"))
     return panels
 
 

@@ -45,6 +45,11 @@ PAPER_ROWS = {
     "-0.5": "LAMB, 0.5",
     "-0.5-flambe": "FLAMBé (SI & FD), 0.5",
 }
+HELD_OUT = {
+    "Wikipedia": "perplexity",
+    "wikitext-2 validation": "perplexity_wikitext2-valid",
+    "wikitext-2 test": "perplexity_wikitext2-test",
+}
 WAYS = ("", "-si", "-fd", "-si-fd")
 LOW_RANK = [f"-lowrank-{ratio}{way}" for ratio in ("0.5", "0.25") for way in WAYS]
 # recipes that a table is to show, and at how many strengths of their decay
@@ -116,7 +121,17 @@ def bert_squad(results: Path = RESULTS) -> str:
     """Return the table of SQuAD after pre-training at the best strength, beside the paper's figures for BERT base."""
     rows, tuned = rows_of("masked", BERT, results), read_rows("questions", results)
     paper = {(cell.row, cell.column): cell.figure for cell in paper_cells() if (cell.table, cell.grid) == PAPER}
-    columns = ["recipe", "strength", "validation loss", "F1", "EM", "n", "the paper's F1", "the paper's EM"]
+    columns = [
+        "recipe",
+        "strength",
+        "loss, Wikipedia",
+        "loss, wikitext-2",
+        "F1",
+        "EM",
+        "n",
+        "the paper's F1",
+        "the paper's EM",
+    ]
     body, lacking = [], [name for name in EXPECTED["masked"] if not any(row.recipe == name for row in rows)]
     scored: dict[str, tuple[float, float]] = {}
     for row in rows:
@@ -126,7 +141,8 @@ def bert_squad(results: Path = RESULTS) -> str:
         published = [paper.get((label, name)) for name in ("F1", "EM")]
         for one in fine:
             name = " ".join([row.name, *(f"`{change}`" for change in one.others)])
-            figures = [figure(row.scores("loss"), 3), figure(one.scores("f1")), figure(one.scores("exact_match"))]
+            figures = [figure(row.scores(score), 3) for score in ("loss", "loss_wikitext2-valid")]
+            figures += [figure(one.scores(score)) for score in ("f1", "exact_match")]
             theirs = ["–" if value is None else f"{value:.2f}" for value in published]
             body.append([name, _marked(strength(row), best), *figures, str(len(one.runs)), *theirs])
             if best and published[0] is not None:
@@ -134,7 +150,7 @@ def bert_squad(results: Path = RESULTS) -> str:
         if best and not fine:
             lacking.append(f"{row.recipe} at {strength(row)}")
     told = f"Missing: {', '.join(f'`{name}`' for name in lacking)}." if lacking else "Nothing is missing."
-    bold = "The strength with the lowest validation loss is bold." if body else ""
+    bold = "The strength with the lowest loss on held-out Wikipedia is bold." if body else ""
     return block(table(columns, body), body, bold, machines(tuned) and f"{machines(tuned)}.", _order(scored), told)
 
 
@@ -152,16 +168,15 @@ def language(results: Path = RESULTS) -> str:
     """Return the table of the decoders."""
     order = {name: number for number, name in enumerate(EXPECTED["language"])}
     rows = sorted(rows_of("language", DECODER, results), key=lambda row: order.get(row.recipe, len(order)))
-    columns = ["recipe", "strength", "parameters", "perplexity, validation", "perplexity, test", "validation loss"]
+    columns = ["recipe", "strength", "parameters", "loss", *(f"perplexity, {text}" for text in HELD_OUT)]
     columns += ["n", "tokens read", "tokens per second", "peak memory (GiB)", "device"]
     body = [
         [
             row.name,
             strength(row),
             f"{row.parameters:,}",
-            figure(row.scores("perplexity")),
-            figure(row.scores("perplexity_wikitext2-test")),
             figure(row.scores("loss"), 3),
+            *(figure(row.scores(score)) for score in HELD_OUT.values()),
             str(len(row.runs)),
             f"{row.runs[0]['tokens']:,}",
             speed([row]),
@@ -191,7 +206,7 @@ def sweep(results: Path = RESULTS) -> str:
         body.append([f"{value:g}", *(at.get(key, "") for key in series)])
     plain = [row for row in read_rows("language", results) if row.recipe.endswith("-si")]
     beside = [f"{row.name} {figure(row.scores('perplexity'))} (weight decay {strength(row)})" for row in plain]
-    note = f"Perplexity per word of the validation text, the lowest one bold. {machines(rows)}." if rows else ""
+    note = f"Perplexity per word of held-out text, the lowest one bold. {machines(rows)}." if rows else ""
     without = f"Without Frobenius decay: {', '.join(beside)}." if beside else ""
     lacking = missing(EXPECTED["sweep"], rows)
     return block(

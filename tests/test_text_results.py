@@ -21,8 +21,13 @@ from factorized.experiments.training.record import write_json
 MACHINE = {"device": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.0", "commit": "abc"}
 SCORES: dict[str, dict[str, Any]] = {
     "translation": {"bleu": 30.0, "bleu_iwslt14-test": 9.0, "bleu_signature": "nrefs:1", "loss": 2.0},
-    "masked": {"loss": 3.0, "accuracy": 40.0},
-    "language": {"loss": 4.0, "perplexity": 80.0, "perplexity_wikitext2-test": 81.0},
+    "masked": {"loss": 3.0, "loss_wikitext2-valid": 3.5},
+    "language": {
+        "loss": 4.0,
+        "perplexity": 80.0,
+        "perplexity_wikitext2-valid": 82.0,
+        "perplexity_wikitext2-test": 81.0,
+    },
     "questions": {"loss": 2.0, "f1": 60.0, "exact_match": 50.0},
 }
 
@@ -78,7 +83,8 @@ def test_the_figures_are_drawn_from_the_results() -> None:
 
 def test_a_run_is_taken_in_under_its_recipe_and_its_changes(results: Path) -> None:
     plain = taken(results, "bert/small-flambe", seed=2)
-    changed = taken(results, "bert/small-flambe", "decay.strength=3e-5", "schedule.updates=1500")
+    changes = ("decay.strength=3e-5", "schedule.updates=1500", "run.evaluate_every=500")
+    changed = taken(results, "bert/small-flambe", *changes)
     assert plain == results / "bert/small-flambe/seed-2.json"
     assert changed == results / "bert/small-flambe+decay.strength=3e-05+schedule.updates=1500/seed-0.json"
     found = json.loads(changed.read_text())
@@ -123,7 +129,8 @@ def test_rows_differ_by_settings_and_average_over_seeds(results: Path) -> None:
     taken(results, "translation/tatoeba", "schedule.updates=500", note="four runs shared the GPU")
     taken(results, "translation/tatoeba-fd-ov", "decay.strength=3e-5")
     text = text_results.translation(results)
-    row = "| 1,000,000 | 31.00 ± 1.41 | 9.00 ± 0.00 | 2.000 ± 0.000 | 2 | 20,000 | 60 ± 0 | 1.00 |"
+    updates = result("translation/tatoeba")["recipe"]["schedule"]["updates"]
+    row = f"| 1,000,000 | 31.00 ± 1.41 | 9.00 ± 0.00 | 2.000 ± 0.000 | 2 | {updates:,} | 60 ± 0 | 1.00 |"
     assert f"| `translation/tatoeba` | – {row}" in text
     assert "| `translation/tatoeba` `schedule.updates=500` | – " in text
     assert "| 1 | 500 | – | 1.00 |" in text  # its seconds are not those of a run alone
@@ -137,12 +144,12 @@ def test_the_best_strength_of_each_optimizer_is_marked_and_fine_tuned(results: P
         taken(results, "bert/small", f"decay.strength={strength}", scores={"loss": loss})
         taken(results, "bert/small-flambe", f"decay.strength={strength}", scores={"loss": loss - 0.1})
     losses = text_results.bert_loss(results)
-    assert "| `bert/small-flambe` | 1,000,000 | 2.900 | **2.400** | 2.700 | 1, 1, 1 | 10,000 |" in losses
+    assert "| `bert/small-flambe` | 1,000,000 | 2.900 | **2.400** | 2.700 | 1, 1, 1 |" in losses
     for name, f1 in (("bert/small", 60.0), ("bert/small-flambe", 58.0)):
         before = result(name, "decay.strength=0.03")
         taken(results, "squad/bert", "model.from_run=out/x", from_run=before, scores={"f1": f1})
     squad = text_results.bert_squad(results)
-    assert "| `bert/small-flambe` | **0.03** | 2.400 | 58.00 | 50.00 | 1 | 88.88 | 81.54 |" in squad
+    assert "| `bert/small-flambe` | **0.03** | 2.400 | 3.500 | 58.00 | 50.00 | 1 | 88.88 | 81.54 |" in squad
     assert "By F1, the paper: FLAMBé (SI & FD), 1.0 > LAMB, 1.0. Here: LAMB, 1.0 > FLAMBé (SI & FD), 1.0." in squad
     assert "0 of 1 pairs are in the paper's order." in squad
     assert "Missing: `bert/small-lamb-fd`, `bert/small-0.5`, `bert/small-0.5-flambe`." in squad
@@ -163,9 +170,10 @@ def test_decoders_are_in_one_table_and_strengths_in_another(results: Path) -> No
     assert rows[0][1:] == [
         "0.1",
         "1,000,000",
-        "80.00",
-        "81.00",
         "4.000",
+        "80.00",
+        "82.00",
+        "81.00",
         "1",
         "5,000",
         "1,000",
