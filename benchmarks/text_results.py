@@ -158,7 +158,8 @@ def _order(scored: dict[str, tuple[float, float]]) -> str:
     """Return whether ``scored``, our F1 and the paper's by row, has the paper's order."""
     if len(scored) < 2:
         return ""
-    ours, theirs = (" > ".join(sorted(scored, key=lambda name, i=i: -scored[name][i])) for i in (0, 1))
+    ours = " > ".join(sorted(scored, key=lambda name: -scored[name][0]))
+    theirs = " > ".join(sorted(scored, key=lambda name: -scored[name][1]))
     pairs = list(combinations(scored.values(), 2))
     same = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs)
     return f"By F1, the paper: {theirs}. Here: {ours}. {same} of {len(pairs)} pairs are in the paper's order."
