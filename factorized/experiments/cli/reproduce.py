@@ -232,9 +232,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
     for row in rows:
         off = "" if row.off is None else f"{row.off:+.1f}"
         n = f"{row.ours.n if row.ours else 0} of {len(row.runs)}"
-        told = [f"shortened: {row.shortened}"] if row.shortened else []
-        told += [f"cannot be trained here: {row.problem}"] if row.problem else []
-        table.add_row(row.name, str(row.paper or ""), str(row.ours or ""), n, off, "; ".join(told))
+        table.add_row(row.name, str(row.paper or ""), str(row.ours or ""), n, off, _remarks(row))
     console().print(table)
 
 
@@ -243,24 +241,34 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     from factorized.experiments.reproduce.estimate import estimate, in_time
     from factorized.experiments.training.record import describe_machine
 
-    hardware = str(describe_machine(pick_device(device))["device"])
+    here = str(describe_machine(pick_device(device))["device"])
     numbers = ("paper", "finished", "to do", "a run")
     table = plain_table("recipe", *numbers, "estimated from", "", numbers=numbers)
-    seconds, unknown = 0.0, 0
+    seconds, unknown, elsewhere = 0.0, 0, set()
     for row in rows:
-        guess = estimate(row.runs[0].recipe, past, hardware)
-        count = len(row.to_do)
-        seconds += count * guess.seconds if guess else 0.0
-        unknown += 0 if guess else count
+        guess, count = estimate(row.runs[0].recipe, past, here), len(row.to_do)
+        if guess is None:
+            unknown += count
+        else:
+            seconds += count * guess.seconds
+            elsewhere |= {guess.device} - {here}
+        basis = (
+            "no past run" if guess is None else f"{guess.basis}" + ("" if guess.device == here else f", {guess.device}")
+        )
         done = sum(run.finished is not None for run in row.runs)
-        told = [f"shortened: {row.shortened}"] if row.shortened else []
-        told += [f"cannot be trained here: {row.problem}"] if row.problem else []
         figures = (str(row.paper or ""), str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
-        table.add_row(row.name, *figures, guess.basis if guess else "no past run", "; ".join(told))
+        table.add_row(row.name, *figures, basis, _remarks(row))
     console().print(table)
     runs = sum(len(row.to_do) for row in rows)
     rest = f", and {_count(unknown, 'run')} without an estimate" if unknown else ""
-    say(f"{_count(runs, 'run')} to do on {hardware}: about {in_time(seconds)} one after the other{rest}")
+    rest += f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
+    say(f"{_count(runs, 'run')} to do: about {in_time(seconds)} one after the other{rest}")
+
+
+def _remarks(row: Row) -> str:
+    shortened = [f"shortened: {row.shortened}"] if row.shortened else []
+    problem = [f"cannot be trained here: {row.problem}"] if row.problem else []
+    return "; ".join(shortened + problem)
 
 
 def _count(number: int, what: str) -> str:

@@ -27,20 +27,28 @@ def deciding(recipe: Recipe | TextRecipe | Mapping[str, Any]) -> dict[str, Any]:
 
     Data that are no valid recipe, such as those of another version, are returned as they are.
     """
-    table = recipe if isinstance(recipe, Mapping) else recipe.to_dict()
+    table = _used(recipe if isinstance(recipe, Mapping) else recipe.to_dict())
     try:
         checked = check_text_recipe(table, "") if "task" in table else check_recipe(table, "")
     except ValueError:
         return dict(table)
-    found: dict[str, Any] = checked.model_dump(mode="json", exclude={"name", "title", "paper"})
+    found = _used(checked.model_dump(mode="json", exclude={"name", "title", "paper"}))
     for section, names in BESIDE.items():
         found[section] = {key: value for key, value in found[section].items() if key not in names}
-    if checked.model.name in MODELS:
-        del found["factorize"]["attention"]  # those networks have none
     for section, name in RUNS.items():
         if found[section].get(name) is not None:  # NAME/seed-0, wherever the runs are
             found[section][name] = "/".join(Path(found[section][name]).parts[-3:])
     return found
+
+
+def _used(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe without fields of [factorize] that its network has no use for."""
+    fields = dict(table.get("factorize") or {})
+    if fields.get("scheme", "none") == "none":
+        fields = {"scheme": "none"}
+    elif (table.get("model") or {}).get("name") in MODELS:
+        fields.pop("attention", None)  # those networks have none
+    return {**table, "factorize": fields}
 
 
 def fingerprint(recipe: Recipe | TextRecipe | Mapping[str, Any], checksum: str) -> str:

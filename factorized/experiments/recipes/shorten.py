@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.text import TextRecipe
 
-AnyRecipe = TypeVar("AnyRecipe", Recipe, TextRecipe)
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe | TextRecipe)
 
 
 def unit_of(recipe: Recipe | TextRecipe) -> str:
@@ -29,21 +29,26 @@ def shorten(recipe: AnyRecipe, length: int) -> AnyRecipe:
     whole = length_of(recipe)
     if length >= whole:
         return recipe
+    fields = _text_fields(recipe, length) if isinstance(recipe, TextRecipe) else _image_fields(recipe, length)
+    return recipe.model_copy(update={**fields, "shortened_from": whole})
+
+
+def _text_fields(recipe: TextRecipe, length: int) -> dict[str, Any]:
     schedule, run = recipe.schedule, recipe.run
-    changed: dict[str, Any]
-    if isinstance(recipe, TextRecipe):
-        changed = {"updates": length, "warmup": recipe.schedule.warmup_updates / whole}
-        often = {name: min(getattr(run, name), length) for name in ("evaluate_every", "checkpoint_every")}
-        run = run.model_copy(update=often)
-    else:
-        shares = [at if at < 1 else at / whole for at in recipe.schedule.milestones]
-        changed = {
-            "epochs": length,
-            "milestones": [share for share in shares if share < 1],
-            "warmup_epochs": min(recipe.schedule.warmup_epochs, length - 1),
-        }
-    fields = {"schedule": schedule.model_copy(update=changed), "run": run, "shortened_from": whole}
-    return recipe.model_copy(update=fields)
+    often = {name: min(getattr(run, name), length) for name in ("evaluate_every", "checkpoint_every")}
+    shorter = {"updates": length, "warmup": schedule.warmup_updates / schedule.updates}
+    return {"schedule": schedule.model_copy(update=shorter), "run": run.model_copy(update=often)}
+
+
+def _image_fields(recipe: Recipe, length: int) -> dict[str, Any]:
+    schedule = recipe.schedule
+    shares = [at if at < 1 else at / schedule.epochs for at in schedule.milestones]
+    shorter = {
+        "epochs": length,
+        "milestones": [share for share in shares if share < 1],
+        "warmup_epochs": min(schedule.warmup_epochs, length - 1),
+    }
+    return {"schedule": schedule.model_copy(update=shorter)}
 
 
 def shortening(recipe: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ class Estimate:
 
     seconds: float
     basis: str
+    device: str  # of those runs
 
 
 def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> Estimate | None:
@@ -36,15 +37,19 @@ def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> E
         (f"{network} on other data", lambda run: _network(run.recipe) == network),
     )
     timed = [run for run in past if run.length]
-    here = [run for run in timed if run.result["machine"].get("device") == device]
-    for where, runs in (("", here), ("other hardware: ", timed)):
+    devices = dict.fromkeys([device, *(_device(run) for run in timed)])
+    for where in devices:
         for kind, fits in kinds:
-            found = [run for run in runs if fits(run)]
+            found = [run for run in timed if _device(run) == where and fits(run)]
             found = [run for run in found if run.timed] or found
             if found:
                 seconds = median(run.result["seconds"] / (run.length or 1) for run in found) * length_of(recipe)
-                return Estimate(seconds, f"{where}{kind}, n = {len(found)}")
+                return Estimate(seconds, f"{kind}, n = {len(found)}", where)
     return None
+
+
+def _device(run: Run) -> str:
+    return str(run.result["machine"].get("device"))
 
 
 def _alike(run: Run, network: str, data: str) -> bool:

@@ -109,7 +109,7 @@ def _check_stop(stop: StopRequest) -> None:
 
 def _finished(job: Job, folder: Path) -> tuple[list[Result], int | None]:
     """Return the results that are there, and the first seed without one."""
-    results = []
+    results: list[Result] = []
     for seed in job.seeds:
         path = folder / f"seed-{seed}" / RESULT
         if not path.is_file():

@@ -36,9 +36,10 @@ class SlurmEngine:
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Yield how each job ended."""
         apart = [one for job in jobs for one in job.by_seed()]
+        task = Resumable()  # type: ignore[no-untyped-call]
         with StopRequest() as stop:
             with self.executor.batch():
-                submitted = [self.executor.submit(Resumable(), one, self.device) for one in apart]
+                submitted = [self.executor.submit(task, one, self.device) for one in apart]
             waiting = dict(zip(submitted, apart, strict=True))
             while waiting:
                 for done in [job for job in waiting if job.done()]:

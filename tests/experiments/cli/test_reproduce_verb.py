@@ -27,7 +27,7 @@ def test_a_table_is_done_once_and_what_is_shortened_is_marked_everywhere(cli: Cl
     short = ("reproduce", table, "--seeds", "2", "--epochs", "1", "--device", "cpu")
     planned = cli(*short, "--dry-run")
     assert planned.code == 0
-    assert "4 runs to do on " in planned.out
+    assert "4 runs to do: about " in planned.out
     assert "no past run" in planned.out
     assert "shortened: 1 of 4 epochs" in planned.out
     assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from factorized.experiments.cli.main import main
+from factorized.experiments.text.corpus import corpus_checksum
 from factorized.files.checksum import sealed
 from tests.experiments.cli.conftest import Cli
 
@@ -135,3 +136,35 @@ def test_data_that_nothing_is_known_of_have_to_be_given(cli: Cli, copy: Path) ->
     said = cli("results", "add", "third.json")
     assert "it was trained on other data" in said.out
     assert "those of results/cifar10/resnet32/seed-1.json have 111111111111…" in said.out
+
+
+@pytest.mark.parametrize(
+    ("folder", "code"),
+    [
+        ("bert/small/seed-0", 0),
+        ("/somewhere/out/bert/small-0a1b2c3d/seed-0", 0),
+        ("out/bert/small/seed-1", 1),
+        ("out/bert/small-flambe/seed-0", 1),
+    ],
+)
+def test_a_result_that_goes_on_from_a_run_of_the_right_recipe_and_seed_is_taken_in(
+    cli: Cli, copy: Path, folder: str, code: int
+) -> None:
+    from factorized.experiments.recipes.find import load_any_recipe
+    from tests.experiments.text.small_squad import write_squad
+
+    recipe = load_any_recipe("squad/bert-small").to_dict()
+    recipe["model"]["from_run"] = folder
+
+    def fine_tuned(found: dict[str, Any]) -> None:
+        found |= {"recipe": recipe, "task": "questions", "score": "f1", "scores": {"f1": 50.0}, "seed": 0}
+        found["data"] = {"name": "squad-sample", "checksum": checksum}
+
+    data = write_squad(Path("squad"))
+    (data / "train.json").rename(data / "train-sample.json")
+    checksum = corpus_checksum(load_any_recipe("squad/bert-small"), data)  # type: ignore[arg-type]
+    change(copy, fine_tuned)
+    said = cli("results", "add", copy, "--data", data)
+    assert said.code == code, said
+    if code:
+        assert f"its model.from_run is {'/'.join(Path(folder).parts[-3:])!r}, and squad/bert-small has" in said.out

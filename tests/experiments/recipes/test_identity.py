@@ -47,6 +47,12 @@ def test_a_result_of_a_version_with_fewer_fields_is_read_with_the_defaults_of_th
     assert fingerprint(table, "0") != print_of()
 
 
+def test_fields_of_factorize_that_a_dense_network_has_no_use_for_do_not_count() -> None:
+    dense = load_any_recipe("cifar10/resnet32x2").to_dict()
+    older = {**dense, "factorize": {**dense["factorize"], "attention": False}}  # was the default
+    assert fingerprint(older, "0") == fingerprint(dense, "0") != print_of()
+
+
 def test_the_folder_of_another_run_counts_by_its_last_parts() -> None:
     here, there, other = (
         print_of(f"model.from_run={folder}/seed-0", name="squad/bert")

@@ -39,8 +39,8 @@ RUNS = [
     [
         ("cifar10/resnet32x2-lowrank-0.1", 400, "this recipe, n = 2"),
         ("cifar10/resnet32x2-lowrank-0.02-si", 300, "resnet32x2, low_rank, n = 3"),
-        ("cifar10/vgg19", 50, "other hardware: this recipe, n = 1"),
-        ("cifar10/vgg19-lowrank-0.1", 50, "other hardware: vgg19, n = 1"),
+        ("cifar10/vgg19", 50, "this recipe, n = 1"),
+        ("cifar10/vgg19-lowrank-0.1", 50, "vgg19, n = 1"),
         ("cifar100/resnet32x2", 350, "resnet32x2 on other data, n = 4"),
         ("translation/numbers-fd-ov", 60, "translation 64x2, none, n = 1"),
     ],
@@ -49,6 +49,7 @@ def test_the_nearest_past_runs_say_how_long_a_run_takes(name: str, seconds: floa
     found = estimate(load_any_recipe(name), RUNS, HERE)
     assert found is not None
     assert (found.seconds, found.basis) == (pytest.approx(seconds), basis)
+    assert found.device == (THERE if "vgg" in name else HERE)
 
 
 def test_a_shortened_run_takes_its_share_of_the_time() -> None:
