@@ -30,6 +30,7 @@ app = typer.Typer(
         "factorized demo                                        about a minute, no download",
         "factorized recipes ls cifar10                          what can be trained",
         "factorized train cifar10/resnet32x2-lowrank-0.1-si-fd --data DIR --seeds 3",
+        "factorized reproduce table1 --data DIR --dry-run       the paper's tables, one command each",
         "factorized compose out/digits/resnet8-wide-fd/seed-0 --to onnx",
     ),
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -110,6 +111,8 @@ def reproduce(
 
     recipes = table_recipes(table, cells)
     length = check_length(recipes, epochs, updates)
+    if data is not None and not Path(data).expanduser().is_dir():
+        raise ValueError(f"--data: there is no folder {data}; give the folder that holds the data sets")
     _check_options(engine, device=device, workers=workers, address=address, gpus=gpus, slurm=slurm)
     own = {recipe.name: recipe for recipe in table_recipes(table)} if table.endswith(".toml") else {}
     with progress_bar(quiet=quiet):
@@ -124,8 +127,8 @@ def reproduce(
     chosen = _engine(
         engine, out, device=device, workers=workers, address=address, gpus=gpus, cpus=cpus, slurm=slurm, quiet=quiet
     )
-    failed = carry_out(waves, chosen, _tell)
-    rows = _rows(planner.again(_finished(out, results)), recipes, seeds)
+    failed = carry_out(waves, chosen, _tell(count))
+    rows = _rows(planner.again(_finished(out, results, quiet=True)), recipes, seeds)
     _print_rows(rows)
     for outcome in failed:
         say(f"failed: {outcome.job.name}: {outcome.error}")
@@ -201,11 +204,11 @@ def _devices(device: str | None, workers: int | None) -> list[str]:
     return [every[number % len(every)] for number in range(workers or len(every))]
 
 
-def _finished(*places: Path) -> list[Run]:
+def _finished(*places: Path, quiet: bool = False) -> list[Run]:
     from factorized.experiments.reproduce.runs import read_runs
 
     found = read_runs([place for place in places if place.is_dir()])
-    for left in found.left_out:
+    for left in () if quiet else found.left_out:
         say(f"skipped {left.path}: {left.why}")
     return found.runs
 
@@ -216,14 +219,20 @@ def _rows(planner: Planner, recipes: Sequence[Any], seeds: int) -> list[Row]:
     return [Row([planner.plan(recipe, seed) for seed in range(seeds)]) for recipe in recipes]
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(count: int) -> Callable[[Outcome], None]:
+    """Return what prints a line for each run that ends, of so many."""
     from factorized.experiments.reproduce.row import shown
 
-    name = outcome.job.name
-    for result in outcome.results:
-        say(f"done: {name} seed {result['seed']}: {shown(result)}")
-    if outcome.error is not None:
-        say(f"failed: {name}: {outcome.error}")
+    number = itertools.count(1)
+
+    def tell(outcome: Outcome) -> None:
+        name = outcome.job.name
+        for result in outcome.results:
+            say(f"done, {next(number)} of {count}: {name} seed {result['seed']}: {shown(result)}")
+        if outcome.error is not None:
+            say(f"failed: {name}: {outcome.error}")
+
+    return tell
 
 
 def _print_rows(rows: Sequence[Row]) -> None:

@@ -30,7 +30,8 @@ def shorten(recipe: AnyRecipe, length: int) -> AnyRecipe:
     if length >= whole:
         return recipe
     fields = _text_fields(recipe, length) if isinstance(recipe, TextRecipe) else _image_fields(recipe, length)
-    return recipe.model_copy(update={**fields, "shortened_from": whole})
+    shortened: Any = recipe.model_copy(update={**fields, "shortened_from": whole})
+    return shortened
 
 
 def _text_fields(recipe: TextRecipe, length: int) -> dict[str, Any]:

@@ -17,7 +17,19 @@ from tests.experiments.cli.conftest import Cli
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [README, *(path.read_text() for path in sorted(ROOT.glob("docs/*.md")))]
-VERBS = ["recipes ls", "recipes show", "plan", "train", "evaluate", "compose", "data prepare", "data ls", "demo"]
+VERBS = [
+    "recipes ls",
+    "recipes show",
+    "plan",
+    "train",
+    "evaluate",
+    "compose",
+    "data prepare",
+    "data ls",
+    "demo",
+    "reproduce",
+    "results add",
+]
 
 
 def commands_of(text: str) -> list[str]:

@@ -39,7 +39,7 @@ def test_a_table_is_done_once_and_what_is_shortened_is_marked_everywhere(cli: Cl
         (name, seed) for name in ("small/digits", "small/digits-fd") for seed in (0, 1)
     }
     assert all(run.recipe["shortened_from"] == 4 for run in runs)
-    lines = [line for line in done.out.splitlines() if line.startswith(("done: ", "small/"))]
+    lines = [line for line in done.out.splitlines() if line.startswith(("done, ", "small/"))]
     assert len(lines) == 4 + 2
     assert all("shortened: 1 of 4 epochs" in line for line in lines)
     dense = next(line for line in lines if line.startswith("small/digits "))
@@ -48,7 +48,7 @@ def test_a_table_is_done_once_and_what_is_shortened_is_marked_everywhere(cli: Cl
 
     again = cli(*short, "--quiet")
     assert "; 0 runs to do" in again.out
-    assert "done: " not in again.out
+    assert "done, " not in again.out
     assert [run.path.stat().st_mtime_ns for run in runs_in(tmp_path / "out")] == [
         run.path.stat().st_mtime_ns for run in runs
     ]
@@ -117,6 +117,10 @@ def test_a_failed_run_is_named_with_its_reason(cli: Cli, tmp_path: Path) -> None
         ),
         (("table1", "--updates", "3"), "--updates 3: cifar10/vgg19 has 200 epochs; shorten it by --epochs"),
         (("table1", "--workers", "2", "--engine", "ray"), "--workers is for --engine local, and the engine is ray"),
+        (
+            ("table1", "--data", "nowhere"),
+            "--data: there is no folder nowhere; give the folder that holds the data sets",
+        ),
         (("table1", "--gpus", "1"), "--gpus is for --engine ray or slurm, and the engine is local"),
         (("table1", "--engine", "sge"), "'sge' is not one of 'local', 'ray', 'slurm'"),
         (("table1", "--seeds", "0"), "--seeds"),

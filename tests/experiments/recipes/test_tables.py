@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_a_table_is_found_by_its_name_or_file(tmp_path: Path) -> None:
     assert len(table_recipes("table3")) == 2 * 4 * 7
     names = [recipe.name for recipe in table_recipes("table1", "cifar10/resnet32x2*0.1*")]
     assert names == [f"cifar10/resnet32x2-lowrank-0.1{way}" for way in ("", "-si", "-fd", "-si-fd")]
+
+
+def test_the_example_of_an_own_table_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/reproduce.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    recipes = {recipe.name: recipe for recipe in table_recipes(str(write(tmp_path, example)))}
+    assert list(recipes) == [f"own/digits-{kind}-{strength}" for kind in ("wd", "fd") for strength in ("1e-4", "1e-3")]
+    assert recipes["own/digits-fd-1e-3"].decay.kind == "frobenius"
+    assert recipes["own/digits-fd-1e-3"].decay.strength == 1e-3
 
 
 @pytest.mark.parametrize(

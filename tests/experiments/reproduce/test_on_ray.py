@@ -92,7 +92,7 @@ def test_a_lost_cluster_leaves_everything_finished_in_place(tmp_path: Path, monk
     with process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("done: "):
+            if line.startswith("done, "):
                 break
         for child in psutil.Process(process.pid).children(recursive=True):
             if child.name() in ("gcs_server", "raylet") or child.name().startswith("ray::"):
