@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -243,10 +244,10 @@ def _by_ratio(model: nn.Module, cuts: Sequence[Cut], ratio: float) -> list[Choic
     rest = whole - sum(cut.item.cost(cut.choices[0]) for cut in cuts)
     budget, least = int(ratio * whole) - rest, lowest_cost(items)
     if budget < least:
+        lowest = ceil((rest + least) / whole * 1e4) / 1e4
         raise ValueError(
-            f"ratio={ratio:g} is out of reach for {type(model).__name__}: at rank 1 it still keeps "
-            f"{(rest + least) / whole:.4f} of its {whole:,} parameters, of which {rest:,} are not factors. Nothing was "
-            "changed"
+            f"ratio={ratio:g} is out of reach for {type(model).__name__}: at rank 1 it still keeps {lowest:.4f} of its "
+            f"{whole:,} parameters, of which {rest:,} are not factors. Ask for {lowest:.4f}..1; nothing was changed"
         )
     return list(spend_uniformly(items, budget))
 

@@ -225,3 +225,10 @@ def test_if_one_layer_cannot_be_cut_none_is() -> None:
 def test_what_cannot_be_done_says_why(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         fz.truncate(model(), **settings)
+
+
+def test_the_lowest_ratio_that_a_refusal_names_can_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="is out of reach") as caught:
+        fz.truncate(trained(), ratio=0.01)
+    (lowest,) = re.findall(r"Ask for (0\.\d{4})\.\.1; nothing was changed", str(caught.value))
+    fz.truncate(trained(), ratio=float(lowest))
