@@ -156,6 +156,16 @@ def test_blocks_that_are_run_elsewhere_are_there() -> None:
     assert not {*OTHERWISE, *MODELS, *NAMES, *NIGHTLY} - {*BLOCKS}
 
 
+def test_names_and_files_on_the_pages_are_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("factorized/**/*.py")]
+    allowed = {*fz.__all__, "integrations", "NAME"}  # the last in the steps to add a format
+    for page in pages:
+        text = page.read_text()
+        assert set(re.findall(r"\bfz\.(\w+)", text)) <= allowed, page
+        files = re.findall(r"`((?:factorized|tests|benchmarks|docs|results)/[\w/.-]+\.\w+)`", text)
+        assert [file for file in files if not (ROOT / file).exists()] == [], page
+
+
 def test_five_lines_on_the_card_register_a_class() -> None:
     code = BLOCKS["docs/attention.md:1"]
     assert len(code.strip().splitlines()) == 5  # for two classes

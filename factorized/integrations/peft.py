@@ -36,7 +36,7 @@ class LoraFactorizedLinear(Linear):
     ranks and is exact, while the sum at the old rank would lose part of it.
     """
 
-    _before_merge: list[FactorizedLinear]
+    _before_merge: list[FactorizedLayer]
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], None]:

@@ -23,7 +23,7 @@ def is_plain(model: nn.Module) -> bool:
     return not any(type(module).__module__.startswith("factorized.") for module in model.modules())
 
 
-@pytest.mark.filterwarnings("ignore:lowered, .* no smaller plain layers compute a")
+@pytest.mark.filterwarnings("ignore:lowered, .*no smaller plain layers compute a")
 @every_kind
 @pytest.mark.parametrize("to_plain", [fz.compose, fz.lower])
 def test_plain_models_compute_the_same(kind: str, to_plain: object) -> None:
@@ -46,7 +46,7 @@ def kinds_of(module: nn.Module) -> list[str]:
     ]
 
 
-@pytest.mark.filterwarnings("ignore:lowered, .* no smaller plain layers compute a")
+@pytest.mark.filterwarnings("ignore:lowered, .*no smaller plain layers compute a")
 @pytest.mark.parametrize(
     ("kind", "convolution", "linear"),
     [
