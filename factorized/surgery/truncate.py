@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from factorized._checks import check_whole
+from factorized._checks import check_whole, is_number
 from factorized.attention.cost import AttentionCost, attention_spectrum
 from factorized.attention.matrices import padded_matrices, spectral_matrices
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
@@ -78,7 +78,7 @@ def truncate(
         raise ValueError(f"give exactly one of a plan, ratio=, rank_scale=, rank= and energy=, got {asked or 'none'}")
     for name in ("ratio", "rank_scale", "energy"):
         value = given[name]
-        if value is not None and (isinstance(value, bool) or not 0 < value <= 1):
+        if value is not None and not (is_number(value) and 0 < value <= 1):
             raise ValueError(f"{name} must be in (0, 1], got {value!r}")
     if is_sharded(model):
         raise ValueError(

@@ -208,6 +208,7 @@ def test_if_one_layer_cannot_be_cut_none_is() -> None:
         (trained, {}, "give exactly one of a plan, ratio=, rank_scale=, rank= and energy=, got none"),
         (trained, {"rank": 2, "ratio": 0.5}, "got ['ratio', 'rank']"),
         (trained, {"ratio": 0.0}, "ratio must be in (0, 1], got 0.0"),
+        (trained, {"ratio": "half"}, "ratio must be in (0, 1], got 'half'"),
         (trained, {"energy": 1.5}, "energy must be in (0, 1], got 1.5"),
         (trained, {"rank": 0}, "rank must be a whole number of at least 1"),
         (trained, {"ratio": 0.01}, "ratio=0.01 is out of reach for Net: at rank 1 it still keeps 0."),
