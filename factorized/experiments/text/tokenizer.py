@@ -114,12 +114,12 @@ def _with_ends(tokenizers: Any, model: Any) -> Any:
 
 def _check_learned(model: Any, size: int, given: int) -> None:
     learned = model.get_vocab_size()
-    if learned <= given:
-        raise ValueError("the training text has not a single token; give text with words")
     if learned > size:
         raise ValueError(
-            f"data.vocabulary = {size} is too small: its characters alone are {learned} tokens; ask for more"
+            f"data.vocabulary = {size} is too small: characters and special tokens alone are {learned}; ask for more"
         )
+    if learned <= given:
+        raise ValueError("the training text has not a single token to learn; give text with words")
 
 
 @dataclass(frozen=True)

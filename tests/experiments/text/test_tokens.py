@@ -50,9 +50,12 @@ def test_word_pieces_can_be_read_from_berts_own_file(tmp_path: Path) -> None:
         _tokenizer("masked", tmp_path / "other", vocabulary=str(path))
 
 
-def test_a_vocabulary_smaller_than_the_characters_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data.vocabulary = 10 is too small: .* are \d+ tokens"):
-        _tokenizer("translation", tmp_path, vocabulary=10)
+@pytest.mark.parametrize(
+    ("task", "size", "least"), [("translation", 10, 19), ("masked", 10, 30), ("language", 200, 258)]
+)
+def test_a_vocabulary_smaller_than_the_characters_is_refused(tmp_path: Path, task: str, size: int, least: int) -> None:
+    with pytest.raises(ValueError, match=rf"data.vocabulary = {size} is too small: .* are {least}; ask for more"):
+        _tokenizer(task, tmp_path, vocabulary=size)
 
 
 def test_a_vocabulary_is_learned_from_the_beginning_of_a_very_long_text(
