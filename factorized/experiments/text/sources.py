@@ -51,12 +51,11 @@ EMBEDDED: dict[Task, str] = {"language": "pydoc", "masked": "pydoc", "translatio
 
 @dataclass(frozen=True)
 class Place:
-    """A file, two files side by side, a data set or an embedded text: what can be read as often as asked."""
+    """A file, two files side by side, a data set or an embedded text."""
 
-    name: str
-    read: Callable[[], Iterator[Any]]
-    count: int = 0  # of items; 0 where it is not known before they are read
-    identity: str = ""  # changes when the text does; empty where only reading shows that
+    read: Callable[[], Iterator[Any]]  # from the beginning
+    identity: str = ""  # changes when the text does; empty where only reading the text shows that
+    count: int = 0  # of items, beside an identity; 0 if unknown
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,11 @@ class Part:
         """
         count = 0
         for place in self.places:
-            digest.update(place.identity.encode())
-            count += place.count
-            for item in () if place.identity else watched(place.read(), progress, stage):
+            if place.identity:
+                digest.update(place.identity.encode())
+                count += place.count
+                continue
+            for item in watched(place.read(), progress, stage):
                 digest.update("\t".join(self.layout.strings(item)).encode())
                 digest.update(b"\0")
                 count += 1
@@ -156,8 +157,8 @@ def _embedded_parts(name: str, task: Task) -> Mapping[str, Part]:
         )
     if task == "translation":
         parts = ("train", "validation", "test")
-        return {part: Part((Place(part, partial(number_words, part)),), LAYOUTS[task]) for part in parts}
-    text = (Place(name, python_documentation),)
+        return {part: Part((Place(partial(number_words, part)),), LAYOUTS[task]) for part in parts}
+    text = (Place(python_documentation),)
     return {part: Part(text, DOCUMENTS, held_out=part == "validation") for part in ("train", "validation")}
 
 
@@ -170,16 +171,15 @@ def _find_places(name: str, part: str, task: Task, folder: Path) -> list[Place]:
     layout = LAYOUTS[task]
     if name.startswith("hf:"):
         data = open_data_set(name, part, folder)
-        return [Place(name, partial(layout.read_rows, data), data.count, data.identity)]
+        return [Place(partial(layout.read_rows, data), data.identity, data.count)]
     two = TWO_FILES.fullmatch(name)
     if two is not None and task == "translation":
         begin, source, target, end = two.groups()
         sides = [_find_file(f"{begin}{language}{end}", folder) for language in (source, target)]
-        return [Place(name, partial(read_two_files, *sides))]
+        return [Place(partial(read_two_files, *sides))]
     if (folder / name).is_dir():
-        return [Place(file.name, partial(layout.read_file, file)) for file in _files_in(folder / name, layout.ending)]
-    file = _find_file(name, folder)
-    return [Place(file.name, partial(layout.read_file, file))]
+        return [Place(partial(layout.read_file, file)) for file in _files_in(folder / name, layout.ending)]
+    return [Place(partial(layout.read_file, _find_file(name, folder)))]
 
 
 def _find_file(name: str, folder: Path) -> Path:
