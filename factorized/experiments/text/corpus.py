@@ -19,7 +19,7 @@ from factorized.experiments.text.question_windows import QuestionWindows
 from factorized.experiments.text.sources import Part, find_parts, find_vocabulary, survey
 from factorized.experiments.text.squad import check_questions
 from factorized.experiments.text.text_files import Pair
-from factorized.experiments.text.tokenizer import learn_tokenizer, load_tokenizer
+from factorized.experiments.text.tokenizer import has_tokenizer, learn_tokenizer, load_tokenizer
 from factorized.experiments.text.tokens import PackedTexts, pack
 from factorized.files.atomic import lock
 
@@ -32,8 +32,8 @@ class Corpus:
     checksum: str
     tokenizer: Any
     texts: Mapping[str, tuple[PackedTexts, ...]]  # by part: the texts, or sources and targets
-    pairs: Mapping[str, tuple[Pair, ...]]  # of translation, what is not trained on as it was read, to be scored
-    questions: Mapping[str, QuestionWindows] = field(default_factory=dict)  # of questions, in place of texts
+    pairs: Mapping[str, tuple[Pair, ...]]  # of translation, the validation and test pairs as they were read
+    questions: Mapping[str, QuestionWindows] = field(default_factory=dict)  # of task questions, in place of texts
 
     @property
     def tests(self) -> list[str]:
@@ -70,8 +70,8 @@ def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progre
     if isinstance(data.vocabulary, str):
         vocabulary = find_vocabulary(data.vocabulary, folder)
         recipe = recipe.model_copy(update={"data": data.model_copy(update={"vocabulary": str(vocabulary)})})
-    if tokenizer is None and recipe.model.from_run is not None:
-        tokenizer = tokenizer_of_run(recipe.model.from_run)
+    if tokenizer is None:
+        tokenizer = _tokenizer_of_model(recipe)
     parts = find_parts(data, task, folder)
     checksum, counts = survey(parts, progress)
     if task == "questions":
@@ -103,12 +103,10 @@ def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progre
 def _load_questions(
     recipe: TextRecipe, parts: Mapping[str, Part], checksum: str, cache: Path, progress: Progress, tokenizer: Any
 ) -> Corpus:
-    data, model = recipe.data, recipe.model
+    data = recipe.data
     paragraphs = {name: list(part.read()) for name, part in parts.items()}
     for name, some in paragraphs.items():
         check_questions(some, name)
-    if tokenizer is None and model.name:
-        tokenizer = load_tokenizer(model_folder(model.name))
     if tokenizer is None:
         training = (text for paragraph in paragraphs["train"] for text in paragraph.texts)
         tokenizer = _learned(recipe, checksum, training, cache)
@@ -117,6 +115,16 @@ def _load_questions(
         for name, some in paragraphs.items()
     }
     return Corpus(data.name, checksum, tokenizer, {}, {}, questions)
+
+
+def _tokenizer_of_model(recipe: TextRecipe) -> Any:
+    """Return the tokenizer of the run or folder that the recipe's model comes from; None if it has none."""
+    if recipe.model.from_run is not None:
+        return tokenizer_of_run(recipe.model.from_run)
+    folder = model_folder(recipe.model.name)
+    if recipe.model.name and (recipe.task == "questions" or has_tokenizer(folder)):
+        return load_tokenizer(folder)
+    return None
 
 
 def _learned(recipe: TextRecipe, checksum: str, texts: Iterable[str], cache: Path) -> Any:

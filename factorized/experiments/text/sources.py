@@ -36,7 +36,7 @@ class Layout:
     ending: str  # of the files that are taken from a folder
     read_file: Callable[[Path], Iterator[Any]]
     read_rows: Callable[[DataSet], Iterator[Any]]
-    strings: Callable[[Any], tuple[str, ...]] = tuple  # all that an item says
+    strings: Callable[[Any], tuple[str, ...]] = tuple  # everything in an item
 
 
 DOCUMENTS = Layout("documents", ".txt", read_documents, documents_of_rows)
@@ -141,8 +141,8 @@ def find_parts(data: TextData, task: Task, folder: Path | None) -> Mapping[str, 
         called = _name(name)
         if called in parts:
             raise ValueError(
-                f"data.test: {name!r} would be called {called!r}, as other data is already; rename it, for its scores "
-                "go by that name"
+                f"data.test: {name!r} would be called {called!r}, which is taken; rename it, as its scores are named "
+                "after it"
             )
         parts[called] = Part(tuple(find([name], "test")), layout)
     return parts

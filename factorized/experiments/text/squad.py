@@ -49,7 +49,7 @@ class Paragraph:
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """All that it says, for a checksum."""
+        """Everything in it, for a checksum."""
         asked = [(q.id, q.text, *(f"{a.start} {a.text}" for a in q.answers)) for q in self.questions]
         return (self.context, *chain.from_iterable(asked))
 
@@ -81,14 +81,14 @@ def _as_in_files(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def check_questions(paragraphs: Sequence[Paragraph], part: str) -> None:
-    """Raise if a part has no questions, or two of one id: their predictions could not be told apart."""
+    """Raise if a part has no questions, or two with the same id."""
     seen: set[str] = set()
     for paragraph in paragraphs:
         for question in paragraph.questions:
             if question.id in seen:
                 raise ValueError(
                     f"question {question.id!r} is twice in the {part} data, here on {paragraph.context[:30]!r}…; every "
-                    "question needs an id of its own: remove one of them"
+                    "question needs its own id: remove one of them"
                 )
             seen.add(question.id)
     if not seen:
@@ -127,7 +127,7 @@ def _answer(table: Any, context: str, where: str) -> Answer:
     if there != text:
         raise ValueError(
             f"{where}: answer_start = {start} must be where {text!r} begins in its context of {len(context):,} "
-            f"characters, got {there!r} there; mend the number, or remove the question"
+            f"characters, got {there!r} there; correct it, or remove the question"
         )
     return Answer(text, start)
 

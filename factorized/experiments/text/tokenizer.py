@@ -14,7 +14,7 @@ from factorized.files.atomic import write_whole
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 BERT_PIECES = 30_522  # of the published uncased vocabulary
-LEARNED_FROM = 500_000_000  # characters; what counting words takes grows with the text
+LEARNED_FROM = 500_000_000  # characters: memory for counting words grows with the text
 SPECIAL: dict[Task, dict[str, str]] = {
     "language": {"pad_token": PAD, "eos_token": END},
     "translation": {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END},
@@ -41,7 +41,7 @@ def learn_tokenizer(task: Task, data: TextData, texts: Iterable[str], path: Path
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda temporary: model.save(str(temporary)))
     fast = need("transformers", "transformers", f"task {task!r}", "text").PreTrainedTokenizerFast
-    types = ["token_type_ids"] if SPECIAL[task] is BERT else []  # which of two texts a token is of
+    types = ["token_type_ids"] if SPECIAL[task] is BERT else []  # which of two texts a token belongs to
     inputs = ["input_ids", *types, "attention_mask"]
     return fast(tokenizer_object=model, clean_up_tokenization_spaces=False, model_input_names=inputs, **SPECIAL[task])
 
@@ -142,9 +142,14 @@ def stand_in_tokenizer(data: TextData) -> StandIn:
     return StandIn(len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else BERT_PIECES)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder holds a tokenizer that can be loaded."""
+    return (folder / "tokenizer.json").is_file()
+
+
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer that a run saved beside its model."""
-    if not (folder / "tokenizer.json").is_file():
+    """Return the tokenizer that was saved beside a model."""
+    if not has_tokenizer(folder):
         raise ValueError(
             f"{folder / 'tokenizer.json'} is missing; train the run again, or save the model's tokenizer there"
         )

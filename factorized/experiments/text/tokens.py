@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from factorized.experiments.data.progress import Progress, silent
 
-AT_ONCE = 1000  # texts tokenized together,
-CHARACTERS = 2**18  # and about as many characters of them, at most
+AT_ONCE = 1000  # texts that are tokenized together, at most
+CHARACTERS = 2**18  # of texts that are tokenized together, about
 HEADER = "packed.json"
 Tokens = npt.NDArray[np.int32]
 

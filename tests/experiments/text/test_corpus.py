@@ -48,3 +48,15 @@ def test_the_stages_are_reported(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     load_corpus(recipe, tmp_path, tmp_path / "packed", lambda *how: told.append(how))
     assert told == [("tokenizing train", 95, 95), ("tokenizing validation", 5, 5)]
+
+
+def test_a_model_from_a_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
+    _, learned = small("language", tmp_path)
+    (tmp_path / "network").mkdir()
+    named = (f"model.name=hf:{tmp_path / 'network'}", "data.vocabulary=280")
+    _, without = small("language", tmp_path, *named)
+    assert len(without.tokenizer) <= 280 < len(learned.tokenizer)
+    learned.tokenizer.save_pretrained(tmp_path / "network")
+    _, found = small("language", tmp_path, *named)
+    assert found.tokenizer.get_vocab() == learned.tokenizer.get_vocab()
+    assert (found.texts["train"][0].tokens == learned.texts["train"][0].tokens).all()

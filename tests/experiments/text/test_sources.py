@@ -108,7 +108,7 @@ def test_test_sets_are_called_like_their_files_and_may_not_share_a_name(tmp_path
     assert list(found(tmp_path, **both, test=["a/news.txt"])) == ["train", "validation", "news"]
     with pytest.raises(ValueError, match=r"data.test: 'b/news.txt' would be called 'news'.*rename it"):
         found(tmp_path, **both, test=["a/news.txt", "b/news.txt"])
-    with pytest.raises(ValueError, match=r"'train.txt' would be called 'train', as other data is already"):
+    with pytest.raises(ValueError, match=r"'train.txt' would be called 'train', which is taken"):
         found(tmp_path, **both, test=["train.txt"])
 
 

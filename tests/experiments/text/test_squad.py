@@ -72,7 +72,7 @@ def asked(**changes: Any) -> dict[str, Any]:
         (asked(answers=[{"text": "d.", "answer_start": -2}]), "answer_start = -2 must be .* got '' there"),
         (
             table(paragraph(0), paragraph(0)),
-            "question 'p0q0' is twice in the train data, .*; every question needs an id",
+            "question 'p0q0' is twice in the train data, .*; every question needs its own id",
         ),
     ],
 )

@@ -102,9 +102,9 @@ def test_a_question_without_a_prediction_counts_as_wrong() -> None:
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({}, "a question at least, got none"),
-        ({"q7": []}, r"answers\['q7'\] must be a list of one text or more, got \[\]"),
-        ({"q7": "cat"}, r"answers\['q7'\] must be a list of one text or more, got 'cat'"),
+        ({}, "at least one question, got none"),
+        ({"q7": []}, r"answers\['q7'\] must be a list of at least one text, got \[\]"),
+        ({"q7": "cat"}, r"answers\['q7'\] must be a list of at least one text, got 'cat'"),
     ],
 )
 def test_wrong_answers_are_named(answers: dict[str, list[str]], message: str) -> None:
