@@ -68,8 +68,8 @@ class TextModel(Section):
 class TextData(Section):
     """Which text, and how it becomes tokens. Files are looked for in the folder of ``--data``."""
 
-    # an embedded set ("pydoc", "numbers"), or the names of files: plain text, or TSV with a source and a target
-    name: Word = "pydoc"
+    name: Word = "pydoc"  # "pydoc" and "numbers" are embedded; any other name is for the results alone
+    # files, folders of them, two files as "train.{de,en}", Hugging Face data sets as "hf:NAME?config=CONFIG"
     train: list[Word] = Field(default=[])
     validation: list[Word] = Field(default=[])  # nothing: a twentieth of the training text
     test: list[Word] = Field(default=[])

@@ -164,7 +164,7 @@ def translate_texts(model: Any, tokenizer: Any, sources: Sequence[str], beam: in
                 attention_mask=inputs["attention_mask"].to(device_of(model)),
                 num_beams=beam,
                 max_new_tokens=longest,
-                early_stopping=beam > 1,
+                early_stopping=False,  # True ends with the first finished hypotheses, before better ones are complete
                 do_sample=False,
             )
             found |= dict(zip(some, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True))
