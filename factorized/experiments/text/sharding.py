@@ -6,6 +6,7 @@ factors are tied, and gives the optimizer other parameters after the decay was a
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch.optim import Optimizer
 from factorized.surgery.state import distinct_tensors, gathered, plain_state
 
 
-def shard(model: nn.Module, device: torch.device) -> None:
-    """Split the parameters of ``model`` over all processes, those of each layer together; ``model`` ends on ``device``.
+def shard(model: Any, device: torch.device) -> None:
+    """Split a transformers model over all processes, the parameters of each layer together, and move it to ``device``.
 
     A layer's parameters are gathered while it runs. All that belongs to no layer, such as embeddings and what is tied
     to them, is gathered for as long as the model runs.
@@ -29,7 +30,10 @@ def shard(model: nn.Module, device: torch.device) -> None:
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "generate")  # it calls the encoder of a translator by itself
+    # BERT's logits are a view, which no loss here changes in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if model.can_generate():
+        register_fsdp_forward_method(model, "generate")  # which calls the encoder of a translator by itself
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
