@@ -166,7 +166,7 @@ def _runs(table: int) -> Runs:
     runs: Runs = {}
     for path in sorted((ROOT / "results").glob("*/*/seed-*.json")):
         run = json.loads(path.read_text())
-        if run["recipe"]["paper"]["table"] == table:
+        if (run["recipe"]["paper"] or {}).get("table") == table:
             runs.setdefault(run["recipe"]["name"], []).append(run)
     return runs
 
