@@ -22,7 +22,7 @@ def report(
         list[Path], typer.Argument(metavar="RESULTS...", help="Result files, or folders with results at any depth.")
     ],
     out: Annotated[Path, typer.Option(help="Where report.html and tables/ go.")] = Path("report"),
-    title: Annotated[str, typer.Option(help="The heading of the page.")] = "Training runs",
+    title: Annotated[str, typer.Option(help="The heading of the page.", show_default=False)] = "",
     quiet: Quiet = False,
 ) -> None:
     """Write one page of finished runs, yours or the paper's: tables, curves, layers, hardware, what is missing.

@@ -9,7 +9,7 @@ from html import escape
 
 SIZE, SMALL = (420, 250), (300, 190)  # a unit is about a pixel, so that letters keep their size
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 10, 36
-MOST_POINTS = 60  # of a line whose points can be pointed at
+MOST_POINTS = 80  # of a line whose points can be pointed at
 DECADES = 1.5  # from this many powers of ten on, an axis is logarithmic where that is allowed
 
 
@@ -87,11 +87,11 @@ def scatter_chart(
         raise ValueError(f"the chart {title!r} has no point to draw")
     ends = [y for dot in dots if dot.expected is not None for y in (dot.expected - dot.reach, dot.expected + dot.reach)]
     both = [*(dot.x for dot in dots), *(dot.y for dot in dots), *ends]
-    scale = _Scale.of(both, both, size)
-    low, high = scale.y_low, scale.y_high
+    ticks = nice_ticks(min(both), max(both), most=9)
+    low, high = ticks[0], ticks[-1]
     scale = _Scale(low, high, low, high, *size)
     parts = [
-        *_axes(scale, nice_ticks(low, high), x_label, y_label),
+        *_axes(scale, ticks, x_label, y_label),
         f'<polyline class="diagonal" points="{scale.at(low, low)} {scale.at(high, high)}"/>',
         *(_range(dot, scale) for dot in dots),
         *(_dot(dot, scale) for dot in dots),
@@ -176,7 +176,8 @@ class _Scale:
     def of(xs: Sequence[float], ys: Sequence[float], size: tuple[int, int], *, log: bool = False) -> _Scale:
         """Return the scale whose ends are round numbers that hold every value."""
         ticks = log_ticks(min(ys), max(ys)) if log else nice_ticks(min(ys), max(ys))
-        return _Scale(min(xs), max(xs), ticks[0], ticks[-1], *size, log)
+        first = 0.0 if 0 < min(xs) <= max(xs) / 10 else min(xs)  # epochs are counted from 1
+        return _Scale(first, max(xs), ticks[0], ticks[-1], *size, log)
 
     @property
     def ticks(self) -> list[float]:

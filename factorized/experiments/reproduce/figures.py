@@ -93,14 +93,14 @@ def curve_groups(variants: Sequence[Variant]) -> list[Curves]:
         groups.setdefault((variant.model, variant.data, variant.runs[0].by), []).append(variant)
     found = []
     for (model, data, by), members in groups.items():
-        styles = [_style(number) for number in range(len(members))]
+        series = [Series(label, _style(number)) for number, label in enumerate(_short_labels(members))]
         panels = []
         for column, (title, log) in SCORES.items():
-            lines = [line for v, style in zip(members, styles, strict=True) if (line := v.curve(column, style=style))]
+            drawn = zip(members, series, strict=True)
+            lines = [line for v, one in drawn if (line := v.curve(column, one.label, one.style)) is not None]
             if lines:
                 panels.append(_curve_panel(lines, title, f"{title} of {model} on {data}", by, log=log))
         if panels:
-            series = [Series(variant.label, style) for variant, style in zip(members, styles, strict=True)]
             found.append(Curves(f"{model} on {data}", series, panels))
     return found
 
@@ -128,6 +128,13 @@ def product_panels(variants: Sequence[Variant]) -> list[Panel]:
         svg = line_chart([bound, norm], f"Nuclear norm and its bound, {variant.label}", variant.runs[0].by, SMALL)
         panels.append(Panel(variant.label, svg, told))
     return panels
+
+
+def _short_labels(variants: Sequence[Variant]) -> list[str]:
+    """Return the labels without the folder that all of them are in."""
+    folders = {variant.label.rpartition("/")[0] for variant in variants}
+    start = f"{folders.pop()}/" if len(folders) == 1 else ""
+    return [variant.label.removeprefix(start) for variant in variants]
 
 
 def _style(number: int) -> str:

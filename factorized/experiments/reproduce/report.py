@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from factorized.experiments.data.explain import in_words
+from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import Comparison, compare
 from factorized.experiments.reproduce.figures import curve_groups, paper_panels, product_panels
 from factorized.experiments.reproduce.runs import Found, Run, read_runs
@@ -53,7 +54,7 @@ class Check:
 class Heading:
     """What stands above a report."""
 
-    title: str = "Training runs"
+    title: str = ""  # one that fits, unless given
     lead: str = ""
     command: str = "factorized report"
 
@@ -119,7 +120,9 @@ def write_report(
 
 def make_report(found: Found, labels: Mapping[str, str] | None = None) -> Report:
     """Return the runs as variants, the best marked, beside the paper."""
+    order = {cell.recipe: place for place, cell in enumerate(paper_cells()) if cell.table is not None and cell.recipe}
     variants = mark_best(group_runs(found.runs, labels))
+    variants.sort(key=lambda variant: order.get(variant.name, len(order)))  # others stay as they were given
     return Report(found, variants, compare(variants))
 
 
@@ -151,6 +154,7 @@ def report_page(report: Report, heading: Heading, checks: Sequence[Check] = ()) 
         lstrip_blocks=True,
     )
     return environment.get_template("report.html").render(
+        title=heading.title or ("Runs beside the paper" if report.comparisons else "Training runs"),
         heading=heading,
         report=report,
         notices=_notices(report),
@@ -180,16 +184,16 @@ def _notices(report: Report) -> list[str]:
             told.append(f"These runs are of mixed versions of {name}: {', '.join(versions)}.")
     commits = _versions(runs, "commit")
     if len(commits) > 1:
-        told.append(f"They were made from {len(commits)} commits; rows whose runs differ are marked as mixed.")
+        told.append(f"The runs are of {len(commits)} commits; rows that mix them are marked.")
     shortened = sum(bool(variant.shortened) for variant in report.variants)
     if shortened:
         told.append(
-            f"{_counted(shortened, 'variant')} shortened: trained for less than the recipe says, and not judged."
+            f"{_are(shortened, 'variant')} shortened: trained for less than the recipe says, and not judged."
         )
     if report.failed:
-        told.append(f"{_counted(report.failed, 'run')} failed; see the end of the page.")
+        told.append(f"{report.failed} run{'' if report.failed == 1 else 's'} failed; see the end of the page.")
     if found.left_out:
-        told.append(f"{_counted(len(found.left_out), 'file')} left out; see the end of the page.")
+        told.append(f"{_are(len(found.left_out), 'file')} left out; see the end of the page.")
     return told
 
 
@@ -197,7 +201,7 @@ def _versions(runs: Sequence[Run], name: str) -> list[str]:
     return sorted({str(run.result["machine"].get(name) or "unknown") for run in runs})
 
 
-def _counted(number: int, thing: str) -> str:
+def _are(number: int, thing: str) -> str:
     return f"{number} {thing}{' is' if number == 1 else 's are'}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -138,7 +138,7 @@ class _Result(_Part):
         if self.scores is None and self.score is None:
             if self.accuracy is None:
                 raise ValueError("it has no accuracy, and no score")
-        elif not isinstance((self.scores or {}).get(self.score), int | float):
+        elif not isinstance((self.scores or {}).get(self.score or ""), int | float):
             raise ValueError(f"score = {self.score!r} must name a number among scores, got {self.scores}")
         return self
 
@@ -202,7 +202,7 @@ def _result_files(place: Path) -> Iterator[Path]:
     if place.is_file():
         yield place
         return
-    runs = {path.parent for pattern in (RESULT, METRICS) for path in place.rglob(pattern)}
+    runs = {path.parent for name in (RESULT, METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
     for path in sorted(place.rglob("*.json"), key=_as_counted):
         above = [folder for folder in path.parents if folder in runs]
         if path.name == RESULT or not above:
@@ -210,7 +210,7 @@ def _result_files(place: Path) -> Iterator[Path]:
 
 
 def _unfinished(place: Path) -> Iterator[Unfinished]:
-    begun = {path.parent for pattern in (METRICS, BEGUN, FAILURE) for path in place.rglob(pattern)}
+    begun = {path.parent for name in (METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
     for folder in sorted(begun, key=_as_counted):
         if not (folder / RESULT).exists():
             yield Unfinished(folder, _reached(folder / METRICS), _error(folder / FAILURE))
@@ -235,5 +235,5 @@ def _error(path: Path) -> str | None:
         return f"{path.name} cannot be read"
 
 
-def _as_counted(path: Path) -> Sequence[tuple[str, int]]:
+def _as_counted(path: Path) -> list[tuple[str, int]]:
     return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", str(path))]

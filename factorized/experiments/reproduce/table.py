@@ -18,6 +18,7 @@ class Column:
     name: str
     number: bool = False
     parts: tuple[str, ...] = ()
+    long: bool = False  # sentences, which are wrapped
 
     @property
     def raw_names(self) -> tuple[str, ...]:

@@ -25,14 +25,14 @@ def paper_table(comparisons: Sequence[Comparison]) -> Table:
     """Return the paper's figures beside ours, one row for each that was trained."""
     columns = (
         Column("cell", parts=("recipe", "network and data", "method", "column")),
-        Column("table", number=True),
-        Column("metric"),
         Column("paper", number=True, parts=("paper", "paper deviation")),
         Column("ours", number=True, parts=("ours", "ours deviation")),
         Column("n", number=True),
         Column("difference", number=True),
         Column("in deviations", number=True),
         Column("verdict"),
+        Column("metric"),
+        Column("table", number=True),
     )
     rows, tones = [], []
     for found in comparisons:
@@ -47,14 +47,14 @@ def paper_table(comparisons: Sequence[Comparison]) -> Table:
                     small=f"{cell.grid}: {cell.row}, {cell.column}",
                     chips=mixed(variant),
                 ),
-                Value(str(cell.table), (cell.table,)),
-                Value(cell.metric),
                 _mean(found.paper),
                 _mean(found.ours),
                 _count(found.ours),
                 _signed(found.difference),
                 _signed(found.in_deviations, found.verdict),
                 Value(_verdict(found), (found.verdict,), tone=found.verdict.replace(" ", "-")),
+                Value(cell.metric),
+                Value(str(cell.table), (cell.table,)),
             )
         )
         tones.append(found.verdict.replace(" ", "-"))
@@ -175,8 +175,8 @@ def run_table(variants: Sequence[Variant]) -> Table:
         Column("torch"),
         Column("factorized"),
         Column("commit"),
-        Column("note"),
-        Column("file"),
+        Column("note", long=True),
+        Column("file", long=True),
     )
     rows = []
     for variant in variants:
@@ -243,20 +243,17 @@ def _layer_row(layers: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Seq
 
 def machine_table(runs: Sequence[Run]) -> Table:
     """Return the hardware and versions of the runs, one row for each combination."""
-    names = ("device", "threads", "processes", "system", *VERSIONS, "commit")
+    names = ("device", "threads", "processes", *VERSIONS, "commit", "system")
     counted: dict[tuple[str, ...], int] = {}
     for run in runs:
         machine = run.result["machine"]
         key = tuple("" if machine.get(name) is None else str(machine[name]) for name in names)
         counted[key] = counted.get(key, 0) + 1
     rows = [
-        (
-            Value(str(count), (count,)),
-            *(Value(_short(v) if n == "commit" else v, (v,)) for n, v in zip(names, key, strict=True)),
-        )
+        (*(Value(_short(v) if n == "commit" else v, (v,)) for n, v in zip(names, key, strict=True)), _whole(count))
         for key, count in counted.items()
     ]
-    return Table("machines", "Hardware and versions", (Column("runs", number=True), *map(Column, names)), rows)
+    return Table("machines", "Hardware and versions", (*map(Column, names), Column("runs", number=True)), rows)
 
 
 def data_table(runs: Sequence[Run]) -> Table:
@@ -265,16 +262,16 @@ def data_table(runs: Sequence[Run]) -> Table:
     for run in runs:
         key = (run.result["data"]["name"], run.result["data"]["checksum"])
         counted[key] = counted.get(key, 0) + 1
-    rows = [(Value(str(count), (count,)), Value(name), Value(checksum)) for (name, checksum), count in counted.items()]
-    return Table("data", "Data", (Column("runs", number=True), Column("name"), Column("checksum")), rows)
+    rows = [(Value(name), _whole(count), Value(checksum)) for (name, checksum), count in counted.items()]
+    return Table("data", "Data", (Column("name"), Column("runs", number=True), Column("checksum")), rows)
 
 
 def missing_table(comparisons: Sequence[Comparison]) -> Table:
     """Return the figures of the same tables that nobody has trained yet, with the command that does."""
     columns = (
         Column("cell", parts=("recipe", "network and data", "method", "column")),
-        Column("table", number=True),
         Column("paper", number=True, parts=("paper", "paper deviation")),
+        Column("table", number=True),
         Column("command"),
     )
     rows = [
@@ -283,8 +280,8 @@ def missing_table(comparisons: Sequence[Comparison]) -> Table:
                 f"{found.cell.grid}: {found.cell.row}, {found.cell.column}",
                 (found.cell.recipe, found.cell.grid, found.cell.row, found.cell.column),
             ),
-            Value(str(found.cell.table), (found.cell.table,)),
             _mean(found.paper),
+            Value(str(found.cell.table), (found.cell.table,)),
             Value(f"factorized train {found.cell.recipe} --data DIR --seeds 3"),
         )
         for found in comparisons
@@ -304,7 +301,9 @@ def failed_table(found: Found) -> Table:
         for run in found.unfinished
     ]
     rows += [(Value(file.path.as_posix()), Value("left out"), Value(file.why)) for file in found.left_out]
-    return Table("failed", "Failed, unfinished, left out", (Column("where"), Column("what"), Column("why")), rows)
+    return Table(
+        "failed", "Failed, unfinished, left out", (Column("where"), Column("what"), Column("why", long=True)), rows
+    )
 
 
 def mixed(variant: Variant) -> tuple[str, ...]:

@@ -81,15 +81,19 @@ class Variant:
 
     @property
     def deployed(self) -> int | None:
-        """Parameters without factors that cost more than their product; None where no run recorded its layers."""
-        if self.scheme == "none":
+        """Parameters without factors that cost more than their product; None where no run recorded it.
+
+        Schemes with a budget have no such factors: the planner leaves layers dense that would grow.
+        """
+        if self.scheme != "overcomplete":
             return self.parameters
-        layers = next((run.result["layers"] for run in self.runs if run.result.get("layers")), None)
-        if layers is None:
-            return None
-        return self.parameters - sum(
-            max(0, row["params"] - row["dense_params"]) for row in layers if row["dense_params"] is not None
-        )
+        for result in (run.result for run in self.runs):
+            if "composed" in result:
+                return int(result["composed"]["parameters"])
+            if result.get("layers"):
+                sizes = [(layer["params"], layer["dense_params"]) for layer in result["layers"]]
+                return self.parameters - sum(max(0, size - dense) for size, dense in sizes if dense is not None)
+        return None
 
     @property
     def seconds(self) -> Summary | None:
