@@ -187,9 +187,7 @@ def _notices(report: Report) -> list[str]:
         told.append(f"The runs are of {len(commits)} commits; rows that mix them are marked.")
     shortened = sum(bool(variant.shortened) for variant in report.variants)
     if shortened:
-        told.append(
-            f"{_are(shortened, 'variant')} shortened: trained for less than the recipe says, and not judged."
-        )
+        told.append(f"{_are(shortened, 'variant')} shortened: trained for less than the recipe says, and not judged.")
     if report.failed:
         told.append(f"{report.failed} run{'' if report.failed == 1 else 's'} failed; see the end of the page.")
     if found.left_out:

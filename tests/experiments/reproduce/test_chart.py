@@ -106,7 +106,7 @@ def test_logarithmic_ticks_are_few_powers_of_ten_around_the_values(low: float, h
 def test_a_scatter_has_both_axes_alike_and_a_range_for_each_dot() -> None:
     dots = [Dot("a & b", 50.0, 52.0, "within", 50.0, 4.0), Dot("c", 90.0, 80.0, "off", 90.0, 1.0)]
     chart = ET.fromstring(scatter_chart(dots, "t", "x", "y"))
-    circles = [c for c in chart.iter("circle")]
+    circles = list(chart.iter("circle"))
     assert [c[0].text for c in circles] == ["a & b", "c"]
     ranges = [line for line in chart.iter("line") if line.get("class") == "reach"]
     assert len(ranges) == 2
