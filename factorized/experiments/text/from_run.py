@@ -50,6 +50,12 @@ def tokenizer_of_run(run: str) -> Any:
     return load_tokenizer(_folder(run) / FOLDER)
 
 
+def origin(run: str) -> dict[str, Any]:
+    """Return recipe and seed of a finished run: the result of one that goes on from it holds them, and no path."""
+    result = read_text_result(_folder(run))
+    return {"recipe": result["recipe"], "seed": result["seed"], "from_run": result.get("from_run")}
+
+
 def _folder(run: str) -> Path:
     return Path(run).expanduser()
 

@@ -19,6 +19,7 @@ from torch import nn
 from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus
+from factorized.experiments.text.from_run import origin
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.masked import MaskedTask
 from factorized.experiments.text.network import build_text_network
@@ -110,22 +111,33 @@ def _train_one(
         watch = Watch(stop, tell)
         arguments = training_arguments(recipe, run, seed, processes.device, processes.count)
         trainer = TextTrainer(task, model, arguments, watch)
+        on_cuda = processes.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(processes.device)
         began = time.perf_counter()
         with writing(run), quiet(transformers):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - began
+        peak = torch.cuda.max_memory_allocated(processes.device) if on_cuda else None
         if watch.stopped:
             raise Interrupted(stop.number or signal.SIGTERM)
     result = {
         "task": recipe.task,
         "recipe": recipe.to_dict(),
         "seed": seed,
+        "from_run": None if recipe.model.from_run is None else origin(recipe.model.from_run),
         "score": task.score,
         "scores": task.test(trainer.network),
         "parameters": count_parameters(model),
         "seconds": seconds,
-        "peak_memory": torch.cuda.max_memory_allocated() if processes.device.type == "cuda" else None,
-        "machine": {**describe_machine(processes.device), "processes": processes.count},
+        "tokens": trainer.state.num_input_tokens_seen,
+        "tokens_per_second": watch.tokens / watch.seconds if watch.tokens else None,
+        "peak_memory": peak,
+        "machine": {
+            **describe_machine(processes.device),
+            "transformers": transformers.__version__,
+            "processes": processes.count,
+        },
         "data": {"name": task.corpus.name, "checksum": task.corpus.checksum},
         "layers": layer_rows(model) if processes.count == 1 else [],  # sharded weights would have to be gathered
         "history": history,

@@ -96,6 +96,11 @@ class TextTrainer(Trainer):
         loader = DataLoader(self.task.examples, batch_sampler=sampler, collate_fn=self.task.collate)
         return self.accelerator.prepare_data_loader(loader)
 
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> torch.Tensor:
+        """Count the tokens that the model reads, padding included, and do Trainer's step."""
+        self.state.num_input_tokens_seen += inputs["input_ids"].numel() * self.args.world_size
+        return super().training_step(model, inputs, *others)
+
     def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
         """Return the task's figures on the validation text."""
         found = {f"eval_{name}": value for name, value in self.task.validate(self.network).items()}
@@ -105,12 +110,17 @@ class TextTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
-    """Tells of logged figures, and stops the trainer with a checkpoint when a signal asks for it."""
+    """Tells of logged figures, times training, and stops the trainer with a checkpoint when a signal asks for it.
+
+    Speed is measured between logged losses. Each is read from the device, which has then finished the updates before.
+    The updates up to the first loss compile and are not measured; nor are evaluations and checkpoints.
+    """
 
     def __init__(self, stop: StopRequest, tell: Callable[[Row], None]) -> None:
         self.stop, self.tell = stop, tell
-        self.began = time.perf_counter()
         self.stopped = False
+        self.tokens, self.seconds = 0, 0.0  # of the measured updates
+        self.since: tuple[int, float] | None = None  # tokens and time at the beginning of those being measured
 
     def on_log(
         self,
@@ -127,8 +137,20 @@ class Watch(TrainerCallback):
             for name, value in (logs or {}).items()
             if isinstance(value, int | float) and name not in ("epoch", "total_flos") and not name.startswith("train_")
         }
+        if "loss" in figures:
+            now = (state.num_input_tokens_seen, time.perf_counter())
+            if self.since is not None:
+                self.tokens += now[0] - self.since[0]
+                self.seconds += now[1] - self.since[1]
+            self.since = now
         if figures:
             self.tell({"update": state.global_step, **figures})
+
+    def _begin_anew(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Measure from here on: something else than training took time."""
+        self.since = (state.num_input_tokens_seen, time.perf_counter())
+
+    on_evaluate = on_save = _begin_anew
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

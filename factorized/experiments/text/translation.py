@@ -26,7 +26,7 @@ from factorized.experiments.text.tokens import PackedTexts
 from factorized.nn.running import evaluation_mode
 
 POOL = 100  # batches' worth of pairs that are sorted by length together
-AT_ONCE = 64  # sentences translated together
+AT_ONCE = 256  # sentences translated together
 
 
 class Pairs(Dataset[Example]):

@@ -165,6 +165,8 @@ def test_a_shrunk_encoder_is_fine_tuned_evaluated_and_composed(
     run = tmp_path / "out" / "seed-0"
     assert set(result["scores"]) == {"loss", "exact_match", "f1"}
     assert result["history"][-1]["update"] == 2
+    began = result["from_run"]
+    assert (began["recipe"]["name"], began["recipe"]["task"], began["seed"]) == ("squad/small", "masked", 1)
     _, _, model, tokenizer = load_text_run(run)
     assert type(model).__name__ == "BertForQuestionAnswering"
     assert is_factorized(model)

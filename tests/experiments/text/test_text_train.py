@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import factorized as fz
+from factorized.experiments.text import trainer
+from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
 from factorized.experiments.text.train import train_text
 from factorized.experiments.text.trained import load_text_run
@@ -34,6 +38,29 @@ def test_a_task_is_trained_scored_saved_and_read_back(tmp_path: Path, task: str)
     again = TASKS[task](recipe, corpus).test(model)
     assert again[result["score"]] == pytest.approx(result["scores"][result["score"]], rel=1e-5)
     assert not (tmp_path / "run" / "seed-0" / "checkpoints").exists()
+
+
+def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, corpus = small("language", tmp_path, "schedule.updates=40", "run.evaluate_every=20")
+    clock = 0.0
+
+    def after(seconds: float, real: Any) -> Any:
+        def slow(*arguments: Any) -> Any:
+            nonlocal clock
+            clock += seconds
+            return real(*arguments)
+
+        return slow
+
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(TextTrainer, "training_step", after(2.0, TextTrainer.training_step))
+    monkeypatch.setattr(LanguageTask, "validate", after(1000.0, LanguageTask.validate))
+    (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    assert result["tokens"] == 40 * 4 * 16
+    assert result["tokens_per_second"] == 4 * 16 / 2.0
+    assert result["machine"]["transformers"] == transformers.__version__
 
 
 @pytest.mark.parametrize("task", ["language", "translation"])
@@ -60,6 +87,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     monkeypatch.setattr(TextTrainer, "training_step", real)
     (resumed,) = train_text(recipe, corpus, tmp_path / "stopped", device="cpu", resume=True)
     assert resumed["scores"] == whole["scores"]
+    assert resumed["tokens"] == whole["tokens"]
     states = [load_text_run(tmp_path / name / "seed-0")[2].state_dict() for name in ("whole", "stopped")]
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
