@@ -60,7 +60,7 @@ def line_chart(
     steps = log and uses_log(values)
     scale = _Scale.of([x for x, _ in every], values, size, log=steps)
     parts = [
-        *_axes(scale, whole_ticks(scale.x_low, scale.x_high), x_label),
+        *_axes(scale, whole_ticks(scale.x_low, scale.x_high), scale.ticks, x_label),
         *(
             f'<g class="series {line.style}" data-series="{escape(line.label)}">'
             f"{_band(line, scale)}{_curve(line, scale)}</g>"
@@ -91,7 +91,7 @@ def scatter_chart(
     low, high = ticks[0], ticks[-1]
     scale = _Scale(low, high, low, high, *size)
     parts = [
-        *_axes(scale, ticks, x_label, y_label),
+        *_axes(scale, ticks, ticks, x_label, y_label),
         f'<polyline class="diagonal" points="{scale.at(low, low)} {scale.at(high, high)}"/>',
         *(_range(dot, scale) for dot in dots),
         *(_dot(dot, scale) for dot in dots),
@@ -109,7 +109,7 @@ def strip_chart(dots: Sequence[Dot], band: float, title: str, y_label: str, size
     top, bottom, zero = scale.y(band), scale.y(-band), scale.y(0)
     parts = [
         f'<rect class="within" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}"/>',
-        *_axes(scale, (), "", y_label),
+        *_axes(scale, (), scale.ticks, "", y_label),
         f'<line class="diagonal" x1="{left:.1f}" x2="{right:.1f}" y1="{zero:.1f}" y2="{zero:.1f}"/>',
         *(
             f'<line class="stem {dot.style}" x1="{scale.x(dot.x):.1f}" x2="{scale.x(dot.x):.1f}" y1="{zero:.1f}" '
@@ -176,7 +176,7 @@ class _Scale:
     def of(xs: Sequence[float], ys: Sequence[float], size: tuple[int, int], *, log: bool = False) -> _Scale:
         """Return the scale whose ends are round numbers that hold every value."""
         ticks = log_ticks(min(ys), max(ys)) if log else nice_ticks(min(ys), max(ys))
-        first = 0.0 if 0 < min(xs) <= max(xs) / 10 else min(xs)  # epochs are counted from 1
+        first = 0.0 if 0 < min(xs) <= max(xs) / 3 else min(xs)  # a run from its start is drawn from 0
         return _Scale(first, max(xs), ticks[0], ticks[-1], *size, log)
 
     @property
@@ -201,10 +201,12 @@ def _svg(size: tuple[int, int], title: str, parts: Sequence[str]) -> str:
     return "\n".join([head, *parts, "</svg>"])
 
 
-def _axes(scale: _Scale, x_ticks: Sequence[float], x_label: str, y_label: str = "") -> list[str]:
+def _axes(
+    scale: _Scale, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str, y_label: str = ""
+) -> list[str]:
     parts = []
     right, bottom = scale.width - RIGHT, scale.height - BOTTOM
-    for tick in scale.ticks:
+    for tick in y_ticks:
         y = scale.y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ def make_report(found: Found, labels: Mapping[str, str] | None = None) -> Report
     """Return the runs as variants, the best marked, beside the paper."""
     order = {cell.recipe: place for place, cell in enumerate(paper_cells()) if cell.table is not None and cell.recipe}
     variants = mark_best(group_runs(found.runs, labels))
-    variants.sort(key=lambda variant: order.get(variant.name, len(order)))  # others stay as they were given
+    variants.sort(key=lambda variant: order.get(variant.name, math.inf))  # others stay as they were given
     return Report(found, variants, compare(variants))
 
 

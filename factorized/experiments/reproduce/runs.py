@@ -235,5 +235,5 @@ def _error(path: Path) -> str | None:
         return f"{path.name} cannot be read"
 
 
-def _as_counted(path: Path) -> list[tuple[str, int]]:
-    return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", str(path))]
+def _as_counted(path: Path) -> list[list[tuple[str, int]]]:
+    return [[(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", part)] for part in path.parts]

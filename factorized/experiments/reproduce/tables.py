@@ -126,14 +126,14 @@ def variant_table(variants: Sequence[Variant]) -> Table:
     deployed = any(variant.deployed is not None for variant in variants)
     columns = [
         Column("variant"),
-        Column("data"),
-        *([Column("metric")] if several else []),
         Column("score" if several else metrics[0], number=True, parts=("score", "deviation")),
-        Column("each seed"),
+        *([Column("metric")] if several else []),
         Column("n", number=True),
+        Column("each seed"),
         Column("parameters", number=True),
         *([Column("deployed", number=True)] if deployed else []),
         Column("seconds a run", number=True),
+        Column("data"),
     ]
     rows = []
     for variant in variants:
@@ -143,14 +143,14 @@ def variant_table(variants: Sequence[Variant]) -> Table:
         rows.append(
             [
                 Value(variant.label, small=_beside_name(variant), chips=(*variant.marks, *_chips(variant))),
-                Value(variant.data),
-                *([Value(variant.metric_name)] if several else []),
                 _mean(variant.score, tone="strong" if variant.marks else ""),
-                Value(told, drawing=seed_dots([run.score for run in variant.runs], low, high, told)),
+                *([Value(variant.metric_name)] if several else []),
                 _count(variant.score),
+                Value(told, drawing=seed_dots([run.score for run in variant.runs], low, high, told)),
                 Value(f"{size:,}", (size,)),
                 *([_whole(variant.deployed)] if deployed else []),
                 _seconds(variant.seconds),
+                Value(variant.data),
             ]
         )
     way = "lower is better for loss and perplexity" if any(v.metric in LOWER_IS_BETTER for v in variants) else ""
@@ -253,7 +253,8 @@ def machine_table(runs: Sequence[Run]) -> Table:
         (*(Value(_short(v) if n == "commit" else v, (v,)) for n, v in zip(names, key, strict=True)), _whole(count))
         for key, count in counted.items()
     ]
-    return Table("machines", "Hardware and versions", (*map(Column, names), Column("runs", number=True)), rows)
+    columns = (*(Column(name, long=name == "system") for name in names), Column("runs", number=True))
+    return Table("machines", "Hardware and versions", columns, rows)
 
 
 def data_table(runs: Sequence[Run]) -> Table:

@@ -117,6 +117,13 @@ def test_a_scatter_has_both_axes_alike_and_a_range_for_each_dot() -> None:
     assert inside == [True, False]
 
 
+def test_ticks_of_a_scatter_are_within_it() -> None:
+    chart = ET.fromstring(scatter_chart([Dot("a", 36.5, 38.0, "s0"), Dot("b", 94.0, 95.0, "s0")], "t", "x", "y"))
+    heights = [float(line.get("y1") or 0) for line in chart.iter("line") if line.get("class") == "grid"]
+    assert min(heights) >= 10
+    assert max(heights) <= 214
+
+
 def test_a_strip_has_a_band_and_a_stem_for_each_dot() -> None:
     chart = ET.fromstring(strip_chart([Dot("a", 0, 1.0, "within"), Dot("b", 1, -5.0, "off")], 2.0, "t", "y"))
     (band,) = chart.iter("rect")

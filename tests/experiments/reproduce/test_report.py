@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from factorized.experiments.reproduce.report import Check, Heading, Report, make_report, report_page, write_report
-from factorized.experiments.reproduce.runs import FAILURE, Found
+from factorized.experiments.reproduce.runs import FAILURE, Found, read_runs
 from tests.experiments.reproduce.made import LAYER, MACHINE, image_result, run_of, text_result, write
 
 PLAIN, SI = "cifar10/resnet32x2-lowrank-0.1", "cifar10/resnet32x2-lowrank-0.1-si"
@@ -20,6 +21,10 @@ def digits() -> Report:
     names = {"digits/resnet8": 99.0, "digits/resnet8-lowrank-0.1": 96.0, "digits/resnet8-lowrank-0.1-si-fd": 98.0}
     made = [image_result(name, seed, mean + seed / 10) for name, mean in names.items() for seed in (0, 1)]
     return make_report(Found([run_of(result) for result in made]))
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_text())))
 
 
 class Tags(HTMLParser):
@@ -82,27 +87,25 @@ def test_write_report_writes_the_page_and_every_table_as_csv_and_markdown(tmp_pa
     assert files == {"paper", "variants", "runs", "machines", "data", "missing", f"layers-{SI.replace('/', '-')}", grid}
     assert files == {path.stem for path in (tmp_path / "report/tables").glob("*.md")}
     assert all(f'download="{name}.csv"' in page and f'id="{name}"' in page for name in files)
-    (row,) = csv.DictReader((tmp_path / "report/tables/paper.csv").open())
+    (row,) = read_csv(tmp_path / "report/tables/paper.csv")
     assert (row["recipe"], row["n"], row["paper"], row["paper deviation"]) == (SI, "2", "92.52", "0.66")
     assert float(row["ours"]) == 93.34
     assert row["verdict"] == "within"
-    (layer,) = csv.DictReader((tmp_path / f"report/tables/layers-{SI.replace('/', '-')}.csv").open())
+    (layer,) = read_csv(tmp_path / f"report/tables/layers-{SI.replace('/', '-')}.csv")
     assert (layer["layer"], layer["rank"], layer["nuclear"], layer["of dense"]) == (
         "layer1.0.conv1",
         "4",
         "2.5",
         "0.16666666666666666",
     )
-    (method,) = [
-        r for r in csv.DictReader((tmp_path / f"report/tables/{grid}.csv").open()) if r["method"] == "Low-Rank (SI)"
-    ]
+    (method,) = [r for r in read_csv(tmp_path / f"report/tables/{grid}.csv") if r["method"] == "Low-Rank (SI)"]
     assert (method["0.1 n"], method["0.1 paper"], method["0.05 n"], method["0.05 paper"]) == (
         "2",
         "92.52",
         "0",
         "91.72",
     )
-    quoted = [r["method"] for r in csv.DictReader((tmp_path / f"report/tables/{grid}.csv").open())]
+    quoted = [r["method"] for r in read_csv(tmp_path / f"report/tables/{grid}.csv")]
     assert "Pruning" in quoted
     assert "quoted from wang:20a" in page
 
@@ -112,6 +115,13 @@ def test_a_second_report_leaves_no_tables_of_the_first(tmp_path: Path) -> None:
     write_report([write(tmp_path / "b", image_result("digits/resnet8", 0, 97.0))], tmp_path / "report")
     assert not (tmp_path / "report/tables/paper.csv").exists()
     assert (tmp_path / "report/tables/variants.csv").exists()
+
+
+def test_the_papers_variants_come_first_and_in_its_order_and_others_as_they_are_called(tmp_path: Path) -> None:
+    names = ["digits/resnet8-lowrank-0.1", "digits/resnet8", "cifar100/resnet32x2", SI, PLAIN]
+    found = read_runs([write(tmp_path, *(image_result(name, 0, 70.0) for name in names))])
+    ordered = [PLAIN, SI, "cifar100/resnet32x2", "digits/resnet8", "digits/resnet8-lowrank-0.1"]
+    assert [variant.name for variant in make_report(found).variants] == ordered
 
 
 def test_mixed_versions_are_shown_as_such() -> None:
