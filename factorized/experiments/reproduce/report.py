@@ -84,6 +84,26 @@ class Report:
         return sum(run.error is not None for run in self.found.unfinished)
 
 
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a report; those that have no rows are not shown."""
+
+    paper: Table
+    grids: Sequence[Table]
+    variants: Table
+    runs: Table
+    layers: Sequence[Table]
+    machines: Table
+    data: Table
+    missing: Table
+    failed: Table
+
+    def filled(self) -> list[Table]:
+        """Return those with rows."""
+        single = (self.paper, self.variants, self.runs, self.machines, self.data, self.missing, self.failed)
+        return [table for table in (*single, *self.grids, *self.layers) if table.rows]
+
+
 def write_report(
     results: Sequence[Path],
     out: Path,
@@ -102,13 +122,13 @@ def write_report(
         where = ", ".join(map(str, results))
         raise ValueError(f"there is no result of a run in {where}{f' ({told})' if told else ''}; train one first")
     tables = report_tables(report)
-    page = report_page(report, heading or Heading(), checks)
+    page = report_page(report, heading or Heading(), checks, tables)
     try:
         (out / TABLES).mkdir(parents=True, exist_ok=True)
         for kind in ("csv", "md"):
             for old in (out / TABLES).glob(f"*.{kind}"):
                 old.unlink()
-        for table in tables:
+        for table in tables.filled():
             _write(out / TABLES / f"{table.slug}.csv", table.to_csv())
             _write(out / TABLES / f"{table.slug}.md", table.to_markdown())
         _write(out / PAGE, page)
@@ -127,23 +147,22 @@ def make_report(found: Found, labels: Mapping[str, str] | None = None) -> Report
     return Report(found, variants, compare(variants))
 
 
-def report_tables(report: Report) -> list[Table]:
-    """Return every table of the page that has rows."""
-    every = [
-        paper_table(report.comparisons),
-        *grid_tables(report.comparisons),
-        variant_table(report.variants),
-        run_table(report.variants),
-        *layer_tables(report.variants),
-        machine_table(report.found.runs),
-        data_table(report.found.runs),
-        missing_table(report.comparisons),
-        failed_table(report.found),
-    ]
-    return [table for table in every if table.rows]
+def report_tables(report: Report) -> Tables:
+    """Return every table of the page."""
+    return Tables(
+        paper=paper_table(report.comparisons),
+        grids=grid_tables(report.comparisons),
+        variants=variant_table(report.variants),
+        runs=run_table(report.variants),
+        layers=layer_tables(report.variants),
+        machines=machine_table(report.found.runs),
+        data=data_table(report.found.runs),
+        missing=missing_table(report.comparisons),
+        failed=failed_table(report.found),
+    )
 
 
-def report_page(report: Report, heading: Heading, checks: Sequence[Check] = ()) -> str:
+def report_page(report: Report, heading: Heading, checks: Sequence[Check] = (), tables: Tables | None = None) -> str:
     """Return the page; the report holds at least one run."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -158,19 +177,11 @@ def report_page(report: Report, heading: Heading, checks: Sequence[Check] = ()) 
         title=heading.title or ("Runs beside the paper" if report.comparisons else "Training runs"),
         heading=heading,
         report=report,
+        tables=tables or report_tables(report),
         notices=_notices(report),
-        paper=paper_table(report.comparisons),
         scatter=paper_panels(report.comparisons),
-        grids=grid_tables(report.comparisons),
-        variants=variant_table(report.variants),
-        runs=run_table(report.variants),
         curves=curve_groups(report.variants),
         products=product_panels(report.variants),
-        layers=layer_tables(report.variants),
-        machines=machine_table(report.found.runs),
-        data=data_table(report.found.runs),
-        missing=missing_table(report.comparisons),
-        failed=failed_table(report.found),
         checks=checks,
     )
 

@@ -111,7 +111,8 @@ class _Part(BaseModel):
 
 
 class _Recipe(_Part):
-    name: str
+    name: Annotated[str, Field(min_length=1)]
+    model: dict[str, Any] = {}
     factorize: dict[str, Any] = {}
     schedule: dict[str, Any] = {}
 
@@ -119,6 +120,24 @@ class _Recipe(_Part):
 class _Data(_Part):
     name: str
     checksum: str
+
+
+class _Size(_Part):
+    parameters: Annotated[int, Field(ge=0)]
+
+
+class _Layer(_Part):
+    name: str
+    kind: str
+    shape: list[int]
+    rank: str
+    params: int
+    dense_params: int | None
+    frobenius: float
+    spectral: float | None
+    nuclear: float | None
+    nuclear_bound: float | None
+    stable_rank: float | None
 
 
 class _Result(_Part):
@@ -129,6 +148,8 @@ class _Result(_Part):
     machine: dict[str, Any]
     data: _Data
     history: list[dict[str, int | float | None]]
+    layers: list[_Layer] = []
+    composed: _Size | None = None
     accuracy: Annotated[float, Field(ge=0, le=100)] | None = None
     score: str | None = None
     scores: dict[str, Any] | None = None

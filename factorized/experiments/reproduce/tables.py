@@ -218,7 +218,9 @@ def layer_tables(variants: Sequence[Variant]) -> list[Table]:
         )
         rows = [_layer_row(layers, names) for layers in zip(*recorded, strict=False)]
         note = f"Norms of the products after training, means of n = {len(recorded)}."
-        tables.append(Table(_slug(f"layers-{variant.label}"), variant.label, columns, rows, note))
+        slug = _slug(f"layers-{variant.label}")
+        taken = sum(table.slug == slug or table.slug.startswith(f"{slug}--") for table in tables)
+        tables.append(Table(f"{slug}--{taken + 1}" if taken else slug, variant.label, columns, rows, note))
     return tables
 
 

@@ -88,7 +88,7 @@ class Variant:
         if self.scheme != "overcomplete":
             return self.parameters
         for result in (run.result for run in self.runs):
-            if "composed" in result:
+            if result.get("composed") is not None:
                 return int(result["composed"]["parameters"])
             if result.get("layers"):
                 sizes = [(layer["params"], layer["dense_params"]) for layer in result["layers"]]
@@ -140,7 +140,14 @@ def group_runs(runs: Iterable[Run], labels: Mapping[str, str] | None = None) -> 
             groups.append([run])
         else:
             same.append(run)
-    return [_variant(sorted(group, key=lambda run: run.seed), groups, labels or {}) for group in groups]
+    found = [_variant(sorted(group, key=lambda run: run.seed), groups, labels or {}) for group in groups]
+    labels_of = [variant.label for variant in found]
+    return [  # a label is one variant's, whatever people call theirs
+        replace(variant, label=f"{label} #{labels_of[:place].count(label) + 1}")
+        if label in labels_of[:place]
+        else variant
+        for place, (variant, label) in enumerate(zip(found, labels_of, strict=True))
+    ]
 
 
 def _same(one: Run, other: Run) -> bool:

@@ -179,6 +179,21 @@ def test_names_of_recipes_are_text_and_not_markup(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)" in page
 
 
+def test_variants_that_are_called_alike_have_labels_and_files_of_their_own(tmp_path: Path) -> None:
+    names = {"mine a": 0.1, "mine-a": 0.2}
+    made = [image_result("digits/resnet8", 0, 90.0, f"optimizer.lr={lr}", layers=[LAYER]) for lr in names.values()]
+    for result, name in zip(made, names, strict=True):
+        result["recipe"]["name"] = name
+    labels = dict.fromkeys(names, "one label")
+    write_report([write(tmp_path / "runs", *made)], tmp_path / "out", labels=labels)
+    page = (tmp_path / "out/report.html").read_text()
+    assert 'data-series="one label"' in page
+    assert 'data-series="one label #2"' in page
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    files = sorted(path.name for path in (tmp_path / "out/tables").glob("layers*.csv"))
+    assert files == ["layers-mine-a--2.csv", "layers-mine-a.csv"]
+
+
 def test_a_check_that_measured_no_number_fails() -> None:
     assert not Check("", float("nan"), 1.0).passed
 

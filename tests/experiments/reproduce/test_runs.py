@@ -64,6 +64,9 @@ def test_a_damaged_file_is_named_skipped_and_kept(tmp_path: Path) -> None:
         ({"seed": "0"}, "seed: Input should be a valid integer"),
         ({"history": [{"epoch": 1, "loss": "low"}]}, "history.0"),
         ({"recipe": {"title": "no name"}}, "recipe.name: Field required"),
+        ({"recipe": {"name": "mine", "model": "resnet"}}, "recipe.model"),
+        ({"layers": [{"name": "conv1"}]}, "layers.0.kind: Field required"),
+        ({"composed": {"accuracy": 90.0}}, "composed.parameters"),
         ({"score": "bleu", "scores": {}}, "must name a number among scores"),
     ],
 )
