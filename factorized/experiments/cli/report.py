@@ -12,7 +12,7 @@ from factorized.experiments.cli.console import say
 
 EXAMPLES = examples(
     "factorized report results/",
-    "factorized report out/ --out /tmp/report",
+    "factorized report out/ --out /tmp/report --figures",
     "factorized report out/digits/resnet8/seed-0 other/result.json --title 'Two runs'",
 )
 
@@ -23,6 +23,9 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="Where report.html and tables/ go.")] = Path("report"),
     title: Annotated[str, typer.Option(help="The heading of the page.", show_default=False)] = "",
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Also redraw figures 1 to 3 of the paper from these runs.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write one page of finished runs, yours or the paper's: tables, curves, layers, hardware, what is missing.
@@ -30,10 +33,12 @@ def report(
     The page needs no network and no other file. Every table is also written as CSV and Markdown. A file that is not a
     result, or is damaged, is named and left out; nothing is deleted.
     """
+    from factorized.experiments.reproduce.paper_figures import draw_figures
     from factorized.experiments.reproduce.report import PAGE, TABLES, Heading, write_report
 
     command = " ".join(["factorized report", *map(str, results)])
     written = write_report(results, out, heading=Heading(title, command=command))
+    drawn = draw_figures(written.variants, out / "figures") if figures else []
     for file in written.found.left_out:
         say(f"left out: {file.path}: {file.why}")
     if quiet:
@@ -42,3 +47,6 @@ def report(
     beside = f"; {written.within} of {judged} within two of the paper's deviations" if judged else ""
     say(f"{runs} run{'' if runs == 1 else 's'} of {len(written.variants)} variant(s){beside}")
     say(f"{out / PAGE}; tables as CSV and Markdown: {out / TABLES}")
+    if figures:
+        names = ", ".join(map(str, drawn))
+        say(names or "no figure: none of the runs recorded norms (run.diagnose), and none differ in strength or rank")

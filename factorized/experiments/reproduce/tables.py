@@ -201,7 +201,7 @@ def run_table(variants: Sequence[Variant]) -> Table:
 
 def layer_tables(variants: Sequence[Variant]) -> list[Table]:
     """Return ranks and norms of the products of each variant that recorded them, averaged over its runs."""
-    tables = []
+    tables: list[Table] = []
     for variant in variants:
         recorded = [run.result["layers"] for run in variant.runs if run.result.get("layers")]
         if not recorded:

@@ -17,7 +17,7 @@ from factorized.experiments.reproduce.summary import Summary
 # what does not decide what a network learns: words, and how often something is computed or written
 BESIDE = frozenset(
     {
-        *("name", "title", "paper", "data.place", "data.workers", "decay.record_norms", "factorize.execution"),
+        *("name", "title", "shortened_from", "data.place", "data.workers", "decay.record_norms", "factorize.execution"),
         *(f"run.{name}" for name in ("compile", "graph", "evaluate_every", "checkpoint_every", "diagnose")),
     }
 )
@@ -159,6 +159,11 @@ def _same(one: Run, other: Run) -> bool:
     )
 
 
+def settings_of(variant: Variant) -> Settings:
+    """Return the fields of its recipe that decide a run, as "section.field"."""
+    return _settings(variant.recipe)
+
+
 def differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Settings:
     """Return the fields of ``recipe``, with their values, that decide a run and are otherwise in ``other``.
 
@@ -171,6 +176,8 @@ def differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Settings
 def _settings(recipe: Mapping[str, Any]) -> Settings:
     found = {}
     for section, fields in recipe.items():
+        if section == "paper":
+            continue
         for name, value in fields.items() if isinstance(fields, Mapping) else (("", fields),):
             found[f"{section}.{name}" if name else section] = value
     scheme, model = found.get("factorize.scheme", "none"), found.get("model.name")

@@ -44,3 +44,11 @@ def test_quiet_still_names_what_was_left_out(cli: Cli, tmp_path: Path) -> None:
 def test_results_that_are_not_there_are_one_line(cli: Cli, tmp_path: Path) -> None:
     assert "there is no file or folder" in cli("report", tmp_path / "nowhere", "--out", tmp_path / "out").error
     assert "there is no result of a run in" in cli("report", tmp_path, "--out", tmp_path / "out").error
+
+
+def test_figures_are_drawn_where_asked_for(cli: Cli, trained: Path, trained_dense: Path, tmp_path: Path) -> None:
+    assert "figure1.svg" in cli("report", trained, "--out", tmp_path, "--figures").out
+    assert (tmp_path / "figures/figure1.png").is_file()
+    assert (
+        "no figure: none of the runs recorded norms" in cli("report", trained_dense, "--out", tmp_path, "--figures").out
+    )

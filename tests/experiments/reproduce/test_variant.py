@@ -36,6 +36,7 @@ def test_fields_that_an_older_version_did_not_have_do_not_part_runs() -> None:
     old = image_result(DENSE, 0, 97.0)
     del old["recipe"]["optimizer"]["clip"]
     old["recipe"]["factorize"]["attention"] = False  # decides nothing for a dense network
+    old["recipe"]["paper"] = {"table": 1, "accuracy": 90.0}
     assert len(group_runs([run_of(old), *runs(DENSE, 98.0)])) == 1
 
 
