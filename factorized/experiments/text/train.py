@@ -32,7 +32,7 @@ from factorized.experiments.training.folder import BEGUN, CHECKPOINTS, METRICS, 
 from factorized.experiments.training.interrupt import PATIENCE, Interrupted, StopRequest
 from factorized.experiments.training.processes import Processes, joined_processes
 from factorized.experiments.training.progress import Reporter
-from factorized.experiments.training.record import Recorder, describe_machine, write_json
+from factorized.experiments.training.record import Recorder, describe_machine, layer_rows, write_json
 from factorized.experiments.training.state import RunState, check_same_run
 from factorized.experiments.training.trained import RESULT
 from factorized.nn.running import count_parameters
@@ -146,6 +146,7 @@ def _train_one(
             "processes": processes.count,
         },
         "data": {"name": task.corpus.name, "checksum": task.corpus.checksum},
+        "layers": layer_rows(model) if processes.count == 1 else [],  # sharded weights would have to be gathered
         "history": history,
     }
     with writing(run), quiet(transformers):

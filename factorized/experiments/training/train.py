@@ -32,7 +32,14 @@ from factorized.experiments.training.network import (
 from factorized.experiments.training.norms import norms_table, write_norms
 from factorized.experiments.training.processes import ASK, Processes, joined_processes
 from factorized.experiments.training.progress import Reporter
-from factorized.experiments.training.record import Recorder, describe_data, describe_machine, product_row, write_json
+from factorized.experiments.training.record import (
+    Recorder,
+    describe_data,
+    describe_machine,
+    layer_rows,
+    product_row,
+    write_json,
+)
 from factorized.experiments.training.source import OnDevice, Source, draws_seed
 from factorized.experiments.training.state import (
     FILE,
@@ -271,6 +278,7 @@ class Trainer:
             "ran_on": state.ran_on,
             "machine": {**describe_machine(self.device), "processes": self.processes.count},
             "data": describe_data(self.images),
+            "layers": layer_rows(self.network),
             "history": state.history,
         }
         if self.processes.is_first:
