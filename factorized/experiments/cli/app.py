@@ -14,6 +14,7 @@ from factorized.experiments.cli import (
     generate,
     plan,
     recipes,
+    report,
     reproduce,
     results,
     train,
@@ -46,6 +47,7 @@ app.command("translate", epilog=translate.EXAMPLES)(translate.translate)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)
 app.add_typer(results.app, name="results")
+app.command("report", epilog=report.EXAMPLES)(report.report)
 app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 

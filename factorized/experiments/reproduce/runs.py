@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -111,7 +111,8 @@ class _Part(BaseModel):
 
 
 class _Recipe(_Part):
-    name: str
+    name: Annotated[str, Field(min_length=1)]
+    model: dict[str, Any] = {}
     factorize: dict[str, Any] = {}
     schedule: dict[str, Any] = {}
 
@@ -119,6 +120,24 @@ class _Recipe(_Part):
 class _Data(_Part):
     name: str
     checksum: str
+
+
+class _Size(_Part):
+    parameters: Annotated[int, Field(ge=0)]
+
+
+class _Layer(_Part):
+    name: str
+    kind: str
+    shape: list[int]
+    rank: str
+    params: int
+    dense_params: int | None
+    frobenius: float
+    spectral: float | None
+    nuclear: float | None
+    nuclear_bound: float | None
+    stable_rank: float | None
 
 
 class _Result(_Part):
@@ -129,6 +148,8 @@ class _Result(_Part):
     machine: dict[str, Any]
     data: _Data
     history: list[dict[str, int | float | None]]
+    layers: list[_Layer] = []
+    composed: _Size | None = None
     accuracy: Annotated[float, Field(ge=0, le=100)] | None = None
     score: str | None = None
     scores: dict[str, Any] | None = None
@@ -138,7 +159,7 @@ class _Result(_Part):
         if self.scores is None and self.score is None:
             if self.accuracy is None:
                 raise ValueError("it has no accuracy, and no score")
-        elif not isinstance((self.scores or {}).get(self.score), int | float):
+        elif not isinstance((self.scores or {}).get(self.score or ""), int | float):
             raise ValueError(f"score = {self.score!r} must name a number among scores, got {self.scores}")
         return self
 
@@ -159,13 +180,11 @@ def read_runs(places: Iterable[Path]) -> Found:
             except ValueError as error:
                 found.left_out.append(LeftOut(path, str(error)))
                 continue
-            print_of_it = json.dumps([run.recipe, run.seed, run.result["data"], run.result["history"]], sort_keys=True)
-            if print_of_it in seen:
-                if seen[print_of_it].resolve() != path.resolve():
-                    found.left_out.append(LeftOut(path, f"the same run as {seen[print_of_it]}"))
-                continue
-            seen[print_of_it] = path
-            found.runs.append(run)
+            known = seen.setdefault(_identity(run), path)
+            if known is path:
+                found.runs.append(run)
+            elif known.resolve() != path.resolve():
+                found.left_out.append(LeftOut(path, f"the same run as {known}"))
         if place.is_dir():
             found.unfinished += _unfinished(place)
     return found
@@ -193,12 +212,18 @@ def read_run(path: Path) -> Run:
     return Run(path, {key: value for key, value in data.items() if key != "checksum"})
 
 
+def _identity(run: Run) -> str:
+    """Return what two files share that hold one run: the losses of every epoch to the last digit."""
+    losses = [row.get("loss") for row in run.result["history"]]
+    return json.dumps([run.name, run.seed, run.result["data"]["checksum"], run.score, losses])
+
+
 def _result_files(place: Path) -> Iterator[Path]:
     """Yield what may be results, in the order in which people count: seed-2 before seed-10."""
     if place.is_file():
         yield place
         return
-    runs = {path.parent for pattern in (RESULT, METRICS) for path in place.rglob(pattern)}
+    runs = {path.parent for name in (RESULT, METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
     for path in sorted(place.rglob("*.json"), key=_as_counted):
         above = [folder for folder in path.parents if folder in runs]
         if path.name == RESULT or not above:
@@ -206,7 +231,7 @@ def _result_files(place: Path) -> Iterator[Path]:
 
 
 def _unfinished(place: Path) -> Iterator[Unfinished]:
-    begun = {path.parent for pattern in (METRICS, BEGUN, FAILURE) for path in place.rglob(pattern)}
+    begun = {path.parent for name in (METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
     for folder in sorted(begun, key=_as_counted):
         if not (folder / RESULT).exists():
             yield Unfinished(folder, _reached(folder / METRICS), _error(folder / FAILURE))
@@ -231,5 +256,5 @@ def _error(path: Path) -> str | None:
         return f"{path.name} cannot be read"
 
 
-def _as_counted(path: Path) -> Sequence[tuple[str, int]]:
-    return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", str(path))]
+def _as_counted(path: Path) -> list[list[tuple[str, int]]]:
+    return [[(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", part)] for part in path.parts]
