@@ -132,6 +132,7 @@ def reproduce(
     _print_rows(rows)
     for outcome in failed:
         say(f"failed: {outcome.job.name}: {outcome.error}")
+    _write_report(table, rows, failed, out)
     if failed or any(row.problem for row in rows):
         raise typer.Exit(1)
 
@@ -208,8 +209,9 @@ def _finished(*places: Path, quiet: bool = False) -> list[Run]:
     from factorized.experiments.reproduce.runs import read_runs
 
     found = read_runs([place for place in places if place.is_dir()])
-    for left in () if quiet else found.left_out:
-        say(f"skipped {left.path}: {left.why}")
+    for left in found.left_out:
+        if not (quiet or left.is_copy):
+            say(f"skipped {left.path}: {left.why}")
     return found.runs
 
 
@@ -233,6 +235,21 @@ def _tell(count: int) -> Callable[[Outcome], None]:
             say(f"failed: {name}: {outcome.error}")
 
     return tell
+
+
+def _write_report(table: str, rows: Sequence[Row], failed: Sequence[Outcome], out: Path) -> None:
+    """Write the page of the table's runs, those that failed included."""
+    from factorized.experiments.reproduce.report import PAGE, Heading, write_report
+
+    finished = [run.finished.path for row in rows for run in row.runs if run.finished is not None]
+    if not finished:
+        return
+    name = Path(table).stem
+    folders = [Path(outcome.job.folder) for outcome in failed if Path(outcome.job.folder).is_dir()]
+    page = out / "report" / name
+    command = f"factorized reproduce {table}"
+    write_report([*finished, *folders], page, heading=Heading(f"{name}: ours beside the paper's", command=command))
+    say(f"tables, curves and more: {page / PAGE}")
 
 
 def _print_rows(rows: Sequence[Row]) -> None:

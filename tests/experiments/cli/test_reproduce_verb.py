@@ -46,6 +46,10 @@ def test_a_table_is_done_once_and_what_is_shortened_is_marked_everywhere(cli: Cl
     assert "90.50 ± 0.25" in dense  # the paper's figure, without a distance from it
     assert "2 of 2" in dense
 
+    assert "tables, curves and more: out/report/digits/report.html" in done.out
+    assert "1 of 4 epochs" in (tmp_path / "out/report/digits/report.html").read_text()
+    assert "1 of 4 epochs" in (tmp_path / "out/report/digits/tables/variants.csv").read_text()
+
     again = cli(*short, "--quiet")
     assert "; 0 runs to do" in again.out
     assert "done, " not in again.out
@@ -104,6 +108,7 @@ def test_a_failed_run_is_named_with_its_reason(cli: Cli, tmp_path: Path) -> None
     said = cli("reproduce", write_table(tmp_path, text), "--cells", "*fd", "--seeds", "1", "--epochs", "1", "-q")
     assert said.code == 1
     assert "failed: small/digits-fd: the training loss is nan" in said.out
+    assert "report.html" not in said.out  # nothing is finished
     assert "0 of 1" in said.out
 
 
