@@ -15,7 +15,7 @@ from factorized.experiments.cli.console import console, plain_table, progress_ba
 if TYPE_CHECKING:
     from factorized.experiments.reproduce.engine import Engine
     from factorized.experiments.reproduce.job import Outcome
-    from factorized.experiments.reproduce.planned import Planner
+    from factorized.experiments.reproduce.planned import PlannedRun, Planner
     from factorized.experiments.reproduce.row import Row
     from factorized.experiments.reproduce.runs import Run
 
@@ -265,36 +265,43 @@ def _print_rows(rows: Sequence[Row]) -> None:
 def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) -> None:
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.reproduce.estimate import estimate, in_time
+    from factorized.experiments.reproduce.planned import missing
+    from factorized.experiments.reproduce.row import Row
     from factorized.experiments.training.record import describe_machine
 
     here = str(describe_machine(pick_device(device))["device"])
     numbers = ("paper", "finished", "to do", "a run")
     table = plain_table("recipe", *numbers, "estimated from", "", numbers=numbers)
+    to_do = missing(run for row in rows for run in row.runs)
+    asked = {row.name for row in rows}
+    first: dict[str, list[PlannedRun]] = {}  # what others go on from
+    for run in to_do:
+        if run.name not in asked:
+            first.setdefault(run.name, []).append(run)
     seconds, unknown, elsewhere = 0.0, 0, set()
-    for row in rows:
-        guess, count = estimate(row.runs[0].recipe, past, here), len(row.to_do)
+    for row in (*map(Row, first.values()), *rows):
+        guess, count = estimate(row.runs[0].recipe, past, here), sum(run in to_do for run in row.runs)
         if guess is None:
             unknown += count
         else:
             seconds += count * guess.seconds
             elsewhere |= {guess.device} - {here}
-        basis = (
-            "no past run" if guess is None else f"{guess.basis}" + ("" if guess.device == here else f", {guess.device}")
-        )
+        basis = "no past run" if guess is None else guess.basis
+        basis += f", {guess.device}" if guess is not None and guess.device != here else ""
         done = sum(run.finished is not None for run in row.runs)
         figures = (str(row.paper or ""), str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
-        table.add_row(row.name, *figures, basis, _remarks(row))
+        table.add_row(row.name, *figures, basis, _remarks(row, comes_first=row.name in first))
     console().print(table)
-    runs = sum(len(row.to_do) for row in rows)
     rest = f", and {_count(unknown, 'run')} without an estimate" if unknown else ""
     rest += f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
-    say(f"{_count(runs, 'run')} to do: about {in_time(seconds)} one after the other{rest}")
+    say(f"{_count(len(to_do), 'run')} to do: about {in_time(seconds)} one after the other{rest}")
 
 
-def _remarks(row: Row) -> str:
+def _remarks(row: Row, *, comes_first: bool = False) -> str:
+    first = ["comes first"] if comes_first else []
     shortened = [f"shortened: {row.shortened}"] if row.shortened else []
     problem = [f"cannot be trained here: {row.problem}"] if row.problem else []
-    return "; ".join(shortened + problem)
+    return "; ".join(first + shortened + problem)
 
 
 def _count(number: int, what: str) -> str:

@@ -133,15 +133,24 @@ class Planner:
         return next((run for run in fitting if _has_network(run)), fitting[0] if fitting else None)
 
 
-def in_waves(runs: Iterable[PlannedRun], data: str | None) -> list[list[Job]]:
-    """Return the jobs that finish these runs: those of a wave need only what the waves before it train.
+def missing(runs: Iterable[PlannedRun]) -> dict[PlannedRun, int]:
+    """Return the runs that are to be done for these to be finished, with the wave that each belongs to.
 
-    Seeds of one recipe are one job. A run whose network is missing is trained again if another one needs it.
+    A run whose network is missing is among them if another one needs it.
     """
     depths: dict[PlannedRun, int] = {}
     for run in runs:
         if run.is_to_do:
             _depth(run, depths)
+    return depths
+
+
+def in_waves(runs: Iterable[PlannedRun], data: str | None) -> list[list[Job]]:
+    """Return the jobs that finish these runs: those of a wave need only what the waves before it train.
+
+    Seeds of one recipe are one job.
+    """
+    depths = missing(runs)
     waves: list[list[Job]] = [[] for _ in range(max(depths.values(), default=-1) + 1)]
     groups: dict[tuple[int, Path], list[PlannedRun]] = {}
     for run, depth in depths.items():
@@ -157,8 +166,8 @@ def in_waves(runs: Iterable[PlannedRun], data: str | None) -> list[list[Job]]:
 def _depth(run: PlannedRun, depths: dict[PlannedRun, int]) -> int:
     """Enter ``run``, and what it needs and is missing, with the wave it belongs to."""
     if run not in depths:
-        missing = [need for need in run.needs if need.finished is None or not _has_network(need.finished)]
-        depths[run] = max((_depth(need, depths) + 1 for need in missing), default=0)
+        lacking = [need for need in run.needs if need.finished is None or not _has_network(need.finished)]
+        depths[run] = max((_depth(need, depths) + 1 for need in lacking), default=0)
     return depths[run]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.experiments.cli.conftest import Cli
-from tests.experiments.reproduce.small_table import TABLE, runs_in, write_table
+from tests.experiments.reproduce.small_table import ENDLESS, TABLE, runs_in, wait_for_epochs, write_table
 
 ROOT = Path(__file__).parents[3]
 
@@ -180,6 +180,29 @@ def test_a_stopped_command_keeps_what_is_finished_and_resumes_the_rest(cli: Cli,
 
 
 @pytest.mark.nightly
+def test_ctrl_c_reaches_several_processes_once_and_they_save_themselves(tmp_path: Path) -> None:
+    arguments = ["reproduce", str(write_table(tmp_path, ENDLESS)), "--seeds", "1", "--device", "cpu", "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "factorized.experiments.cli", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        wait_for_epochs(tmp_path / "out", runs=2)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, errors = process.communicate(timeout=200)
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.startswith("factorized: stopped by SIGINT; its state is saved, go on with: factorized reproduce ")
+    assert errors.count("\n") == 1
+    assert len(list((tmp_path / "out").rglob("checkpoint.pt"))) == 2
+
+
+@pytest.mark.nightly
 def test_figure_5_is_reproduced_on_text_shortened(cli: Cli, tmp_path: Path) -> None:
     command = ("reproduce", "figure5", "--cells", "translation/numbers*", "--seeds", "1", "--updates", "3")
     said = cli(*command, "--device", "cpu", "--quiet")
@@ -231,6 +254,13 @@ run.batch = 4
     )
     data = write_squad(tmp_path / "squad")
     command = ("reproduce", table, "--cells", "small/squad", "--seeds", "2", "--updates", "2", "--data", data, "-q")
+    planned = cli(*command, "--dry-run")
+    assert "4 runs to do" in planned.out
+    assert [line.split()[0] for line in planned.out.splitlines() if "shortened" in line] == [
+        "small/bert",
+        "small/squad",
+    ]
+    assert planned.out.count("comes first; shortened: 2 of 10 updates") == 1
     said = cli(*command, "--device", "cpu")
     assert (said.code, said.err) == (0, "")
     assert "4 runs to do" in said.out
