@@ -181,7 +181,9 @@ def test_a_stopped_command_keeps_what_is_finished_and_resumes_the_rest(cli: Cli,
 
 @pytest.mark.nightly
 def test_ctrl_c_reaches_several_processes_once_and_they_save_themselves(tmp_path: Path) -> None:
-    arguments = ["reproduce", str(write_table(tmp_path, ENDLESS)), "--seeds", "1", "--device", "cpu", "--workers", "2"]
+    # steps that take longer than the time between the terminal's signal and one of the engine
+    slow = ENDLESS.replace("batch = 256", "batch = 1280").replace("resnet8", "resnet32")
+    arguments = ["reproduce", str(write_table(tmp_path, slow)), "--seeds", "1", "--device", "cpu", "--workers", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "factorized.experiments.cli", *arguments],
