@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-Run = dict[str, Any]  # a result
-Runs = dict[str, list[Run]]  # by recipe, one for each seed
+from factorized.experiments.reproduce.report import Report, make_report
+from factorized.experiments.reproduce.runs import read_runs
+from factorized.experiments.reproduce.variant import Variant
+
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("frobenius_decay", "low_rank", "monarch")))
@@ -23,41 +26,41 @@ PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("froben
 
 def low_rank() -> str:
     """Return the table of ResNet-32x2 on CIFAR-10 with fewer parameters, beside the paper's figures."""
-    runs = {name: seeds for name, seeds in _runs(table=1).items() if name.startswith("cifar10/resnet32x2")}
-    return _low_rank_table(runs, lambda name, seeds: -_mean(seeds, "accuracy"))
+    rows = [row for row in _rows(table=1) if row.name.startswith("cifar10/resnet32x2")]
+    return _low_rank_table(sorted(rows, key=lambda row: -row.score.mean))
 
 
 def all_low_rank() -> str:
     """Return the table of every network trained for Table 1 of the paper."""
-    return _low_rank_table(_runs(table=1), lambda name, seeds: (name.partition("-")[0], -seeds[0]["parameters"], name))
+    rows = _rows(table=1)
+    return _low_rank_table(sorted(rows, key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name)))
 
 
-def _low_rank_table(runs: Runs, order: Callable[[str, list[Run]], Any]) -> str:
+def _low_rank_table(rows: Sequence[Variant]) -> str:
     lines = [
         "| recipe | parameters | test accuracy | n | the paper (n = 3) | seconds per run |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name, seeds in sorted(runs.items(), key=lambda item: order(*item)):
-        alone = [run for run in seeds if "note" not in run]  # a note means that other runs shared the GPU
-        seconds = f"{_mean(alone, 'seconds'):.0f}" if alone else "not timed"
-        lines.append(f"| `{name}` | {seeds[0]['parameters']:,} | {_accuracy(seeds)} | {seconds} |")
-    return "\n".join([*lines, "", _conditions(runs)])
+    for row in rows:
+        seconds = f"{row.seconds.mean:.0f}" if row.seconds is not None else "not timed"
+        lines.append(f"| `{row.name}` | {row.parameters:,} | {_beside_the_paper(row)} | {seconds} |")
+    return "\n".join([*lines, "", _conditions(rows)])
 
 
 def distillation() -> str:
     """Return the table of networks trained with more parameters and deployed without them."""
-    runs = _runs(table=3)
+    rows = sorted(_rows(table=3), key=lambda row: -row.score.mean)
     lines = [
         "| recipe | parameters in training | test accuracy | n | the paper (n = 3) | deployed | test accuracy |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name, seeds in sorted(runs.items(), key=lambda item: -_mean(item[1], "accuracy")):
-        composed = [run["composed"] for run in seeds if "composed" in run] or seeds
+    for row in rows:
+        composed = [run.result["composed"]["accuracy"] for run in row.runs if "composed" in run.result]
+        deployed = mean(composed) if composed else row.score.mean
         lines.append(
-            f"| `{name}` | {seeds[0]['parameters']:,} | {_accuracy(seeds)} | {composed[0]['parameters']:,} "
-            f"| {_mean(composed, 'accuracy'):.2f} |"
+            f"| `{row.name}` | {row.parameters:,} | {_beside_the_paper(row)} | {row.deployed:,} | {deployed:.2f} |"
         )
-    return "\n".join([*lines, "", _conditions(runs)])
+    return "\n".join([*lines, "", _conditions(rows)])
 
 
 def epoch() -> str:
@@ -161,30 +164,25 @@ def fill(text: str, tables: dict[str, Callable[[], str]]) -> str:
     return text
 
 
-def _runs(table: int) -> Runs:
-    """Return the runs that aim at a table of the paper, by recipe, one for each seed."""
-    runs: Runs = {}
-    for path in sorted((ROOT / "results").glob("*/*/seed-*.json")):
-        run = json.loads(path.read_text())
-        if (run["recipe"]["paper"] or {}).get("table") == table:
-            runs.setdefault(run["recipe"]["name"], []).append(run)
-    return runs
+@cache
+def _report() -> Report:
+    return make_report(read_runs([ROOT / "results"]))
 
 
-def _mean(rows: list[dict[str, Any]], field: str) -> float:
-    return mean(row[field] for row in rows)
+def _rows(table: int) -> list[Variant]:
+    """Return what was trained, whole, for a table of the paper."""
+    return [c.variant for c in _report().judged if c.cell.table == table and c.variant is not None]
 
 
-def _accuracy(seeds: list[dict[str, Any]]) -> str:
-    paper = seeds[0]["recipe"]["paper"]
-    spread = f" ± {stdev(run['accuracy'] for run in seeds):.2f}" if len(seeds) > 1 else ""
-    return f"{_mean(seeds, 'accuracy'):.2f}{spread} | {len(seeds)} | {paper['accuracy']:.2f} ± {paper['deviation']:.2f}"
+def _beside_the_paper(row: Variant) -> str:
+    paper = next(comparison.paper for comparison in _report().judged if comparison.variant is row)
+    return f"{row.score} | {row.score.n} | {paper}"
 
 
-def _conditions(runs: Runs) -> str:
-    first = next(iter(runs.values()))[0]
-    epochs, batch = first["recipe"]["schedule"]["epochs"], first["recipe"]["run"]["batch"]
-    return f"Accuracy after the last of {epochs} epochs, batch {batch}; {_machine(first)}, bf16."
+def _conditions(rows: Sequence[Variant]) -> str:
+    first = rows[0].runs[0]
+    epochs, batch = first.length, first.recipe["run"]["batch"]
+    return f"Accuracy after the last of {epochs} epochs, batch {batch}; {_machine(first.result)}, bf16."
 
 
 def _read(name: str) -> dict[str, Any]:

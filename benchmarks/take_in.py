@@ -3,7 +3,8 @@
     python -m benchmarks.take_in [--note NOTE] RUN...
 
 A run of a recipe goes to ``results/RECIPE/seed-N.json``. Settings that differ from the recipe follow its name, each as
-``--set`` takes it: ``results/bert/small-flambe+decay.strength=0.03/seed-0.json``.
+``--set`` takes it: ``results/bert/small-flambe+decay.strength=0.03/seed-0.json``. How often a run was evaluated and
+saved is not among them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from factorized.experiments.text.trained import read_text_result
 Run = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "results"
 DROPPED = ("files", "checksum")  # of the run's folder, which is not kept
+WITHOUT_EFFECT = ("run.evaluate_every", "run.checkpoint_every")  # on what a run learns
 
 
 def take_in(run: Path, results: Path = RESULTS, note: str | None = None) -> Path:
@@ -45,7 +47,7 @@ def take_in(run: Path, results: Path = RESULTS, note: str | None = None) -> Path
 
 
 def cleaned(result: Mapping[str, Any]) -> Run:
-    """Return a result without the run's files, with ``changes``, and with the run it began from in place of its path."""
+    """Return a result with its ``changes``, without the run's files, and with the recipe that it went on from."""
     found = {key: value for key, value in result.items() if key not in DROPPED}
     began = found.get("from_run")
     if found["recipe"]["model"]["from_run"] is not None:
@@ -70,7 +72,7 @@ def changes(recipe: Mapping[str, Any]) -> list[str]:
         for section, fields in recipe.items()
         if isinstance(fields, dict) and isinstance(shipped.get(section), dict)
         for field, value in fields.items()
-        if value != shipped[section].get(field)
+        if value != shipped[section].get(field) and f"{section}.{field}" not in WITHOUT_EFFECT
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from factorized.experiments.cli import compose, data, demo, evaluate, generate, plan, recipes, train, translate
+from factorized.experiments.cli import compose, data, demo, evaluate, generate, plan, recipes, report, train, translate
 from factorized.experiments.cli.arguments import examples
 from factorized.experiments.cli.console import say
 from factorized.version import __version__
@@ -31,6 +31,7 @@ app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
 app.command("translate", epilog=translate.EXAMPLES)(translate.translate)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("report", epilog=report.EXAMPLES)(report.report)
 app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 

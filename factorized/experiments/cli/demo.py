@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, complete_change, examples
-from factorized.experiments.cli.console import console, plain_table, say, write_page
+from factorized.experiments.cli.console import console, plain_table, say
 
 if TYPE_CHECKING:
     from factorized.experiments.reproduce.variant import Variant
@@ -56,7 +56,7 @@ def demo(
     """
     began = time.perf_counter()
     from factorized.experiments.reproduce.demonstration import check_winner, run_variants, winners_of
-    from factorized.experiments.reproduce.report import report_page
+    from factorized.experiments.reproduce.report import PAGE, Heading, write_report
     from factorized.experiments.training.progress import Reporter
 
     terminal = console().is_terminal  # in a file or pipe, one line per variant is enough
@@ -66,18 +66,18 @@ def demo(
         range(seeds),
         changes or (),
         report=lambda: Reporter(console(), quiet=quiet or not terminal),
-        tell=lambda done: None if quiet or terminal else say(f"{done.label}: {done.accuracy} %"),
+        tell=lambda done: None if quiet or terminal else say(f"{done.label}: {done.score} %"),
     )
     _print_table(variants)
     say("\nThe winners as plain PyTorch, on all test images:")
     checks = []
     for winner in winners_of(variants):
-        checks += check_winner(winner, out / winner.recipe / f"seed-{winner.results[0]['seed']}")
+        checks += check_winner(winner, winner.runs[0].path.parent)
     for check in checks:
         say(f"  {'ok  ' if check.passed else 'FAIL'}  {check.what}: {check.figures}")
-    page = out / "report.html"
-    write_page(page, report_page(TITLE, LEAD, "factorized demo", variants, checks), "--out")
-    say(f"\n{time.perf_counter() - began:.0f} seconds in all; curves and more: {page}")
+    folders = [run.path.parent for variant in variants for run in variant.runs]
+    write_report(folders, out, heading=Heading(TITLE, LEAD, "factorized demo"), labels=VARIANTS, checks=checks)
+    say(f"\n{time.perf_counter() - began:.0f} seconds in all; curves and more: {out / PAGE}")
     if not all(check.passed for check in checks):
         raise typer.Exit(1)
 
@@ -86,8 +86,9 @@ def _print_table(variants: list[Variant]) -> None:
     numbers = ("test\naccuracy, %", "parameters", "deployed", "seconds\na run")
     table = plain_table("variant", *numbers, "", numbers=numbers)
     for variant in variants:
-        counts = (f"{variant.parameters:,}", f"{variant.deployed:,}", f"{variant.seconds.mean:.1f}")
+        seconds = f"{variant.seconds.mean:.1f}" if variant.seconds is not None else ""
+        counts = (f"{variant.parameters:,}", f"{variant.deployed or variant.parameters:,}", seconds)
         marks = ", ".join(f"← {mark}" for mark in variant.marks)
-        table.add_row(variant.label, str(variant.accuracy), *counts, marks, style="bold" if marks else None)
+        table.add_row(variant.label, str(variant.score), *counts, marks, style="bold" if marks else None)
     console().print(table)
-    say(f"means ± standard deviations over n = {variants[0].accuracy.n} seeds")
+    say(f"means ± standard deviations over n = {variants[0].score.n} seeds")

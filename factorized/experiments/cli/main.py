@@ -23,7 +23,7 @@ from factorized.experiments.training.interrupt import Interrupted, OneInterrupt
 LONGEST = 4096  # characters of an argument: as long as a path can be
 STOPPED = 128 + signal.SIGINT
 # packages of the extra "vision", which the library itself does without
-EXTRAS = ("datasets", "jinja2", "numpy", "PIL", "pydantic", "rich", "sklearn", "tensorboard", "typer")
+EXTRAS = ("datasets", "jinja2", "matplotlib", "numpy", "PIL", "pydantic", "rich", "sklearn", "tensorboard", "typer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

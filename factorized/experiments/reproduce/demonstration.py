@@ -15,14 +15,15 @@ from factorized.experiments.data.load import load_images
 from factorized.experiments.models.build import build_model
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.reproduce.report import Check
-from factorized.experiments.reproduce.variant import Variant, mark_best
+from factorized.experiments.reproduce.runs import Run
+from factorized.experiments.reproduce.variant import Variant, group_runs, mark_best
 from factorized.experiments.training.export import accuracy_of, logits_on_test
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.train import train
-from factorized.experiments.training.trained import load_trained
+from factorized.experiments.training.trained import RESULT, load_trained
 from factorized.files.checkpoint import load, save
 from factorized.nn.running import count_parameters
-from factorized.surgery.compose import compose, is_factorized
+from factorized.surgery.compose import compose
 from factorized.surgery.lower import lower
 
 CPU = torch.device("cpu")
@@ -48,9 +49,8 @@ def run_variants(
             images = load_images(recipe.data.name)
             where = folder / name
             results = train(recipe, images, where, seeds=seeds, device=CPU, overwrite=True, reporter=report())
-            network = load_trained(where / f"seed-{seeds[0]}")[2]
-            deployed = count_parameters(lower(network)) if is_factorized(network) else count_parameters(network)
-            variants.append(Variant(label, results, deployed))
+            runs = [Run(where / f"seed-{result['seed']}" / RESULT, result) for result in results]
+            variants += group_runs(runs, {name: label})
             tell(variants[-1])
     return mark_best(variants)
 
@@ -68,7 +68,7 @@ def _one_thread() -> Iterator[None]:
 
 def winners_of(variants: Sequence[Variant]) -> list[Variant]:
     """Return the most accurate variant that has something to compose, and the most accurate low-rank one if another."""
-    factorized = sorted((v for v in variants if v.scheme != "none"), key=lambda v: v.accuracy.mean, reverse=True)
+    factorized = sorted((v for v in variants if v.scheme != "none"), key=lambda v: v.score.mean, reverse=True)
     low_rank = [variant for variant in factorized if variant.scheme == "low_rank"]
     return list(dict.fromkeys([*factorized[:1], *low_rank[:1]]))
 

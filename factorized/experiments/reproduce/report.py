@@ -1,15 +1,35 @@
-"""A comparison as one page: table, curves, checks, versions; it loads nothing and runs nothing."""
+"""Runs as one page that loads nothing: beside the paper, with curves, layers and machines; and its tables as files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from factorized.experiments.reproduce.chart import SMALL, Line, line_chart, nice_ticks
-from factorized.experiments.reproduce.variant import Variant
+from factorized.experiments.data.explain import in_words
+from factorized.experiments.recipes.find import paper_cells
+from factorized.experiments.reproduce.compare import Comparison, compare
+from factorized.experiments.reproduce.figures import curve_groups, paper_panels, product_panels
+from factorized.experiments.reproduce.runs import Found, Run, read_runs
+from factorized.experiments.reproduce.table import Table
+from factorized.experiments.reproduce.tables import (
+    data_table,
+    failed_table,
+    grid_tables,
+    layer_tables,
+    machine_table,
+    missing_table,
+    paper_table,
+    run_table,
+    variant_table,
+)
+from factorized.experiments.reproduce.variant import Variant, group_runs, mark_best
+from factorized.files.atomic import write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
+PAGE, TABLES = "report.html", "tables"
 
 
 @dataclass(frozen=True)
@@ -32,22 +52,118 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """A chart with its title and what to see in it."""
+class Heading:
+    """What stands above a report."""
 
-    title: str
-    svg: str
-    note: str = ""
+    title: str = ""  # one that fits, unless given
+    lead: str = ""
+    command: str = "factorized report"
 
 
-def report_page(
-    title: str,
-    lead: str,
-    command: str,
-    variants: Sequence[Variant],
+@dataclass(frozen=True)
+class Report:
+    """What a report says, before it is drawn."""
+
+    found: Found
+    variants: Sequence[Variant]  # the best marked
+    comparisons: Sequence[Comparison]  # with the paper's tables that some of them aim at
+
+    @property
+    def judged(self) -> list[Comparison]:
+        """The comparisons that were judged: whole runs beside a figure with a deviation."""
+        return [comparison for comparison in self.comparisons if comparison.verdict in ("within", "off")]
+
+    @property
+    def within(self) -> int:
+        """How many of them are within the band."""
+        return sum(comparison.verdict == "within" for comparison in self.judged)
+
+    @property
+    def failed(self) -> int:
+        """How many runs ended in an error."""
+        return sum(run.error is not None for run in self.found.unfinished)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a report; those that have no rows are not shown."""
+
+    paper: Table
+    grids: Sequence[Table]
+    variants: Table
+    runs: Table
+    layers: Sequence[Table]
+    machines: Table
+    data: Table
+    missing: Table
+    failed: Table
+
+    def filled(self) -> list[Table]:
+        """Return those with rows."""
+        single = (self.paper, self.variants, self.runs, self.machines, self.data, self.missing, self.failed)
+        return [table for table in (*single, *self.grids, *self.layers) if table.rows]
+
+
+def write_report(
+    results: Sequence[Path],
+    out: Path,
+    *,
+    heading: Heading | None = None,
+    labels: Mapping[str, str] | None = None,
     checks: Sequence[Check] = (),
-) -> str:
-    """Return the page that compares ``variants``."""
+) -> Report:
+    """Write ``out/report.html`` of the runs in these files and folders, and its tables under ``out/tables``.
+
+    ``labels`` are shown in place of the names of recipes. Tables of an earlier report in ``out`` are removed.
+    """
+    report = make_report(read_runs(results), labels)
+    if not report.variants:
+        told = "; ".join(f"{file.path}: {file.why}" for file in report.found.left_out[:3])
+        where = ", ".join(map(str, results))
+        raise ValueError(f"there is no result of a run in {where}{f' ({told})' if told else ''}; train one first")
+    tables = report_tables(report)
+    page = report_page(report, heading or Heading(), checks, tables)
+    try:
+        (out / TABLES).mkdir(parents=True, exist_ok=True)
+        for kind in ("csv", "md"):
+            for old in (out / TABLES).glob(f"*.{kind}"):
+                old.unlink()
+        for table in tables.filled():
+            _write(out / TABLES / f"{table.slug}.csv", table.to_csv())
+            _write(out / TABLES / f"{table.slug}.md", table.to_markdown())
+        _write(out / PAGE, page)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {out}: {in_words(error, named=False)}; choose another folder by --out"
+        ) from None
+    return report
+
+
+def make_report(found: Found, labels: Mapping[str, str] | None = None) -> Report:
+    """Return the runs as variants, the best marked, beside the paper."""
+    order = {cell.recipe: place for place, cell in enumerate(paper_cells()) if cell.table is not None and cell.recipe}
+    variants = mark_best(group_runs(found.runs, labels))
+    variants.sort(key=lambda variant: order.get(variant.name, math.inf))  # others stay as they were given
+    return Report(found, variants, compare(variants))
+
+
+def report_tables(report: Report) -> Tables:
+    """Return every table of the page."""
+    return Tables(
+        paper=paper_table(report.comparisons),
+        grids=grid_tables(report.comparisons),
+        variants=variant_table(report.variants),
+        runs=run_table(report.variants),
+        layers=layer_tables(report.variants),
+        machines=machine_table(report.found.runs),
+        data=data_table(report.found.runs),
+        missing=missing_table(report.comparisons),
+        failed=failed_table(report.found),
+    )
+
+
+def report_page(report: Report, heading: Heading, checks: Sequence[Check] = (), tables: Tables | None = None) -> str:
+    """Return the page; the report holds at least one run."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -57,57 +173,50 @@ def report_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    machine = variants[0].results[0]["machine"]
     return environment.get_template("report.html").render(
-        title=title,
-        lead=lead,
-        command=command,
-        variants=variants,
-        most=max(max(variant.parameters, variant.deployed) for variant in variants),
-        span=_accuracy_span(variants),
-        has_paper=any(variant.paper and variant.paper["accuracy"] is not None for variant in variants),
-        curves=_curve_panels(variants),
-        products=_product_panels(variants),
+        title=heading.title or ("Runs beside the paper" if report.comparisons else "Training runs"),
+        heading=heading,
+        report=report,
+        tables=tables or report_tables(report),
+        notices=_notices(report),
+        scatter=paper_panels(report.comparisons),
+        curves=curve_groups(report.variants),
+        products=product_panels(report.variants),
         checks=checks,
-        machine={name: value for name, value in machine.items() if value is not None},
-        seeds=[result["seed"] for result in variants[0].results],
-        data=variants[0].results[0]["data"],
     )
 
 
-def _curve_panels(variants: Sequence[Variant]) -> list[Panel]:
-    accuracy = [line for variant in variants if (line := variant.curve("test_accuracy")) is not None]
-    loss = [line for variant in variants if (line := variant.curve("loss")) is not None]
-    low = nice_ticks(_focus(accuracy), 100)[0]
-    note = f"The axis starts at {low:g} %." if low else ""
-    highest = max(y for line in loss for x, y in line.points if x > 1 or len(line.points) == 1)
-    return [
-        Panel("Test accuracy", line_chart(accuracy, "Test accuracy in percent by epoch", y_range=(low, 100)), note),
-        Panel("Training loss", line_chart(loss, "Training loss by epoch", y_range=(0, highest))),
-    ]
+def _notices(report: Report) -> list[str]:
+    """Return what a reader must know before the figures."""
+    runs, found = report.found.runs, report.found
+    told = []
+    for name in ("factorized", "torch"):
+        versions = _versions(runs, name)
+        if len(versions) > 1:
+            told.append(f"These runs are of mixed versions of {name}: {', '.join(versions)}.")
+    commits = _versions(runs, "commit")
+    if len(commits) > 1:
+        told.append(f"The runs are of {len(commits)} commits; rows that mix them are marked.")
+    shortened = sum(bool(variant.shortened) for variant in report.variants)
+    if shortened:
+        told.append(f"{_are(shortened, 'variant')} shortened: trained for less than the recipe says, and not judged.")
+    if report.failed:
+        told.append(f"{report.failed} run{'' if report.failed == 1 else 's'} failed; see the end of the page.")
+    if found.left_out:
+        told.append(f"{_are(len(found.left_out), 'file')} left out; see the end of the page.")
+    return told
 
 
-def _focus(lines: Sequence[Line]) -> float:
-    """Return where the axis of accuracies begins: low enough for the last quarter of every curve."""
-    later = [y for line in lines for _, y in line.points[len(line.points) * 3 // 4 :]]
-    return max(0.0, 10 * ((min(later) - 5) // 10))
+def _versions(runs: Sequence[Run], name: str) -> list[str]:
+    return sorted({str(run.result["machine"].get(name) or "unknown") for run in runs})
 
 
-def _product_panels(variants: Sequence[Variant]) -> list[Panel]:
-    panels = []
-    for variant in variants:
-        norm = variant.curve("nuclear", "nuclear norm", "nuclear")
-        bound = variant.curve("nuclear_bound", "bound", "bound")
-        if norm is None or bound is None:
-            continue
-        ratio = bound.points[-1][1] / norm.points[-1][1]
-        svg = line_chart([bound, norm], f"Nuclear norm and its bound by epoch, {variant.label}", size=SMALL)
-        panels.append(Panel(variant.label, svg, f"at the end, the bound is {ratio:.2f} times the norm"))
-    return panels
+def _are(number: int, thing: str) -> str:
+    return f"{number} {thing}{' is' if number == 1 else 's are'}"
 
 
-def _accuracy_span(variants: Sequence[Variant]) -> tuple[float, float]:
-    """Return the accuracies between which the table draws its dots."""
-    found = [result["accuracy"] for variant in variants for result in variant.results]
-    margin = 0.08 * ((max(found) - min(found)) or 1)
-    return min(found) - margin, max(found) + margin
+def _write(path: Path, text: str) -> None:
+    def put(temporary: Path) -> Any:
+        return temporary.write_text(text, encoding="utf-8")
+
+    write_whole(path, put)

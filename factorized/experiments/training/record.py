@@ -16,6 +16,7 @@ from torch import nn
 
 from factorized.decay.forms import forms
 from factorized.diagnostics.diagnose import diagnose
+from factorized.diagnostics.summary import summary
 from factorized.experiments.data.images import Images
 from factorized.experiments.training.folder import METRICS, writing
 from factorized.files.atomic import write_whole
@@ -78,6 +79,35 @@ def product_row(network: nn.Module, lr: float) -> Row:
         "frobenius": sum(row.frobenius for row in rows) / len(rows),
         "effective_step": sum(row.effective_step for row in rows) / len(rows),
     }
+
+
+def layer_rows(network: nn.Module) -> list[Row]:
+    """Return rank, size and norms of every product of a trained network; an empty list for one without products."""
+    if not forms(network):
+        return []
+    network = deepcopy(network).cpu()  # as for ``product_row``
+    sizes = {row.name: row for row in summary(network).rows}
+    rows = []
+    for form, norms in zip(forms(network), diagnose(network, 0.0), strict=True):
+        size = sizes.get(form.name)  # None for the forms of attention, whose factors are weights of several layers
+        left, right = form.values[0], form.values[-1]
+        rows.append(
+            {
+                "name": form.name,
+                "kind": form.kind,
+                "format": size.format if size is not None else "product",
+                "shape": list(size.shape) if size is not None else [*left.shape[:-1], right.shape[-2]],
+                "rank": size.rank if size is not None else str(left.shape[-1]),
+                "params": size.params if size is not None else left.numel() + right.numel(),
+                "dense_params": size.dense_params if size is not None else None,
+                "frobenius": norms.frobenius,
+                "spectral": norms.spectral,
+                "nuclear": norms.nuclear,
+                "nuclear_bound": norms.nuclear_bound,
+                "stable_rank": norms.stable_rank,
+            }
+        )
+    return rows
 
 
 def describe_machine(device: torch.device) -> Row:

@@ -7,7 +7,16 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from factorized.experiments.reproduce.chart import Line, line_chart, nice_ticks, whole_ticks
+from factorized.experiments.reproduce.chart import (
+    Dot,
+    Line,
+    line_chart,
+    log_ticks,
+    nice_ticks,
+    scatter_chart,
+    strip_chart,
+    whole_ticks,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,66 @@ def test_a_chart_of_nothing_is_refused() -> None:
         line_chart([Line("a", [(1, math.nan)], "dense")], "t")
 
 
+def places(chart: str) -> list[tuple[float, float]]:
+    line = next(ET.fromstring(chart).iter("polyline"))
+    return [(float(x), float(y)) for x, y in (p.split(",") for p in (line.get("points") or "").split())]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_every_epoch_is_within_the_axes_the_first_one_too(log: bool) -> None:
+    points = [(1, 3.1), (5, 80.0), (200, 94.3)]
+    drawn = places(line_chart([Line("a", points, "s0", [(1, 2.0, 4.0), (200, 90.0, 96.0)])], "t", log=log))
+    assert len(drawn) == 3
+    assert all(44 <= x <= 408 and 10 <= y <= 214 for x, y in drawn)
+    assert drawn[0][1] > drawn[1][1] > drawn[2][1]
+
+
+def test_a_logarithmic_axis_is_for_values_far_apart() -> None:
+    far, near = [(1, 1.0), (2, 10.0), (3, 100.0)], [(1, 1.0), (2, 2.0), (3, 3.0)]
+    (_, a), (_, b), (_, c) = places(line_chart([Line("a", far, "s0")], "t", log=True))
+    assert a - b == pytest.approx(b - c, abs=0.2)
+    assert line_chart([Line("a", near, "s0")], "t", log=True) == line_chart([Line("a", near, "s0")], "t")
+    below = [Line("a", [(1, -1.0), (2, 1000.0)], "s0")]
+    assert line_chart(below, "t", log=True) == line_chart(below, "t")
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0013, 2.3), (1.0, 1e30), (5.0, 5.0)])
+def test_logarithmic_ticks_are_few_powers_of_ten_around_the_values(low: float, high: float) -> None:
+    ticks = log_ticks(low, high)
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    assert len(ticks) <= 8
+
+
+def test_a_scatter_has_both_axes_alike_and_a_range_for_each_dot() -> None:
+    dots = [Dot("a & b", 50.0, 52.0, "within", 50.0, 4.0), Dot("c", 90.0, 80.0, "off", 90.0, 1.0)]
+    chart = ET.fromstring(scatter_chart(dots, "t", "x", "y"))
+    circles = list(chart.iter("circle"))
+    assert [c[0].text for c in circles] == ["a & b", "c"]
+    ranges = [line for line in chart.iter("line") if line.get("class") == "reach"]
+    assert len(ranges) == 2
+    inside = [
+        float(r.get("y1") or 0) <= float(c.get("cy") or 0) <= float(r.get("y2") or 0)
+        for r, c in zip(ranges, circles, strict=True)
+    ]
+    assert inside == [True, False]
+
+
+def test_ticks_of_a_scatter_are_within_it() -> None:
+    chart = ET.fromstring(scatter_chart([Dot("a", 36.5, 38.0, "s0"), Dot("b", 94.0, 95.0, "s0")], "t", "x", "y"))
+    heights = [float(line.get("y1") or 0) for line in chart.iter("line") if line.get("class") == "grid"]
+    assert min(heights) >= 10
+    assert max(heights) <= 214
+
+
+def test_a_strip_has_a_band_and_a_stem_for_each_dot() -> None:
+    chart = ET.fromstring(strip_chart([Dot("a", 0, 1.0, "within"), Dot("b", 1, -5.0, "off")], 2.0, "t", "y"))
+    (band,) = chart.iter("rect")
+    top, height = float(band.get("y") or 0), float(band.get("height") or 0)
+    inside = [top <= float(c.get("cy") or 0) <= top + height for c in chart.iter("circle")]
+    assert inside == [True, False]
+
+
 def test_long_curves_are_drawn_without_a_mark_for_every_point() -> None:
     chart = line_chart([Line("a", [(x, float(x)) for x in range(200)], "dense")], "t")
-    assert "<circle" not in chart
+    assert chart.count("<circle") == 1  # the end

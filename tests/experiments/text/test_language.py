@@ -30,6 +30,22 @@ def test_perplexity_counts_every_token_but_the_first_once_and_is_per_word(tmp_pa
     assert model.training is False or task.validate(model) == found
 
 
+def test_perplexity_is_per_word_in_every_vocabulary(tmp_path: Path) -> None:
+    texts = {}
+    for vocabulary in (270, 290):
+        recipe, corpus = small("language", tmp_path, f"data.vocabulary={vocabulary}")
+        (texts[vocabulary],) = corpus.texts["validation"]
+        model = build_text_model(recipe, corpus.tokenizer, 0)
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)  # every token is as likely as any other
+        found = LanguageTask(recipe, corpus).validate(model)
+        assert found["loss"] == pytest.approx(math.log(vocabulary), rel=1e-5)
+        tokens_per_word = (len(texts[vocabulary].tokens) - 1) / texts[vocabulary].words
+        assert found["perplexity"] == pytest.approx(vocabulary**tokens_per_word, rel=1e-3)
+    assert texts[270].words == texts[290].words
+    assert len(texts[270].tokens) > len(texts[290].tokens)
+
+
 def test_training_sequences_are_the_text_one_after_the_other(tmp_path: Path) -> None:
     recipe, corpus = small("language", tmp_path)
     task = LanguageTask(recipe, corpus)

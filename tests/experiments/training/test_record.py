@@ -16,7 +16,7 @@ import factorized as fz
 from factorized.experiments.training import record
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.network import build_network
-from factorized.experiments.training.record import Recorder, commit, product_row, write_json
+from factorized.experiments.training.record import Recorder, commit, layer_rows, product_row, write_json
 from factorized.experiments.training.train import train
 from factorized.experiments.training.trained import load_trained
 from factorized.files.checksum import is_sealed
@@ -36,6 +36,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(recipe(), digits(), folder, device="cpu", reporter=reporter)
     train(recipe(), digits(), folder, device="cpu", resume=True)
     return folder / "seed-0"
+
+
+def test_a_result_holds_rank_size_and_norms_of_every_product(run: Path) -> None:
+    result = json.loads((run / "result.json").read_text())
+    _, _, network = load_trained(run)
+    found = {form.name: form for form in fz.forms(network)}
+    assert [layer["name"] for layer in result["layers"]] == list(found)
+    for layer, diagnosis in zip(result["layers"], fz.diagnose(network, lr=0.1), strict=True):
+        weight = found[layer["name"]]
+        assert layer["rank"] == str(weight.U.shape[-1])
+        assert layer["params"] < layer["dense_params"] == math.prod(layer["shape"])
+        assert layer["frobenius"] == pytest.approx(diagnosis.frobenius)
+        assert layer["spectral"] <= layer["frobenius"] <= layer["nuclear"] <= layer["nuclear_bound"] * (1 + 1e-5)
+
+
+def test_a_network_without_products_has_no_layers_to_record() -> None:
+    assert layer_rows(torch.nn.Linear(2, 2)) == []
+
+
+def test_forms_of_attention_are_recorded_with_their_heads() -> None:
+    rows = layer_rows(torch.nn.MultiheadAttention(8, 2))
+    assert [(row["kind"], row["shape"], row["rank"]) for row in rows] == [
+        ("qk", [2, 8, 8], "4"),
+        ("ov", [2, 8, 8], "4"),
+    ]
 
 
 def test_metrics_are_one_row_per_epoch_with_all_that_was_measured(run: Path) -> None:

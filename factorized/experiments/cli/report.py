@@ -1,0 +1,52 @@
+"""``factorized report``: runs as one page, beside the paper where they aim at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factorized.experiments.cli.arguments import Quiet, examples
+from factorized.experiments.cli.console import say
+
+EXAMPLES = examples(
+    "factorized report results/",
+    "factorized report out/ --out /tmp/report --figures",
+    "factorized report out/digits/resnet8/seed-0 other/result.json --title 'Two runs'",
+)
+
+
+def report(
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="Result files, or folders with results at any depth.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where report.html and tables/ go.")] = Path("report"),
+    title: Annotated[str, typer.Option(help="The heading of the page.", show_default=False)] = "",
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Also redraw figures 1 to 3 of the paper from these runs.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write one page of finished runs, yours or the paper's: tables, curves, layers, hardware, what is missing.
+
+    The page needs no network and no other file. Every table is also written as CSV and Markdown. A file that is not a
+    result, or is damaged, is named and left out; nothing is deleted.
+    """
+    from factorized.experiments.reproduce.paper_figures import draw_figures
+    from factorized.experiments.reproduce.report import PAGE, TABLES, Heading, write_report
+
+    command = " ".join(["factorized report", *map(str, results)])
+    written = write_report(results, out, heading=Heading(title, command=command))
+    drawn = draw_figures(written.variants, out / "figures") if figures else []
+    for file in written.found.left_out:
+        say(f"left out: {file.path}: {file.why}")
+    if quiet:
+        return
+    runs, judged = len(written.found.runs), len(written.judged)
+    beside = f"; {written.within} of {judged} within two of the paper's deviations" if judged else ""
+    say(f"{runs} run{'' if runs == 1 else 's'} of {len(written.variants)} variant(s){beside}")
+    say(f"{out / PAGE}; tables as CSV and Markdown: {out / TABLES}")
+    if figures:
+        names = ", ".join(map(str, drawn))
+        say(names or "no figure: none of the runs recorded norms (run.diagnose), and none differ in strength or rank")

@@ -1,0 +1,260 @@
+"""Runs read from their result files, on images and on text alike; a file that cannot be read is named and left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from factorized.experiments.data.explain import first_problem, in_words
+from factorized.experiments.training.folder import BEGUN, METRICS
+from factorized.experiments.training.trained import RESULT
+from factorized.files.checksum import is_sealed
+
+Result = dict[str, Any]  # what a run's result.json holds
+FAILURE = "failure.json"  # beside the metrics of a run that ended in an error: recipe, seed and error
+LOWER_IS_BETTER = ("loss", "perplexity")
+NAMES = {"accuracy": "accuracy, %", "bleu": "BLEU", "f1": "F1"}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run: what its file says, in the same words for images and text."""
+
+    path: Path
+    result: Result
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Everything that decided it."""
+        recipe: dict[str, Any] = self.result["recipe"]
+        return recipe
+
+    @property
+    def name(self) -> str:
+        """The name of its recipe."""
+        return str(self.recipe["name"])
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return int(self.result["seed"])
+
+    @property
+    def metric(self) -> str:
+        """What it is judged by: "accuracy", "bleu", "perplexity", "loss" or "f1"."""
+        return str(self.result.get("score", "accuracy"))
+
+    @property
+    def score(self) -> float:
+        """Its figure: of the test images after the last epoch, or of the text it was not trained on."""
+        return self.figure(self.metric) or 0.0
+
+    def figure(self, metric: str) -> float | None:
+        """Return a figure of the trained network by name; None where the run did not measure it."""
+        if "scores" not in self.result:
+            return float(self.result["accuracy"]) if metric == "accuracy" else None
+        value = self.result["scores"].get(metric)
+        return float(value) if isinstance(value, int | float) else None
+
+    @property
+    def by(self) -> str:
+        """What its history is counted in: "epoch" or "update"."""
+        return "update" if "scores" in self.result else "epoch"
+
+    @property
+    def length(self) -> int | None:
+        """How many epochs or updates it took, as its recipe says."""
+        return self.recipe.get("schedule", {}).get(f"{self.by}s")
+
+    @property
+    def timed(self) -> bool:
+        """Whether its seconds are those of a run alone: a note says that it shared the device with others."""
+        return "note" not in self.result
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A file that is not on the page, and why."""
+
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A run without a result: its folder, how far it came, and the error that ended it if one is known."""
+
+    path: Path
+    reached: str
+    error: str | None
+
+
+@dataclass
+class Found:
+    """What some files and folders hold."""
+
+    runs: list[Run] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    unfinished: list[Unfinished] = field(default_factory=list)
+
+
+class _Part(BaseModel):
+    """Fields that the page reads; a result may say more."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class _Recipe(_Part):
+    name: Annotated[str, Field(min_length=1)]
+    model: dict[str, Any] = {}
+    factorize: dict[str, Any] = {}
+    schedule: dict[str, Any] = {}
+
+
+class _Data(_Part):
+    name: str
+    checksum: str
+
+
+class _Size(_Part):
+    parameters: Annotated[int, Field(ge=0)]
+
+
+class _Layer(_Part):
+    name: str
+    kind: str
+    shape: list[int]
+    rank: str
+    params: int
+    dense_params: int | None
+    frobenius: float
+    spectral: float | None
+    nuclear: float | None
+    nuclear_bound: float | None
+    stable_rank: float | None
+
+
+class _Result(_Part):
+    recipe: _Recipe
+    seed: Annotated[int, Field(ge=0)]
+    parameters: Annotated[int, Field(ge=1)]
+    seconds: Annotated[float, Field(ge=0)]
+    machine: dict[str, Any]
+    data: _Data
+    history: list[dict[str, int | float | None]]
+    layers: list[_Layer] = []
+    composed: _Size | None = None
+    accuracy: Annotated[float, Field(ge=0, le=100)] | None = None
+    score: str | None = None
+    scores: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_a_figure(self) -> Self:
+        if self.scores is None and self.score is None:
+            if self.accuracy is None:
+                raise ValueError("it has no accuracy, and no score")
+        elif not isinstance((self.scores or {}).get(self.score or ""), int | float):
+            raise ValueError(f"score = {self.score!r} must name a number among scores, got {self.scores}")
+        return self
+
+
+def read_runs(places: Iterable[Path]) -> Found:
+    """Return the runs in these files and folders; every other JSON file there is named with the reason, none deleted.
+
+    In a folder, results are looked for at any depth: ``result.json`` of a run's folder, whose network is not looked
+    into, and files of any other name. A run that is there twice counts once.
+    """
+    found, seen = Found(), dict[str, Path]()
+    for place in places:
+        if not place.exists():
+            raise ValueError(f"there is no file or folder {place}; give results, such as out/ or results/")
+        for path in _result_files(place):
+            try:
+                run = read_run(path)
+            except ValueError as error:
+                found.left_out.append(LeftOut(path, str(error)))
+                continue
+            known = seen.setdefault(_identity(run), path)
+            if known is path:
+                found.runs.append(run)
+            elif known.resolve() != path.resolve():
+                found.left_out.append(LeftOut(path, f"the same run as {known}"))
+        if place.is_dir():
+            found.unfinished += _unfinished(place)
+    return found
+
+
+def read_run(path: Path) -> Run:
+    """Return the run of a result file; a ``ValueError`` says what is wrong with it."""
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot be read: {in_words(error, named=False)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError("not the result of a run: it holds no fields")
+    missing = [name for name, part in _Result.model_fields.items() if part.is_required() and name not in data]
+    if missing:
+        raise ValueError(f"not the result of a run: it has no {', '.join(missing)}")
+    if "checksum" in data and not is_sealed(data):
+        raise ValueError("damaged, or changed since it was written: its checksum does not match")
+    try:
+        _Result.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"not the result of a run: {first_problem(error)}") from None
+    return Run(path, {key: value for key, value in data.items() if key != "checksum"})
+
+
+def _identity(run: Run) -> str:
+    """Return what two files share that hold one run: the losses of every epoch to the last digit."""
+    losses = [row.get("loss") for row in run.result["history"]]
+    return json.dumps([run.name, run.seed, run.result["data"]["checksum"], run.score, losses])
+
+
+def _result_files(place: Path) -> Iterator[Path]:
+    """Yield what may be results, in the order in which people count: seed-2 before seed-10."""
+    if place.is_file():
+        yield place
+        return
+    runs = {path.parent for name in (RESULT, METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
+    for path in sorted(place.rglob("*.json"), key=_as_counted):
+        above = [folder for folder in path.parents if folder in runs]
+        if path.name == RESULT or not above:
+            yield path
+
+
+def _unfinished(place: Path) -> Iterator[Unfinished]:
+    begun = {path.parent for name in (METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
+    for folder in sorted(begun, key=_as_counted):
+        if not (folder / RESULT).exists():
+            yield Unfinished(folder, _reached(folder / METRICS), _error(folder / FAILURE))
+
+
+def _reached(metrics: Path) -> str:
+    """Return the last epoch or update in a file of metrics, of which a killed process may have left half a line."""
+    try:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
+        by = next(name for name in ("epoch", "update") if name in rows[-1])
+        return f"{by} {rows[-1][by]}"
+    except (OSError, ValueError, LookupError, StopIteration, TypeError):
+        return "nothing recorded"
+
+
+def _error(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return str(json.loads(path.read_text())["error"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"{path.name} cannot be read"
+
+
+def _as_counted(path: Path) -> list[list[tuple[str, int]]]:
+    return [[(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", part)] for part in path.parts]

@@ -1,0 +1,118 @@
+"""Figures 1 to 3 of the paper, drawn from what runs logged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from factorized.experiments.reproduce.paper_figures import (
+    Panel,
+    draw_figures,
+    norm_panels,
+    step_panels,
+    sweep_panels,
+)
+from factorized.experiments.reproduce.variant import Variant, group_runs
+from tests.experiments.reproduce.made import image_result, run_of
+
+RESNET = "cifar10/resnet20-lowrank"
+
+
+def variants(*given: tuple[str, ...], **fields: object) -> list[Variant]:
+    """Return two runs of each recipe with changes."""
+    return group_runs(
+        run_of(image_result(f"{RESNET}-{name}", seed, 85.0 + 2 * place + seed, *changes, **fields))
+        for place, (name, *changes) in enumerate(given)
+        for seed in (0, 1)
+    )
+
+
+def drawn(panels: list[Panel]) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
+    """Return the lines of each panel by their labels."""
+    found = {}
+    for title, draw in panels:
+        axes = Figure().add_subplot()
+        draw(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        lines = [getattr(handle, "lines", [handle])[0] for handle in handles]
+        found[title] = {
+            label: (list(line.get_xdata()), list(line.get_ydata())) for line, label in zip(lines, labels, strict=True)
+        }
+    return found
+
+
+def test_norms_and_their_bounds_are_drawn_by_initialization() -> None:
+    panels = drawn(norm_panels(variants(("wd",), ("fd",), ("si",), ("si-fd",))))
+    assert {title: list(lines) for title, lines in panels.items()} == {
+        "resnet20 on cifar10, regular initialization": ["weight decay", "Frobenius decay"],
+        "resnet20 on cifar10, spectral initialization": ["weight decay", "Frobenius decay"],
+    }
+    first = panels["resnet20 on cifar10, regular initialization"]["weight decay"]
+    assert first == ([1, 2, 3, 4], [11.0, 12.0, 13.0, 14.0])
+
+
+def test_weight_decay_is_drawn_at_several_ranks() -> None:
+    large = variants(("wd", "factorize.rank_scale=0.5"), parameters=9000)
+    panels = drawn(norm_panels([*variants(("wd",)), *large]))
+    assert list(panels["resnet20 on cifar10, weight decay, by rank"]) == [
+        "rank scale 0.1111, kaiming",
+        "rank scale 0.5, kaiming",
+    ]
+
+
+def test_a_sweep_has_a_point_for_each_strength_with_its_mean() -> None:
+    swept = [(name, f"decay.strength={strength}") for name in ("si", "si-fd") for strength in (1e-3, 1e-4)]
+    (panel,) = drawn(sweep_panels(variants(*swept))).values()
+    assert panel == {
+        "weight decay": ([1e-4, 1e-3], [87.5, 85.5]),
+        "Frobenius decay": ([1e-4, 1e-3], [91.5, 89.5]),
+    }
+
+
+def test_a_sweep_over_ranks_keeps_other_settings_apart() -> None:
+    panels = sweep_panels(
+        variants(
+            ("si", "factorize.rank_scale=0.5"),
+            ("si", "factorize.rank_scale=0.25"),
+            ("si", "factorize.rank_scale=0.75", "optimizer.lr=0.01"),
+        )
+    )
+    (panel,) = drawn(panels).values()
+    assert panel == {"weight decay": ([0.25, 0.5], [87.5, 85.5])}
+
+
+def test_step_sizes_are_drawn_where_decays_differ() -> None:
+    def logged(*names: str) -> list[Variant]:
+        found = variants(*((name,) for name in names))
+        for variant in found:
+            for run in variant.runs:
+                for row in run.result["history"]:
+                    row["effective_step"] = 0.1 / row["epoch"]
+        return found
+
+    panels = drawn(step_panels(logged("none", "si-fd", "normalized")))
+    assert [title.partition(", ")[2] for title in panels] == [
+        "training loss",
+        "test accuracy, %",
+        "effective step size",
+    ]
+    steps = panels["resnet20 on cifar10, effective step size"]
+    assert list(steps) == ["no decay", "Frobenius decay", "no decay (normalized)"]
+    assert steps["no decay"][1] == pytest.approx([0.1, 0.05, 0.1 / 3, 0.025])
+    assert step_panels(logged("si")) == []
+
+
+def test_figures_are_png_and_svg_and_the_same_each_time(tmp_path: Path) -> None:
+    found = variants(("wd",), ("si",))
+    files = draw_figures(found, tmp_path / "a")
+    assert [path.name for path in files] == ["figure1.png", "figure1.svg"]
+    assert len(set(Image.open(files[0]).convert("RGB").get_flattened_data())) > 50
+    assert files[1].read_bytes() == draw_figures(found, tmp_path / "b")[1].read_bytes()
+
+
+def test_runs_that_logged_nothing_have_no_figures(tmp_path: Path) -> None:
+    assert draw_figures(group_runs([run_of(image_result("digits/resnet8", 0, 97.0))]), tmp_path / "out") == []
+    assert not (tmp_path / "out").exists()
