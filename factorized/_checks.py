@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
+from typing import TypeGuard
 
 
 def is_whole(value: object, least: int = 1) -> bool:
@@ -14,6 +16,11 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
     """Raise unless ``value`` is a whole number of at least ``least``."""
     if not is_whole(value, least):
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether ``value`` is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

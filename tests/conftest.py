@@ -11,3 +11,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 pytest.register_assert_rewrite("factorized.testing")
+
+
+@pytest.fixture
+def own_attention() -> None:
+    """Register the attention class of the tests, whatever another test has registered it as."""
+    from tests.attention.attention_zoo import register_own
+
+    register_own()

@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import factorized as fz
+from factorized.formats.format import Format
+from factorized.formats.scheme import Scheme
+from factorized.nn.layer import FactorizedLayer
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "factorized"
@@ -36,11 +40,15 @@ PATH = [
 ]
 LIBRARY = [stage for stage in PATH if "." not in stage]
 BESIDE = ("version", "_checks", "_torch")  # files that every stage may import, and that import nothing of ours
-LONGEST = 500  # usually 100 to 300; above this it is two ideas
+LONGEST = 400  # usually 100 to 300; above this it is two ideas
 
 
 def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def library() -> list[Path]:
+    return [*sources(*(f"factorized/{stage}" for stage in LIBRARY)), *sorted(PACKAGE.glob("*.py"))]
 
 
 def imports_of(path: Path, root: Path) -> list[tuple[int, str]]:
@@ -134,6 +142,37 @@ def test_no_file_is_longer_than_a_reader_can_take_in() -> None:
     assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > LONGEST} == {}
 
 
+def concrete(base: type) -> Iterator[type]:
+    """Yield every class of ours below ``base`` that is not abstract."""
+    for cls in base.__subclasses__():
+        yield from concrete(cls)
+        if cls.__module__.startswith("factorized.") and not getattr(cls, "__abstractmethods__", None):
+            yield cls
+
+
+def classes_asked_for(path: Path) -> list[str]:
+    """Return the names of the classes that a file checks with ``isinstance``."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    asked = [c.args[1] for c in calls if isinstance(c.func, ast.Name) and c.func.id in ("isinstance", "issubclass")]
+    return [node.id for kinds in asked for node in ast.walk(kinds) if isinstance(node, ast.Name)]
+
+
+def test_only_the_file_of_a_format_a_scheme_or_a_layer_asks_for_its_class() -> None:
+    homes = {
+        cls.__name__: ROOT / f"{cls.__module__.replace('.', '/')}.py"
+        for base in (Format, Scheme, FactorizedLayer)
+        for cls in concrete(base)
+    }
+    assert len(homes) > 20
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in library()
+        for name in classes_asked_for(path)
+        if homes.get(name, path) != path
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("name", [name for name in fz.__all__ if name != "__version__"])
 def test_every_public_name_can_be_imported_has_a_docstring_and_is_on_the_tour(name: str) -> None:
     public = getattr(fz, name)
@@ -157,7 +196,7 @@ def test_the_library_imports_only_packages_that_it_states_as_dependencies() -> N
     needed = {re.split(r"[<>=\[ ]", name)[0] for name in stated}
     found = {
         f"{path.relative_to(ROOT)}: {module}"
-        for path in [*sources(*(f"factorized/{stage}" for stage in LIBRARY)), *PACKAGE.glob("*.py")]
+        for path in library()
         for node in ast.walk(ast.parse(path.read_text()))
         for module in imported_by(node)
         if module not in {*needed, *sys.stdlib_module_names, "factorized", "__future__"}

@@ -11,15 +11,49 @@ from factorized._checks import check_whole
 
 def is_around_heads(layer: nn.Module) -> bool:
     """Return whether a layer is a ``HeadsIn`` or a ``HeadsOut``."""
-    return isinstance(layer, (HeadsIn, HeadsOut))
+    return isinstance(layer, _AroundHeads)
 
 
 def plain_type_of(layer: nn.Module) -> type[nn.Module]:
     """Return the class of a projection in its dense module."""
-    return layer.plain_type if isinstance(layer, (HeadsIn, HeadsOut)) else type(layer)
+    return layer.plain_type if isinstance(layer, _AroundHeads) else type(layer)
 
 
-class HeadsIn(nn.Module):
+class _AroundHeads(nn.Module):
+    """A linear layer with heads on one side, whose ranks are at most ``size``. Abstract."""
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        parts: tuple[tuple[int, int], ...],  # (heads, rank) of each projection in the weight, in order
+        size: int,
+        bias: bool,
+        plain_type: type[nn.Module],  # what the layer was, and is again once nothing is padded
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        for heads, rank in parts:
+            check_whole("heads", heads, least=1)
+            check_whole("rank", rank, least=1)
+            if rank > size:
+                raise ValueError(f"size must be at least the rank, got size={size} and rank={rank}")
+        self.size, self.plain_type = size, plain_type
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+
+    def _linear(self) -> nn.Linear:
+        """Return a plain layer with the same parameters."""
+        rows, columns = self.weight.shape
+        linear = nn.Linear(columns, rows, bias=self.bias is not None, device="meta")
+        linear.weight = self.weight
+        if self.bias is not None:
+            linear.bias = self.bias
+        return linear
+
+
+class HeadsIn(_AroundHeads):
     """A linear layer whose output, head by head, is padded with zeros to ``size``.
 
     For attention modules with one head size for queries, keys and values whose ranks differ. Zeros add nothing to a
@@ -33,20 +67,13 @@ class HeadsIn(nn.Module):
         size: int,
         bias: bool = True,
         *,
-        plain_type: type[nn.Module] = nn.Linear,  # what the layer was, and is again once nothing is padded
+        plain_type: type[nn.Module] = nn.Linear,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        for heads, rank in parts:
-            check_whole("heads", heads, least=1)
-            check_whole("rank", rank, least=1)
-            if rank > size:
-                raise ValueError(f"size must be at least the rank of every part, got size={size} and rank={rank}")
-        self.in_features, self.parts, self.size, self.plain_type = in_features, tuple(parts), size, plain_type
-        rows = sum(heads * rank for heads, rank in parts)
-        self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        rows = sum([heads * rank for heads, rank in parts])
+        super().__init__(rows, in_features, parts, size, bias, plain_type, device, dtype)
+        self.in_features, self.parts = in_features, tuple(parts)
 
     def forward(
         self,
@@ -68,7 +95,7 @@ class HeadsIn(nn.Module):
         if other:
             return None
         pad = nn.ConstantPad1d((0, self.size - rank), 0.0)
-        return nn.Sequential(_linear(self), nn.Unflatten(-1, (heads, rank)), pad, nn.Flatten(-2))
+        return nn.Sequential(self._linear(), nn.Unflatten(-1, (heads, rank)), pad, nn.Flatten(-2))
 
     def extra_repr(self) -> str:
         """Show shape, ranks and the size the heads are padded to."""
@@ -76,7 +103,7 @@ class HeadsIn(nn.Module):
         return f"{self.in_features}, heads={ranks}, size={self.size}, bias={self.bias is not None}"
 
 
-class HeadsOut(nn.Module):
+class HeadsOut(_AroundHeads):
     """A linear layer that reads the first ``rank`` of ``size`` dimensions of every head."""
 
     def __init__(
@@ -87,19 +114,12 @@ class HeadsOut(nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        plain_type: type[nn.Module] = nn.Linear,  # what the layer was, and is again once nothing is padded
+        plain_type: type[nn.Module] = nn.Linear,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_whole("heads", heads, least=1)
-        check_whole("rank", rank, least=1)
-        if rank > size:
-            raise ValueError(f"size must be at least the rank, got size={size} and rank={rank}")
-        self.heads, self.rank, self.size = heads, rank, size
-        self.out_features, self.plain_type = out_features, plain_type
-        self.weight = nn.Parameter(torch.empty(out_features, heads * rank, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        super().__init__(out_features, heads * rank, ((heads, rank),), size, bias, plain_type, device, dtype)
+        self.heads, self.rank, self.out_features = heads, rank, out_features
 
     def forward(
         self,
@@ -112,17 +132,8 @@ class HeadsOut(nn.Module):
     def lowered(self) -> nn.Sequential:
         """Return plain layers that compute the same and share the parameters."""
         cut = nn.ConstantPad1d((0, self.rank - self.size), 0.0)
-        return nn.Sequential(nn.Unflatten(-1, (self.heads, self.size)), cut, nn.Flatten(-2), _linear(self))
+        return nn.Sequential(nn.Unflatten(-1, (self.heads, self.size)), cut, nn.Flatten(-2), self._linear())
 
     def extra_repr(self) -> str:
         """Show shape, rank and the size the heads come in."""
         return f"heads={self.heads}x{self.rank}, size={self.size}, {self.out_features}, bias={self.bias is not None}"
-
-
-def _linear(layer: HeadsIn | HeadsOut) -> nn.Linear:
-    rows, columns = layer.weight.shape
-    linear = nn.Linear(columns, rows, bias=layer.bias is not None, device="meta")
-    linear.weight = layer.weight
-    if layer.bias is not None:
-        linear.bias = layer.bias
-    return linear

@@ -68,7 +68,7 @@ def check_hookable(optimizer: Optimizer) -> None:
     if "_optimizer_step_pre_hooks" not in vars(optimizer):
         raise ValueError(
             f"attach takes an optimizer that torch can hook into, but {type(optimizer).__name__} only wraps one; "
-            "attach to that one, before it is wrapped (as by accelerate's prepare)"
+            "attach to that one, before it is wrapped"
         )
 
 

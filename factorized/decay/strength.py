@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import isfinite
 
 from torch import Tensor, nn
 
+from factorized._checks import is_number
 from factorized.attention.register import find_attention
 from factorized.attention.unit import FORMS
 from factorized.decay.forms import Form
@@ -116,5 +116,5 @@ def check_number(what: str, number: object) -> None:
         if number.device.type != "cpu":
             return
         number = number.item()
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not isfinite(number) or number < 0:
+    if not (is_number(number) and number >= 0):
         raise ValueError(f"{what} must be a finite number of at least 0, got {number!r}")

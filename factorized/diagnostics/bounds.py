@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from factorized._checks import is_number
 from factorized._torch import computable, without_autocast
 from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.nn.layer import FactorizedLayer
@@ -48,9 +49,9 @@ def margin_bounds(
     the product of the norms; the theorem that it applies has only the product.)
     """
     check_model(model)
-    if gamma is not None and not (_is_number(gamma) and gamma > 0):
+    if gamma is not None and not (is_number(gamma) and gamma > 0):
         raise ValueError(f"the margin gamma must be a finite number above 0, got {gamma!r}")
-    if not (_is_number(delta) and 0 < delta < 1):
+    if not (is_number(delta) and 0 < delta < 1):
         raise ValueError(f"delta must be a probability between 0 and 1, got {delta!r}")
     spectra = [_spectrum(module) for module in model.modules() if isinstance(module, _WEIGHTED)]
     if not spectra:
@@ -138,10 +139,6 @@ def _check_scores(scores: Tensor, classes: Tensor) -> None:
             f"the loader must give one class in 0..{scores.shape[1] - 1} per sample, got {tuple(classes.shape)} of "
             f"{classes.min().item()}..{classes.max().item()} for {scores.shape[0]} samples"
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _spectrum(module: nn.Linear | _ConvNd | FactorizedLayer) -> tuple[int, int, Tensor]:

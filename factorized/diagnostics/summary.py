@@ -159,7 +159,7 @@ def _row(
     return SummaryRow(
         name,
         type(module).__name__,
-        module.shape.weight_shape,
+        module.dense_shape,
         params,
         params + (weight - module.format.numel if holds else 0),
         module.format.name,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from factorized.files.checkpoint import load, save
@@ -19,7 +20,7 @@ from factorized.nn.model import check_model
 from factorized.planning.plan import Plan
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import build_layers, install
-from factorized.surgery.state import unwrapped
+from factorized.surgery.state import is_sharded, unwrapped
 
 GENERATION = "generation_config.json"
 
@@ -27,7 +28,8 @@ GENERATION = "generation_config.json"
 def save_pretrained(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
     """Write a factorized transformers model: config files as transformers does, weights and plan as ``fz.save`` does.
 
-    Weights that are not finite raise, unless ``allow_nonfinite``.
+    For a sharded model every rank must call this, and rank 0 writes. Weights that are not finite raise, unless
+    ``allow_nonfinite``.
     """
     check_model(model)
     inside: Any = unwrapped(model)
@@ -35,8 +37,11 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, allow_nonfinite: bo
     if config is None or not callable(getattr(config, "save_pretrained", None)):
         raise ValueError(f"{type(inside).__name__} has no transformers config; use fz.save(model, folder)")
     save(model, folder, allow_nonfinite=allow_nonfinite)
+    if is_sharded(model) and dist.get_rank() != 0:
+        return
     config = deepcopy(config)  # as transformers writes it, with the type of the weights and the class
-    config.dtype, config.architectures = _widest_type(inside), [type(inside).__name__]
+    name = type(inside).__name__.removeprefix("FSDP")  # fully_shard makes a subclass of that name
+    config.dtype, config.architectures = _widest_type(inside), [name]
     config.save_pretrained(folder)
     if getattr(inside, "generation_config", None) is not None:
         inside.generation_config.save_pretrained(folder)

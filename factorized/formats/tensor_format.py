@@ -188,7 +188,7 @@ class TensorFormat(Format):
         """Return the costs of the composed weight and, where there is one, of the chain.
 
         No layer may need more than twice the memory of the dense one, which holds its weight, the weight's gradient,
-        input and output. A way that would costs infinity, unless it is the only one.
+        input and output. A way that needs more costs infinity, unless it is the only one.
         """
         composed = self.shape.numel + self.compose_macs / POSITIONS
         if self.chain is None:

@@ -10,6 +10,7 @@ from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
+from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
 
 # Those that do not change the layer's weight; the others subtract from it what they put into the adapter.
@@ -35,7 +36,7 @@ class LoraFactorizedLinear(Linear):
     ranks and is exact, while the sum at the old rank would lose part of it.
     """
 
-    _before_merge: list[FactorizedLinear]
+    _before_merge: list[FactorizedLayer]
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], None]:
@@ -57,12 +58,12 @@ class LoraFactorizedLinear(Linear):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Make the product wider by the active adapters, or by those named."""
-        base = self.get_base_layer()
-        if not isinstance(base, FactorizedLinear):  # fz.compose has made it dense
+        base: Any = self.get_base_layer()
+        if not isinstance(base, FactorizedLayer):  # fz.compose has made it dense
             super().merge(safe_merge, adapter_names)
             return
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
-        wide = base
+        wide: Any = base
         for name in names:
             wide = _widened(wide, *self._scaled(name))
             if safe_merge and not all(parameter.isfinite().all() for parameter in wide.parameters()):
@@ -77,7 +78,7 @@ class LoraFactorizedLinear(Linear):
     def unmerge(self) -> None:
         """Restore the product from before merging."""
         base = self.get_base_layer()
-        if not self.merged or not isinstance(base, FactorizedLinear):
+        if not self.merged or not isinstance(base, FactorizedLayer):
             super().unmerge()
             return
         (before,) = self._before_merge

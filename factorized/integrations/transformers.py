@@ -17,9 +17,7 @@ from factorized.decay.guard import is_adaptive
 from factorized.decay.strength import Strength
 from factorized.files.pretrained import save_plan
 from factorized.formats.format import Format
-from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.linear import FactorizedLinear
 from factorized.nn.model import module_names
 from factorized.optim.flambe import Flambe
 from factorized.planning.schemes import read_format
@@ -152,13 +150,11 @@ def _resized(
 ) -> FactorizedLayer:
     """Return ``layer`` with ``count`` rows; ``made`` holds those of the layers that share its factors."""
     format = _with_rows(layer.format, count)
-    new: FactorizedLayer
-    if isinstance(layer, FactorizedEmbedding):
-        dense = model._get_resized_embeddings(layer.to_dense(), count, mean_resizing=mean_resizing)
-        new = FactorizedEmbedding.from_dense(dense, format, init=None)
-    else:
-        dense = model._get_resized_lm_head(layer.to_dense(), count, mean_resizing=mean_resizing)
-        new = FactorizedLinear.from_dense(dense, format, init=None)
+    kind: Any = type(layer)
+    old = layer.to_dense()
+    resize = model._get_resized_embeddings if isinstance(old, nn.Embedding) else model._get_resized_lm_head
+    dense = resize(old, count, mean_resizing=mean_resizing)
+    new: FactorizedLayer = kind.from_dense(dense, format, init=None)
     rows = _rows("", layer)
     if rows not in made:
         # A matrix turns rows of the core into rows of the weight: the weight for a core that is the identity.

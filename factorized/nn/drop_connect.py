@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from factorized._checks import is_number
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
 
@@ -15,7 +16,7 @@ def drop_connect(model: nn.Module, share: float) -> nn.Module:
     weight for it in training; in evaluation they run as before. ``share=0`` turns it off.
     """
     check_model(model)
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+    if not (is_number(share) and 0 <= share < 1):
         raise ValueError(f"share must be in [0, 1), got {share!r}")
     layers = [module for module in model.modules() if isinstance(module, FactorizedLayer)]
     if not layers:

@@ -108,6 +108,11 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         """Return nothing: a pair in ``nn.Sequential`` would take neither offsets nor per-sample weights."""
         return []
 
+    @property
+    def why_composed(self) -> str:
+        """Why ``lowered`` is empty."""
+        return "a pair of layers would take no offsets"
+
     def settings_repr(self) -> list[str]:
         """Return entries, dimension, the mode and the padding entry."""
         return [*super().settings_repr(), f"mode={self.mode}"]

@@ -27,6 +27,7 @@ class FactorizedWeight(FactorizedLayer):
 
     known_ways: ClassVar[tuple[Way, ...]] = ("composed",)
     tunable = False
+    is_held = True
 
     def __init__(
         self,
@@ -94,6 +95,11 @@ class FactorizedWeight(FactorizedLayer):
     def lowered(self) -> list[Lowered]:
         """Return nothing: the module that holds the weight needs all of it."""
         return []
+
+    @property
+    def why_composed(self) -> str:
+        """Why ``lowered`` is empty."""
+        return "the module that holds it needs the whole weight"
 
     def settings_repr(self) -> list[str]:
         """Return the dense shape."""
@@ -210,8 +216,8 @@ def _in_one_piece(weights: Mapping[str, Tensor], has_biases: bool) -> dict[str, 
     return {name: piece.view_as(weights[name]) for name, piece in zip(ordered, pieces, strict=False)}
 
 
-def hold(host: nn.Module, layers: Mapping[str, FactorizedWeight]) -> None:
-    """Put factors in the place of parameters of ``host``, in place; its class becomes one that composes them."""
+def hold(host: nn.Module, layers: Mapping[str, FactorizedLayer]) -> None:
+    """Replace parameters of ``host`` by factors; its class becomes one that composes them."""
     dense_type: Any = type(host)
     order = tuple(host._parameters)
     for key in layers:

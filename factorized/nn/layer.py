@@ -37,6 +37,8 @@ class FactorizedLayer(nn.Module):
     stride: tuple[int, ...] = ()
     geometry: Geometry | None = None  # of convolutions
     form_kind: str  # what a decay calls its weight
+    is_held = False  # whether a larger module holds the weight, as a parameter
+    sparse = False  # whether an embedding's gradient is sparse
     tunable = True  # whether there is a choice of ways to run
     known_ways: ClassVar[tuple[Way, ...]] = WAYS  # the ways that this kind of layer supports
 
@@ -205,6 +207,11 @@ class FactorizedLayer(nn.Module):
     @abstractmethod
     def lowered(self) -> list[Lowered]:
         """Return the format's chain as plain layers; empty where it has none, or has no fewer weights."""
+
+    @property
+    def why_composed(self) -> str:
+        """Why ``lowered`` is empty, for a message."""
+        return f"no smaller plain layers compute a {self.format.name}"
 
     def worthwhile(self, plain: list[tuple[Step, Tensor]]) -> list[tuple[Step, Tensor]]:
         """Return the chain, or an empty list if it has no fewer weights than the dense layer."""

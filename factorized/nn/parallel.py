@@ -241,7 +241,7 @@ def _parallel_class(layer: FactorizedLayer, mesh: DeviceMesh, style: str) -> typ
         raise ValueError(f"{style} splits products U Vᵀ, got {layer}; factorize it with fz.LowRank(), or {whole}")
     if layer.execution not in ("auto", "chain"):
         raise ValueError(f'{style} runs a layer as a chain, got {layer}; set its execution to "auto", or {whole}')
-    if isinstance(layer, FactorizedEmbedding) and layer.sparse:
+    if layer.sparse:
         raise ValueError(f"{style} gives dense gradients, got sparse=True of {layer}; use sparse=False, or {whole}")
     if mesh.ndim != 1:
         raise ValueError(f'device_mesh must have one dimension, got {mesh}; pass one of them, such as mesh["tp"]')

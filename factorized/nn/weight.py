@@ -15,7 +15,8 @@ from factorized.formats.format import Format
 PLAIN = (nn.Parameter, Tensor)  # other factors, such as DTensors, fake and batched tensors, are composed at once
 WRITTEN = (
     "the weight is computed from the layer's factors, so that a write to it would be lost. Set layer.weight = W to "
-    "decompose W into the factors, change the factors themselves (layer.factors), or write to a copy, weight.clone()"
+    "decompose W into the factors, change the factors themselves (layer.factors), or write to a copy, weight.clone(). "
+    "If the model's own code writes to it, keep the layer dense: exclude="
 )
 FROZEN = (
     "the weight is computed from the layer's factors, so that it has no requires_grad to set. Freeze the factors by "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from factorized._checks import is_number
 
 
 class StepGuard:
@@ -51,8 +51,7 @@ def check_range(
         for word, bound in (("at least", least), ("above", above), ("below", below))
         if bound is not None
     ]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not (
+    if not is_number(value) or not (
         (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
     ):
         raise ValueError(f"{name} must be a number {' and '.join(bounds)}, got {value!r}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Literal
 
-from factorized._checks import check_choice, check_whole
+from factorized._checks import check_choice, check_whole, is_number
 from factorized.formats.scheme import LARGEST_SCALE, Scheme
 from factorized.planning.schemes import SCHEMES
 
@@ -80,7 +79,7 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
         )
     if isinstance(value, int) and abs(value) > LARGEST:  # too long to show
         raise ValueError(f"{budget.name} must be below {LARGEST:.0e}, got a number of more than 18 digits")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+    if not is_number(value):
         raise ValueError(f"{budget.name} must be a number, got {value!r}")
     if budget.name == "rank":
         if value != int(value) or value < 1:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from typing import Any, ClassVar
 
+from factorized._checks import is_whole
 from factorized.formats.format import Format, Rank
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
@@ -227,7 +228,7 @@ def _check_fields(where: str, fields: Mapping[str, Any]) -> None:
         if key in _LISTS and not several:
             raise ValueError(f"{where}: {key} must be a list, got {reprlib.repr(value)}")
         for part in value if several else (value,):
-            if key in _LEAST and (isinstance(part, bool) or not isinstance(part, int) or part < _LEAST[key]):
+            if key in _LEAST and not is_whole(part, _LEAST[key]):
                 expected = f"a whole number of at least {_LEAST[key]}"
                 raise ValueError(f"{where}: {key} must be {expected}, got {reprlib.repr(part)}")
             if key in _TEXTS and not isinstance(part, str):

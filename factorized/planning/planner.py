@@ -187,6 +187,10 @@ def _changes(scheme: Scheme, options: PlanOptions) -> list[Change]:
         changes.append({"min_size": 0})
     if options["multiple_of"] not in (None, 1):
         changes.append({"multiple_of": 1})
+    if options["include"] is not None:
+        changes.append({"include": None})
+    if options["exclude"]:
+        changes.append({"exclude": ()})
     return changes
 
 

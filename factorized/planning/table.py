@@ -43,7 +43,7 @@ def everything_else(plan: Plan) -> int:
 
 
 def short_count(count: int) -> str:
-    """Return a count in at most five characters or so: 3,456 or 36.9k or 7.43M."""
+    """Return a count as short text: 3,456 or 36.9k or 7.43M."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if count >= limit:
             scaled = count / (1e3 if unit == "k" else limit)

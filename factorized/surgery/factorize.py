@@ -121,7 +121,7 @@ def build_layers(
             count.add(1)
     for entry in plan.layers:
         if entry.tied_to is not None:
-            tie(layers[entry.name], layers[entry.tied_to])
+            layers[entry.name].share_factors(layers[entry.tied_to])
     built: dict[str, nn.Module] = {**layers}
     for attention in plan.attention:
         built[attention.name] = build_attention(model, attention, init)
@@ -131,10 +131,10 @@ def build_layers(
 
 def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Install built modules in ``model`` under all of their names; layers share the bias of those they replace."""
-    held: dict[nn.Module, dict[str, FactorizedWeight]] = {}
+    held: dict[nn.Module, dict[str, FactorizedLayer]] = {}
     for entry in plan.selected:
         layer = layers[entry.name]
-        if isinstance(layer, FactorizedWeight):
+        if isinstance(layer, FactorizedLayer) and layer.is_held:
             host, _, key = entry.name.rpartition(".")
             held.setdefault(model.get_submodule(host), {})[key] = layer
             continue
@@ -148,11 +148,6 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
     keep_off_nested_tensors(model)
     follow_ties(model)
     return model
-
-
-def tie(follower: FactorizedLayer, leader: FactorizedLayer) -> None:
-    """Make ``follower`` share the factors of ``leader``."""
-    follower.share_factors(leader)
 
 
 def _build(dense: nn.Module, format: Format) -> FactorizedLayer:

@@ -98,7 +98,7 @@ class _Lowering:
             plain = dense_layer(layer, shared)
             before = self._count(layer.factors)
             after = self._count(parameter for parameter in plain.parameters() if parameter is not layer.bias)
-            self._note(names[0], before, after, reason or f"{layer.format.name} gives no smaller plain layers here")
+            self._note(names[0], before, after, reason or layer.why_composed)
             return plain
         for part, role, weight in chain:
             if role is not None and weight is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, isfinite
+from math import ceil
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from factorized._checks import is_number
 from factorized.attention.matrices import check_finite, spectral_matrices, write_matrices
 from factorized.attention.register import Found, find_attention
 from factorized.attention.unit import FORMS, AttentionUnit, FormName, are_forms
@@ -96,8 +97,7 @@ def _checked_scales(rank_scale: float | Mapping[FormName, float], forms: Sequenc
     else:
         scales = dict.fromkeys(forms, rank_scale)
     for scale in scales.values():
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and isfinite(scale)
-        if not number or not 0 < scale <= 1:
+        if not (is_number(scale) and 0 < scale <= 1):
             raise ValueError(
                 f"rank_scale must be in (0, 1], the share of a head's dimensions that stays, got {scale!r}"
             )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 from torch import nn
 
-from factorized._checks import check_whole
+from factorized._checks import check_whole, is_number
 from factorized.attention.cost import AttentionCost, attention_spectrum
 from factorized.attention.matrices import padded_matrices, spectral_matrices
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
@@ -77,7 +78,7 @@ def truncate(
         raise ValueError(f"give exactly one of a plan, ratio=, rank_scale=, rank= and energy=, got {asked or 'none'}")
     for name in ("ratio", "rank_scale", "energy"):
         value = given[name]
-        if value is not None and (isinstance(value, bool) or not 0 < value <= 1):
+        if value is not None and not (is_number(value) and 0 < value <= 1):
             raise ValueError(f"{name} must be in (0, 1], got {value!r}")
     if is_sharded(model):
         raise ValueError(
@@ -243,10 +244,10 @@ def _by_ratio(model: nn.Module, cuts: Sequence[Cut], ratio: float) -> list[Choic
     rest = whole - sum(cut.item.cost(cut.choices[0]) for cut in cuts)
     budget, least = int(ratio * whole) - rest, lowest_cost(items)
     if budget < least:
+        lowest = ceil((rest + least) / whole * 1e4) / 1e4
         raise ValueError(
-            f"ratio={ratio:g} is out of reach for {type(model).__name__}: at rank 1 it still keeps "
-            f"{(rest + least) / whole:.4f} of its {whole:,} parameters, of which {rest:,} are not factors. Nothing was "
-            "changed"
+            f"ratio={ratio:g} is out of reach for {type(model).__name__}: at rank 1 it still keeps {lowest:.4f} of its "
+            f"{whole:,} parameters, of which {rest:,} are not factors. Ask for {lowest:.4f}..1; nothing was changed"
         )
     return list(spend_uniformly(items, budget))
 

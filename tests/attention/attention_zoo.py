@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -241,3 +242,4 @@ HUGGING_FACE = [
     Kind("vit", vit, of_images, ("layers.0.attention",)),
 ]
 EVERY = [*TORCH, OWN, *HUGGING_FACE]
+every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)

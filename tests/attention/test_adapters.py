@@ -14,7 +14,6 @@ from factorized.formats.frobenius import compose
 from factorized.testing import error
 from tests.attention.attention_zoo import (
     BERT,
-    EVERY,
     GPT2,
     LLAMA,
     MARIAN,
@@ -23,16 +22,12 @@ from tests.attention.attention_zoo import (
     OwnAttention,
     Torch,
     bert,
+    every_kind,
     register_own,
 )
 from tests.attention.explicit import explicit_heads
 
-every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
-
-
-@pytest.fixture(autouse=True)
-def _own_class() -> None:
-    register_own()
+pytestmark = pytest.mark.usefixtures("own_attention")
 
 
 def attention_forms(model: nn.Module) -> dict[str, fz.Form]:

@@ -38,7 +38,7 @@ def test_the_output_reads_the_first_dimensions_of_every_head() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HeadsIn(6, ((2, 5),), 4), "size must be at least the rank of every part"),
+        (lambda: HeadsIn(6, ((2, 5),), 4), "size must be at least the rank"),
         (lambda: HeadsIn(6, ((0, 2),), 4), "heads must be a whole number"),
         (lambda: HeadsIn(6, ((2, 0),), 4), "rank must be a whole number"),
         (lambda: HeadsOut(2, 5, 4, 6), "size must be at least the rank"),

@@ -11,16 +11,11 @@ from torch import Tensor, nn
 import factorized as fz
 from factorized.decay.rest import REST_DECAY
 from factorized.testing import error
-from tests.attention.attention_zoo import BERT, EVERY, GPT2, LLAMA, TORCH, Kind, register_own
+from tests.attention.attention_zoo import BERT, EVERY, GPT2, LLAMA, TORCH, Kind, every_kind
 from tests.attention.explicit import explicit_heads
 
 LAMBDA = 0.37
-every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
-
-
-@pytest.fixture(autouse=True)
-def _own_class() -> None:
-    register_own()
+pytestmark = pytest.mark.usefixtures("own_attention")
 
 
 def by_hand(model: nn.Module, kind: Kind, **strengths: float) -> Tensor:

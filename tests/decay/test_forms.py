@@ -7,7 +7,6 @@ from torch import nn
 import factorized as fz
 from factorized.formats.frobenius import compose
 from factorized.formats.kernel import to_matrix
-from factorized.surgery.factorize import tie
 from factorized.testing import error
 from tests.decay.models_for_decay import layers, mixed, shaken
 
@@ -61,13 +60,13 @@ def test_a_change_of_a_factors_part_reaches_the_parameter() -> None:
 
 def test_layers_tied_to_the_same_factors_give_one_form() -> None:
     model = nn.Sequential(*(fz.FactorizedLinear(8, 8, 3, depth=1) for _ in range(3)))
-    tie(model[2], model[0])
+    model[2].share_factors(model[0])
     assert [form.name for form in fz.forms(model)] == ["0", "1"]
 
 
 def test_an_embedding_tied_to_its_output_layer_gives_one_form() -> None:
     model = nn.Sequential(fz.FactorizedEmbedding(11, 8, 3), fz.FactorizedLinear(8, 11, 3))
-    tie(model[1], model[0])
+    model[1].share_factors(model[0])
     assert [(form.name, form.kind) for form in fz.forms(model)] == [("0", "embedding")]
 
 

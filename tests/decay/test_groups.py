@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.surgery.factorize import tie
 from tests.decay.models_for_decay import layers, loss_of, mixed
 
 
@@ -81,7 +80,7 @@ def test_groups_without_parameters_are_left_out() -> None:
 
 def test_tied_factors_stand_in_one_group_once() -> None:
     model = nn.Sequential(*(fz.FactorizedLinear(8, 8, 3) for _ in range(2)))
-    tie(model[1], model[0])
+    model[1].share_factors(model[0])
     for crs in (False, True):
         assert strengths(model, fz.parameter_groups(model, 0.1, crs=crs)).keys() == {"0.U", "0.V", "0.bias", "1.bias"}
 

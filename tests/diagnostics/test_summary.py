@@ -74,6 +74,18 @@ def test_lists_of_cores_are_rows_of_their_layer_and_ranks_are_all_shown() -> Non
     assert row.params == count(model)
 
 
+def test_gates_and_experts_have_the_shape_of_the_parameter_that_they_stand_for() -> None:
+    model = fz.factorize(nn.Sequential(nn.LSTM(16, 32)), rank=2)
+    assert {name: row.shape for name, row in rows(model).items()} == {
+        "0.factors.weight_ih_l0": (128, 16),
+        "0.factors.weight_hh_l0": (128, 32),
+    }
+    experts = nn.Module()
+    experts.down_proj = nn.Parameter(torch.randn(4, 12, 16))
+    model = fz.factorize(nn.Sequential(experts), rank=2)
+    assert rows(model)["0.factors.down_proj"].shape == (4, 12, 16)
+
+
 def test_frozen_parameters_are_not_among_the_trained() -> None:
     model = fz.factorize(nn.Sequential(nn.Linear(8, 8)), fz.Residual(), rank=2, keep_first_and_last=False)
     found = fz.summary(model)

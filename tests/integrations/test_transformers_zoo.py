@@ -15,8 +15,9 @@ import factorized as fz
 from factorized.integrations.transformers import resize_token_embeddings
 from factorized.nn.layer import FactorizedLayer
 from factorized.surgery.state import distinct_tensors
-from tests.integrations.sizes import VOCABULARY
-from tests.integrations.zoo import MODELS, Tiny
+from tests.integrations.zoo import MODELS
+from tests.integrations.zoo.sizes import VOCABULARY
+from tests.integrations.zoo.tiny import Tiny
 
 SAMPLE = ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
 pytestmark = pytest.mark.filterwarnings(

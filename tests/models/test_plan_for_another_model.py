@@ -7,12 +7,8 @@ import pytest
 from torch import nn
 
 import factorized as fz
+from tests.models.stack import shared_module, shared_weight, stack
 from tests.models.unchanged import unchanged
-
-
-def stack() -> nn.Sequential:
-    linears = [nn.Linear(i, o) for i, o in ((48, 12), (12, 12), (12, 12), (12, 4))]
-    return nn.Sequential(nn.Conv1d(3, 8, 3), nn.Flatten(), *linears)
 
 
 def without_a_layer() -> nn.Module:
@@ -28,18 +24,6 @@ def of_another_type() -> nn.Module:
 def of_another_shape() -> nn.Module:
     model = stack()
     model[3] = nn.Linear(12, 13)
-    return model
-
-
-def shared_module() -> nn.Module:
-    model = stack()
-    model[4] = model[3]
-    return model
-
-
-def shared_weight() -> nn.Module:
-    model = stack()
-    model[4].weight = model[3].weight
     return model
 
 

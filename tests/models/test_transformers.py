@@ -119,3 +119,19 @@ def test_the_cache_of_a_factorized_llama_gives_what_the_whole_text_gives() -> No
         start = model(tokens[:, :5], use_cache=True)
         rest = model(tokens[:, 5:], past_key_values=start.past_key_values)
         assert close(torch.cat([start.logits, rest.logits], 1), logits(model, tokens))
+
+
+def test_a_model_whose_code_scales_weights_in_place_says_so_and_runs_without_those_layers() -> None:
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    def rwkv() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 40, "context_length": 16, "hidden_size": 16, "num_hidden_layers": 2}
+        return RwkvForCausalLM(RwkvConfig(**sizes, rescale_every=1)).eval()
+
+    tokens, scheme = torch.arange(12).unsqueeze(0), fz.Overcomplete("full")
+    model = fz.factorize(rwkv(), scheme, init="spectral")
+    with pytest.raises(RuntimeError, match="own code writes to it, keep the layer dense: exclude="):
+        model(tokens)
+    model = fz.factorize(rwkv(), scheme, init="spectral", exclude=["*attention.output", "*feed_forward.value"])
+    assert close(model(tokens).logits, rwkv()(tokens).logits)

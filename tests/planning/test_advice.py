@@ -70,6 +70,16 @@ def test_a_refusal_names_a_multiple_or_a_least_size_that_is_in_the_way() -> None
 
 
 @pytest.mark.parametrize(
+    ("given", "without"), [({"include": ["square"]}, "include=None"), ({"exclude": ["square"]}, "exclude=()")]
+)
+def test_a_refusal_names_patterns_that_are_in_the_way(given: dict[str, Any], without: str) -> None:
+    with pytest.raises(ValueError, match=r"ratio=0\.2 is out of reach") as caught:
+        fz.plan(Mlp(), ratio=0.2, **given)
+    reached = floors(str(caught.value))[without]
+    assert fz.plan(Mlp(), ratio=reached).ratio <= reached
+
+
+@pytest.mark.parametrize(
     ("name", "ratio", "arguments", "rank"),
     [
         ("qwen2", 0.3, {}, "24 of 896"),

@@ -11,7 +11,6 @@ import factorized as fz
 from factorized.planning.cost import measure
 from tests.attention.attention_zoo import (
     BERT,
-    EVERY,
     GPT2,
     HUGGING_FACE,
     LLAMA,
@@ -19,16 +18,11 @@ from tests.attention.attention_zoo import (
     TORCH,
     Kind,
     OwnAttention,
-    register_own,
+    every_kind,
     tokens,
 )
 
-every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
-
-
-@pytest.fixture(autouse=True)
-def _own_class() -> None:
-    register_own()
+pytestmark = pytest.mark.usefixtures("own_attention")
 
 
 def count(model: nn.Module) -> int:

@@ -11,27 +11,11 @@ from torch import nn
 import factorized as fz
 from factorized.attention.register import _registered, find_attention
 from factorized.testing import error
-from tests.attention.attention_zoo import (
-    BERT,
-    EVERY,
-    GPT2,
-    HUGGING_FACE,
-    LLAMA,
-    OWN,
-    TORCH,
-    Kind,
-    OwnAttention,
-    register_own,
-)
+from tests.attention.attention_zoo import BERT, GPT2, HUGGING_FACE, LLAMA, OWN, TORCH, Kind, OwnAttention, every_kind
 from tests.models.unchanged import unchanged
 
-every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
+pytestmark = pytest.mark.usefixtures("own_attention")
 grows = pytest.mark.filterwarnings("ignore:lowered, .* has one head size for queries and values")
-
-
-@pytest.fixture(autouse=True)
-def _own_class() -> None:
-    register_own()
 
 
 def shrunk(kind: Kind, unequal: bool = False) -> nn.Module:

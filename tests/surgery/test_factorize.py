@@ -11,22 +11,9 @@ from factorized.formats import product
 from factorized.nn.layer import FactorizedLayer
 from factorized.planning.plan import Plan
 from factorized.surgery import decompose
+from tests.models.stack import shared_module, shared_weight, stack
 from tests.models.unchanged import unchanged
 from tests.models.zoo import RESNET, TIED, TiedLanguageModel
-
-
-def stack(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Return four linear layers, the inner two of one shape, with a convolution in front."""
-    torch.manual_seed(seed)
-    layers = [
-        nn.Conv1d(3, 8, 3),
-        nn.Flatten(),
-        nn.Linear(48, 12),
-        nn.Linear(12, 12),
-        nn.Linear(12, 12),
-        nn.Linear(12, 4),
-    ]
-    return nn.Sequential(*layers).to(dtype)
 
 
 def same_state(a: nn.Module, b: nn.Module) -> bool:
@@ -79,18 +66,6 @@ def test_wrong_arguments_are_refused_before_anything_changes(arguments: dict[str
     plan = fz.plan(model, rank=2)
     with unchanged(model), pytest.raises(ValueError, match=message):
         fz.factorize(model, plan, **arguments)
-
-
-def shared_module() -> nn.Module:
-    model = stack()
-    model[4] = model[3]
-    return model
-
-
-def shared_weight() -> nn.Module:
-    model = stack()
-    model[4].weight = model[3].weight
-    return model
 
 
 @pytest.mark.parametrize("init", ["spectral", "kaiming", nn.init.ones_])
@@ -209,7 +184,7 @@ def test_a_model_on_the_meta_device_stays_there() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_the_factors_have_the_dtype_of_the_weight(dtype: torch.dtype) -> None:
-    reference = fz.factorize(stack(dtype=torch.float32).to(dtype).double(), rank=3)
+    reference = fz.factorize(stack().to(dtype).double(), rank=3)
     model = fz.factorize(stack().to(dtype), rank=3)
     for layer, exact in zip(layers_of(model), layers_of(reference), strict=True):
         assert {factor.dtype for factor in layer.factors} == {dtype}

@@ -194,10 +194,18 @@ def test_the_decay_is_that_of_the_composed_weights(kind: str) -> None:
         assert error(before[factor] - factor, task[factor] + strength * expected[factor]) < 1e-10
 
 
-def test_lowered_a_recurrent_network_says_that_it_grows_back() -> None:
-    model, x, _ = dense_model("gru")
+@pytest.mark.parametrize(
+    ("kind", "grown"),
+    [
+        ("gru", r"net\.factors\.weight_ih_l0 168 → 576 \(the module that holds it needs the whole weight\)"),
+        ("bags", r"bag 112 → 640 \(a pair of layers would take no offsets\)"),
+    ],
+)
+def test_a_lowered_model_says_which_layers_grow_back_and_why(kind: str, grown: str) -> None:
+    model, x, _ = dense_model(kind)
+    plain = [type(module) for module in model.modules()]
     fz.factorize(model, rank=2)
-    with pytest.warns(UserWarning, match=r"net\.factors\.weight_ih_l0 168 → 576"):
+    with pytest.warns(UserWarning, match=grown):
         lowered = fz.lower(model)
-    assert type(lowered.net) is nn.GRU
+    assert [type(module) for module in lowered.modules()] == plain
     assert error(lowered(x), model(x)) < 1e-12

@@ -13,24 +13,9 @@ from factorized.attention.multihead import ShrunkMultiheadAttention
 from factorized.attention.register import find_attention
 from factorized.formats.frobenius import compose
 from factorized.testing import error
-from tests.attention.attention_zoo import (
-    BERT,
-    EVERY,
-    GPT2,
-    LLAMA,
-    MARIAN,
-    OWN,
-    TORCH,
-    Kind,
-    register_own,
-)
+from tests.attention.attention_zoo import BERT, GPT2, LLAMA, MARIAN, OWN, TORCH, Kind, every_kind
 
-every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
-
-
-@pytest.fixture(autouse=True)
-def _own_class() -> None:
-    register_own()
+pytestmark = pytest.mark.usefixtures("own_attention")
 
 
 def products(model: nn.Module) -> dict[str, torch.Tensor]:

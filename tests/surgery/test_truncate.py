@@ -208,6 +208,7 @@ def test_if_one_layer_cannot_be_cut_none_is() -> None:
         (trained, {}, "give exactly one of a plan, ratio=, rank_scale=, rank= and energy=, got none"),
         (trained, {"rank": 2, "ratio": 0.5}, "got ['ratio', 'rank']"),
         (trained, {"ratio": 0.0}, "ratio must be in (0, 1], got 0.0"),
+        (trained, {"ratio": "half"}, "ratio must be in (0, 1], got 'half'"),
         (trained, {"energy": 1.5}, "energy must be in (0, 1], got 1.5"),
         (trained, {"rank": 0}, "rank must be a whole number of at least 1"),
         (trained, {"ratio": 0.01}, "ratio=0.01 is out of reach for Net: at rank 1 it still keeps 0."),
@@ -225,3 +226,10 @@ def test_if_one_layer_cannot_be_cut_none_is() -> None:
 def test_what_cannot_be_done_says_why(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         fz.truncate(model(), **settings)
+
+
+def test_the_lowest_ratio_that_a_refusal_names_can_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="is out of reach") as caught:
+        fz.truncate(trained(), ratio=0.01)
+    (lowest,) = re.findall(r"Ask for (0\.\d{4})\.\.1; nothing was changed", str(caught.value))
+    fz.truncate(trained(), ratio=float(lowest))

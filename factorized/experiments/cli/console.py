@@ -66,5 +66,5 @@ class _Bar:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self.rows:
-            self.rows[stage] = self.progress.add_task(stage, total=total)
-        self.progress.update(self.rows[stage], completed=done, total=total)
+            self.rows[stage] = self.progress.add_task(stage, total=total or None)  # without one, the bar moves on
+        self.progress.update(self.rows[stage], completed=done, total=total or None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
 import torch
@@ -22,6 +22,10 @@ from factorized.experiments.data.progress import Progress
 
 TESTS = ("test", "validation", "valid", "val")
 BATCH = 256
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Chosen = TypeVar("Chosen", bound=DataclassInstance)
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,11 @@ class Options:
 
 def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     """Return the data set at ``address``, OWNER/NAME or OWNER/NAME?label=COLUMN&test=SPLIT, under ``name``."""
-    repository, options = parse_address(address)
+    repository, options = parse_address(address, Options)
     place = str(Path(repository).expanduser()) if repository.startswith("~") else repository  # no shell saw it
     datasets = need("datasets", "datasets", f"the Hugging Face data set {repository}")
     try:
-        with _only_for_people(datasets):
+        with only_for_people(datasets):
             found = datasets.load_dataset(place, options.config or None, revision=options.revision or None)
     except Exception as error:  # datasets, its file readers and the network raise errors of many types
         raise ValueError(
@@ -63,7 +67,7 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
 
 
 @contextmanager
-def _only_for_people(datasets: Any) -> Iterator[None]:
+def only_for_people(datasets: Any) -> Iterator[None]:
     """Show progress bars only in a terminal, and hide the hub's retry messages."""
     logger = logging.getLogger("huggingface_hub")
     level, silent = logger.level, datasets.are_progress_bars_disabled()
@@ -78,18 +82,18 @@ def _only_for_people(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def parse_address(address: str) -> tuple[str, Options]:
-    """Return the repository and the options of OWNER/NAME?key=value&key=value."""
+def parse_address(address: str, options: type[Chosen]) -> tuple[str, Chosen]:
+    """Return the repository of OWNER/NAME?key=value&key=value, and its keys and values as a dataclass of options."""
     repository, _, query = address.partition("?")
     given = dict(parse_qsl(query, keep_blank_values=True))
-    allowed = [field.name for field in fields(Options)]
+    allowed = [field.name for field in fields(options)]
     wrong = sorted(set(given) - set(allowed))
     if not repository or wrong:
         raise ValueError(
             f"a Hugging Face data set is hf:OWNER/NAME, and after ? any of {', '.join(allowed)} as key=value joined "
             f"by &; got hf:{address}"
         )
-    return repository, Options(**given)
+    return repository, options(**given)
 
 
 def _split(where: str, found: Any, names: tuple[str, ...]) -> str:

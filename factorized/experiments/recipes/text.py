@@ -68,8 +68,8 @@ class TextModel(Section):
 class TextData(Section):
     """Which text, and how it becomes tokens. Files are looked for in the folder of ``--data``."""
 
-    # an embedded set ("pydoc", "numbers"), or the names of files: plain text, or TSV with a source and a target
-    name: Word = "pydoc"
+    name: Word = "pydoc"  # "pydoc" and "numbers" are embedded; any other name is for the results alone
+    # files, folders of them, two files as "train.{de,en}", Hugging Face data sets as "hf:NAME?config=CONFIG"
     train: list[Word] = Field(default=[])
     validation: list[Word] = Field(default=[])  # nothing: a twentieth of the training text
     test: list[Word] = Field(default=[])
@@ -154,6 +154,7 @@ class TextRun(Section):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA
     compile: bool = False
+    shard: bool = False  # split parameters and the optimizer's state over the processes that torchrun started (FSDP2)
     evaluate_every: Updates = 500
     checkpoint_every: Updates = 1000
     beam: Annotated[int, Field(gt=0, le=1000)] = 5  # of translation: hypotheses kept while decoding

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from factorized.experiments.text.task import (
+    IGNORED,
     Batch,
     Example,
     RunningText,
@@ -37,9 +39,13 @@ class LanguageTask(RunningText):
         return Windows(train, self.recipe.data.length, self.recipe.data.length, "training")
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Stack sequences; each is its own label, which the model shifts."""
+        """Stack sequences; each is its own label, which the loss shifts."""
         tokens = torch.from_numpy(np.stack([example["input_ids"] for example in examples]))
         return {"input_ids": tokens, "labels": tokens.clone()}
+
+    def loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        """Compare the prediction at each token with the next one."""
+        return super().loss(outputs, F.pad(labels[:, 1:], (0, 1), value=IGNORED), num_items_in_batch)
 
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:
         """Return loss per token and perplexity per word of a part, every token but the first measured once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from factorized.attention.register import adapter_of, find_attention
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.decay.strength import Strength
+from factorized.experiments.recipes.recipe import Factorize
 from factorized.experiments.recipes.text import TextDecay, TextRecipe
 from factorized.experiments.text.from_run import build_from_run
 from factorized.experiments.text.models import build_text_model
@@ -30,7 +33,24 @@ LAYERS = ("linear", "embedding", "conv")
 def plan_text(recipe: TextRecipe, dense: nn.Module) -> Plan | None:
     """Return the plan of the recipe's factorization; None for a dense network."""
     scheme = build_scheme(recipe.factorize)
-    return None if scheme is None else make_plan(dense, scheme, **plan_options(recipe.factorize))
+    if scheme is None:
+        return None
+    if recipe.factorize.attention not in ("layers", False):
+        _check_heads(recipe.factorize, dense)
+    return make_plan(dense, scheme, **plan_options(recipe.factorize))
+
+
+def _check_heads(fields: Factorize, dense: nn.Module) -> None:
+    """Raise if heads are to be shrunk that cannot be read, or that would have no dimension left."""
+    for found in find_attention(dense):
+        if adapter_of(found.module) is None:
+            raise ValueError(f'{found.name}: {found.reason} before train_text, or set factorize.attention = "layers"')
+        size = found.unit.head_size if found.unit is not None else 1
+        if fields.rank_scale is not None and round(fields.rank_scale * size) < 1:
+            raise ValueError(
+                f"factorize.rank_scale = {fields.rank_scale:g} leaves a head of {found.name} without dimensions: it "
+                f"has {size}, so ask for {math.ceil(1e4 / size) / 1e4:g} or more, up to 1"
+            )
 
 
 def starting_network(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module:

@@ -86,7 +86,7 @@ class QuestionWindows(Dataset[dict[str, Any]]):
             self.answers.append(_tokens_of_answer(question, places, first) or (nowhere, nowhere))
 
     def _check_room(self, numbers: range, asked: Sequence[str]) -> None:
-        """Raise if a question is so long that windows could not go forward: tokenizers would end the process."""
+        """Raise if a question is so long that windows would not advance: the tokenizers library would abort."""
         special = self.tokenizer.num_special_tokens_to_add(pair=True)
         for number, ids in zip(numbers, self.tokenizer(asked, add_special_tokens=False)["input_ids"], strict=True):
             room = self.length - special - len(ids)

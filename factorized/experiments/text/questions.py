@@ -22,6 +22,7 @@ class QuestionsTask(TextTask):
 
     score = "f1"
     lower_is_better = False
+    predicts_tokens = False
 
     @property
     def examples(self) -> QuestionWindows:

@@ -47,10 +47,10 @@ def score_answers(predictions: Mapping[str, str], answers: Mapping[str, Sequence
     without a prediction counts as wrong.
     """
     if not answers:
-        raise ValueError("answers must hold a question at least, got none")
+        raise ValueError("answers must hold at least one question, got none")
     for question, texts in answers.items():
         if isinstance(texts, str) or not texts:
-            raise ValueError(f"answers[{question!r}] must be a list of one text or more, got {texts!r}")
+            raise ValueError(f"answers[{question!r}] must be a list of at least one text, got {texts!r}")
     answered = [(predictions[question], texts) for question, texts in answers.items() if question in predictions]
     return {
         "exact_match": 100 * sum(exact_match(*pair) for pair in answered) / len(answers),

@@ -26,6 +26,7 @@ class TextTask(ABC):
 
     score: ClassVar[str]  # the figure a run is judged by
     lower_is_better: ClassVar[bool] = True
+    predicts_tokens: ClassVar[bool] = True  # else the model computes its own loss, a mean over examples
 
     def __init__(self, recipe: TextRecipe, corpus: Corpus) -> None:
         self.recipe, self.corpus, self.tokenizer = recipe, corpus, corpus.tokenizer
@@ -39,9 +40,22 @@ class TextTask(ABC):
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Return training examples as one batch."""
 
-    def batches(self, seed: int) -> Sampler[list[int]] | None:
-        """Return which examples make up each batch; None for any ``run.batch`` of them."""
+    def batches(self, seed: int, parts: int) -> Sampler[list[int]] | None:
+        """Return which examples make up each of the ``parts`` of a batch; None for equal shares of ``run.batch``."""
         return None
+
+    def loss(
+        self,
+        outputs: Any,
+        labels: Tensor,  # (examples, length)
+        num_items_in_batch: Tensor,  # ()
+    ) -> Tensor:  # ()
+        """Return the loss of a part of a batch: a sum, divided by the labels of the whole batch.
+
+        The sum of this over all parts and processes is the mean over the batch, however it is divided.
+        """
+        smoothing = self.recipe.run.label_smoothing
+        return sum_of_losses(outputs["logits"], labels, smoothing) / num_items_in_batch
 
     @abstractmethod
     def validate(self, model: nn.Module) -> dict[str, float]:
@@ -94,9 +108,11 @@ class Windows(Dataset[Example]):
 def sum_of_losses(
     logits: Tensor,  # (batch, length, vocabulary)
     labels: Tensor,  # (batch, length)
+    smoothing: float = 0.0,
 ) -> Tensor:  # ()
-    """Return the summed cross-entropy of the labels, in float32."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    """Return the summed cross-entropy of the labels, in float32; ``smoothing`` is spread over the vocabulary."""
+    rows, wanted = logits.flatten(0, 1).float(), labels.flatten()
+    return F.cross_entropy(rows, wanted, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
 
 
 def device_of(model: nn.Module) -> torch.device:

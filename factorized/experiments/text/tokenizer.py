@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from factorized.files.atomic import write_whole
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 BERT_PIECES = 30_522  # of the published uncased vocabulary
+LEARNED_FROM = 500_000_000  # characters: memory for counting words grows with the text
 SPECIAL: dict[Task, dict[str, str]] = {
     "language": {"pad_token": PAD, "eos_token": END},
     "translation": {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END},
@@ -22,7 +23,7 @@ SPECIAL: dict[Task, dict[str, str]] = {
 }
 
 
-def learn_tokenizer(task: Task, data: TextData, texts: Callable[[], Iterable[str]], path: Path) -> Any:
+def learn_tokenizer(task: Task, data: TextData, texts: Iterable[str], path: Path) -> Any:
     """Return a fast tokenizer of transformers, learned from ``texts`` into ``path``, or the one that is there.
 
     Word pieces for BERT; byte pairs for the others. A language model gets byte-level pairs, so that no text is unknown
@@ -36,13 +37,23 @@ def learn_tokenizer(task: Task, data: TextData, texts: Callable[[], Iterable[str
             model = _given_word_pieces(tokenizers, Path(data.vocabulary), data.lower)
         else:
             learn = _learn_word_pieces if SPECIAL[task] is BERT else _learn_byte_pairs
-            model = learn(tokenizers, task, data.vocabulary, data.lower, texts())
+            model = learn(tokenizers, task, data.vocabulary, data.lower, _first(texts))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda temporary: model.save(str(temporary)))
     fast = need("transformers", "transformers", f"task {task!r}", "text").PreTrainedTokenizerFast
-    types = ["token_type_ids"] if SPECIAL[task] is BERT else []  # which of two texts a token is of
+    types = ["token_type_ids"] if SPECIAL[task] is BERT else []  # which of two texts a token belongs to
     inputs = ["input_ids", *types, "attention_mask"]
     return fast(tokenizer_object=model, clean_up_tokenization_spaces=False, model_input_names=inputs, **SPECIAL[task])
+
+
+def _first(texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts until there is enough to learn a vocabulary from."""
+    left = LEARNED_FROM
+    for text in texts:
+        if left <= 0:
+            return
+        yield text
+        left -= len(text)
 
 
 def _learn_byte_pairs(tokenizers: Any, task: Task, size: int, lower: bool, texts: Iterable[str]) -> Any:
@@ -103,12 +114,12 @@ def _with_ends(tokenizers: Any, model: Any) -> Any:
 
 def _check_learned(model: Any, size: int, given: int) -> None:
     learned = model.get_vocab_size()
-    if learned <= given:
-        raise ValueError("the training text has not a single token; give text with words")
     if learned > size:
         raise ValueError(
-            f"data.vocabulary = {size} is too small: its characters alone are {learned} tokens; ask for more"
+            f"data.vocabulary = {size} is too small: characters and special tokens alone are {learned}; ask for more"
         )
+    if learned <= given:
+        raise ValueError("the training text has not a single token to learn; give text with words")
 
 
 @dataclass(frozen=True)
@@ -131,9 +142,14 @@ def stand_in_tokenizer(data: TextData) -> StandIn:
     return StandIn(len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else BERT_PIECES)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder holds a tokenizer that can be loaded."""
+    return (folder / "tokenizer.json").is_file()
+
+
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer that a run saved beside its model."""
-    if not (folder / "tokenizer.json").is_file():
+    """Return the tokenizer that was saved beside a model."""
+    if not has_tokenizer(folder):
         raise ValueError(
             f"{folder / 'tokenizer.json'} is missing; train the run again, or save the model's tokenizer there"
         )

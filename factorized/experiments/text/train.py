@@ -29,7 +29,7 @@ from factorized.experiments.text.trained import read_text_result, save_text_mode
 from factorized.experiments.text.trainer import TextTrainer, Watch, training_arguments
 from factorized.experiments.text.translation import TranslationTask
 from factorized.experiments.training.folder import BEGUN, CHECKPOINTS, METRICS, prepare_folders, writing
-from factorized.experiments.training.interrupt import Interrupted, StopRequest
+from factorized.experiments.training.interrupt import PATIENCE, Interrupted, StopRequest
 from factorized.experiments.training.processes import Processes, joined_processes
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import Recorder, describe_machine, layer_rows, write_json
@@ -64,11 +64,16 @@ def train_text(
     task = TASKS[recipe.task](recipe, corpus)
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:
+        if recipe.run.shard and processes.count == 1:
+            raise ValueError(
+                "run.shard = true splits a network over several processes, and this is the only one; start it with "
+                "torchrun --nproc-per-node N -m factorized.experiments.cli train ..., or set run.shard = false"
+            )
         model = build_text_network(recipe, corpus.tokenizer, seeds[0])
         needed = 6 * sum(parameter.nbytes for parameter in model.parameters()) + 2**20
         processes.from_first(lambda: prepare_folders(folders, needed, claims, resume=resume, overwrite=overwrite))
         shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
-        with shown, StopRequest() as stop:
+        with shown, StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
             for seed, run in zip(seeds, folders, strict=True):
                 if resume and (run / RESULT).is_file():
                     _begin(run, recipe, seed, corpus, resume=True)
@@ -108,7 +113,7 @@ def _train_one(
             recorder.add(row)
             shown.figures(row["update"], {name: value for name, value in row.items() if name != "update"})
 
-        watch = Watch(stop, tell)
+        watch = Watch(stop, processes, tell)
         arguments = training_arguments(recipe, run, seed, processes.device, processes.count)
         trainer = TextTrainer(task, model, arguments, watch)
         on_cuda = processes.device.type == "cuda"
@@ -121,13 +126,15 @@ def _train_one(
         peak = torch.cuda.max_memory_allocated(processes.device) if on_cuda else None
         if watch.stopped:
             raise Interrupted(stop.number or signal.SIGTERM)
+    with trainer.plain_network() as network:
+        scores = task.test(network)
     result = {
         "task": recipe.task,
         "recipe": recipe.to_dict(),
         "seed": seed,
         "from_run": None if recipe.model.from_run is None else origin(recipe.model.from_run),
         "score": task.score,
-        "scores": task.test(trainer.network),
+        "scores": scores,
         "parameters": count_parameters(model),
         "seconds": seconds,
         "tokens": trainer.state.num_input_tokens_seen,
@@ -142,11 +149,12 @@ def _train_one(
         "layers": layer_rows(model) if processes.count == 1 else [],  # sharded weights would have to be gathered
         "history": history,
     }
-    if processes.is_first:
-        with writing(run), quiet(transformers):
-            result["files"] = save_text_model(model, task.tokenizer, run)
+    with writing(run), quiet(transformers):
+        if processes.is_first or recipe.run.shard:
+            result["files"] = save_text_model(model, task.tokenizer, run, first=processes.is_first)
+        if processes.is_first:
             write_json(run / RESULT, result)  # written last: if it exists, everything else does
-        shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+            shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
     return result
 
 

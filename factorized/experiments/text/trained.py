@@ -13,23 +13,35 @@ from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.models import AUTO
+from factorized.experiments.text.sharding import whole_weights
 from factorized.experiments.text.tokenizer import load_tokenizer
 from factorized.experiments.training.trained import FOLDER, RESULT, changed, check_file, checksum_of, read_sealed
 from factorized.files.folder import MANIFEST
 from factorized.files.pretrained import from_pretrained, save_pretrained
 from factorized.surgery.compose import is_factorized
+from factorized.surgery.state import is_sharded
 
 FIELDS = {"task": str, "recipe": dict, "seed": int, "score": str, "scores": dict, "parameters": int, "data": dict}
 
 
-def save_text_model(model: nn.Module, tokenizer: Any, run: Path) -> dict[str, str]:
-    """Write the network and its tokenizer into the folder of its run, and return the checksum of each file."""
+def save_text_model(model: Any, tokenizer: Any, run: Path, *, first: bool = True) -> dict[str, str]:
+    """Write the network and its tokenizer into the folder of its run, and return the checksum of each file.
+
+    All processes of a sharded network have to call this; only the ``first`` one writes and returns something.
+    """
     folder = run / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
+    if first:
+        shutil.rmtree(folder, ignore_errors=True)
     if is_factorized(model):
         save_pretrained(model, folder)
+    elif is_sharded(model):
+        weights = whole_weights(model)
+        if first:
+            model.save_pretrained(folder, state_dict=weights)
     else:
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder)
+    if not first:
+        return {}
     tokenizer.save_pretrained(folder)
     return {path.name: checksum_of(path) for path in sorted(folder.iterdir())}
 

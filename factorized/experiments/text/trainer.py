@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.network import build_schedule, build_text_optimizer
+from factorized.experiments.text.sharding import shard, split_when_loaded, whole_state, whole_weights
 from factorized.experiments.text.task import TextTask
 from factorized.experiments.training.folder import CHECKPOINTS
 from factorized.experiments.training.interrupt import StopRequest
+from factorized.experiments.training.processes import Processes
 
 Row = dict[str, Any]
 
@@ -65,21 +69,31 @@ class TextTrainer(Trainer):
     """transformers' Trainer, on the examples and by the figures of a task."""
 
     def __init__(self, task: TextTask, model: nn.Module, arguments: TrainingArguments, watch: TrainerCallback) -> None:
-        self.task, self.network = task, model
+        self.task, self.network, self.sharded = task, model, task.recipe.run.shard
         super().__init__(
             model=model,
             args=arguments,
             data_collator=task.collate,
             train_dataset=task.examples,
             eval_dataset=task.examples,  # not read: ``evaluate`` asks the task
+            compute_loss_func=task.loss if task.predicts_tokens else None,
             callbacks=[watch],
         )
+        self.model_accepts_loss_kwargs = False  # most models take the number of labels and do not divide by it
         self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
-        """Return the recipe's optimizer, its decay attached."""
+        """Return the recipe's optimizer, its decay attached; the network is sharded before, if it is to be.
+
+        A checkpoint's weights have been loaded by then, so that they are the same files with and without sharding.
+        """
         if self.optimizer is None:
+            if self.sharded:
+                shard(self.network, self.args.device)
+                self.is_distributed_loading_by_transformers = True  # the trainer does not wrap the network then
             self.optimizer = build_text_optimizer(self.task.recipe, self.network)
+            if self.sharded:
+                split_when_loaded(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
@@ -90,7 +104,7 @@ class TextTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the batches of the task, where it makes its own."""
-        sampler = self.task.batches(self.args.seed)
+        sampler = self.task.batches(self.args.seed, self.args.gradient_accumulation_steps * self.args.world_size)
         if sampler is None:
             return super().get_train_dataloader()
         loader = DataLoader(self.task.examples, batch_sampler=sampler, collate_fn=self.task.collate)
@@ -103,10 +117,42 @@ class TextTrainer(Trainer):
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
         """Return the task's figures on the validation text."""
-        found = {f"eval_{name}": value for name, value in self.task.validate(self.network).items()}
+        with self.plain_network() as network:
+            found = {f"eval_{name}": value for name, value in self.task.validate(network).items()}
         self.log(found)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
+
+    @contextmanager
+    def plain_network(self) -> Iterator[nn.Module]:
+        """Give the network as it was made, in float32 and not compiled, which ``run.precision`` does not change."""
+        autocasting = self.network.__dict__.pop("forward", None)  # accelerate puts it before the method of the class
+        try:
+            yield self.network
+        finally:
+            if autocasting is not None:
+                self.network.forward = autocasting
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.sharded:  # else layers are moved one by one
+            super()._move_model_to_device(model, device)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.sharded:
+            state_dict = whole_weights(self.network)
+        if self.args.should_save:
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        states = {
+            OPTIMIZER_NAME: whole_state(self.create_optimizer()),
+            SCHEDULER_NAME: self.create_scheduler(self.args.max_steps).state_dict(),
+        }
+        for name, state in states.items() if self.args.should_save else ():
+            torch.save(state, Path(output_dir) / name)
 
 
 class Watch(TrainerCallback):
@@ -116,8 +162,8 @@ class Watch(TrainerCallback):
     The updates up to the first loss compile and are not measured; nor are evaluations and checkpoints.
     """
 
-    def __init__(self, stop: StopRequest, tell: Callable[[Row], None]) -> None:
-        self.stop, self.tell = stop, tell
+    def __init__(self, stop: StopRequest, processes: Processes, tell: Callable[[Row], None]) -> None:
+        self.stop, self.processes, self.tell = stop, processes, tell
         self.stopped = False
         self.tokens, self.seconds = 0, 0.0  # of the measured updates
         self.since: tuple[int, float] | None = None  # tokens and time at the beginning of those being measured
@@ -156,6 +202,7 @@ class Watch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> TrainerControl:
         """Ask for a checkpoint and an end where a signal came."""
-        if self.stop.number is not None and state.global_step < state.max_steps:
+        asked = self.processes.asked_to_stop(self.stop, state.global_step)
+        if asked and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = self.stopped = True
         return control

@@ -48,15 +48,19 @@ class Pairs(Dataset[Example]):
 
 
 class TokenBatches(Sampler[list[int]]):
-    """Batches of pairs of like length, each of about ``tokens`` tokens with padding; other ones in every epoch."""
+    """Batches of pairs of like length, each of about ``tokens`` tokens with padding; other ones in every epoch.
 
-    def __init__(self, lengths: np.ndarray[Any, np.dtype[np.int64]], tokens: int, seed: int) -> None:
-        self.lengths, self.tokens, self.seed, self.epoch = lengths, tokens, seed, 0
+    Every batch comes in ``parts`` that follow each other. One that has fewer pairs is left out of its epoch.
+    """
+
+    def __init__(self, lengths: np.ndarray[Any, np.dtype[np.int64]], tokens: int, seed: int, parts: int = 1) -> None:
+        self.lengths, self.tokens, self.seed, self.parts, self.epoch = lengths, tokens, seed, parts, 0
         self._made: tuple[int, list[list[int]]] | None = None
         longest = int(lengths.max())
-        if longest > tokens:
+        if parts * longest > tokens:
+            each = f", times {parts} parts of a batch" if parts > 1 else ""
             raise ValueError(
-                f"run.tokens = {tokens} is less than the longest pair, {longest} tokens; make it larger, or "
+                f"run.tokens = {tokens} is less than the longest pair, {longest} tokens{each}; make it larger, or "
                 "run.longest smaller"
             )
 
@@ -90,7 +94,8 @@ class TokenBatches(Sampler[list[int]]):
                     batch, longest = [], int(self.lengths[number])
                 batch.append(int(number))
             batches.append(batch)
-        return [batches[i] for i in draws.permutation(len(batches))]
+        drawn = (batches[i] for i in draws.permutation(len(batches)) if len(batches[i]) >= self.parts)
+        return [batch[part :: self.parts] for batch in drawn for part in range(self.parts)]
 
 
 class TranslationTask(TextTask):
@@ -104,9 +109,9 @@ class TranslationTask(TextTask):
         """The training pairs."""
         return self._pairs("train")
 
-    def batches(self, seed: int) -> TokenBatches:
+    def batches(self, seed: int, parts: int) -> TokenBatches:
         """Return batches of ``run.tokens`` tokens."""
-        return TokenBatches(self.examples.lengths, self.recipe.run.tokens, seed)
+        return TokenBatches(self.examples.lengths, self.recipe.run.tokens, seed, parts)
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Pad sources and targets; the decoder reads the target shifted by one."""
@@ -164,7 +169,7 @@ def translate_texts(model: Any, tokenizer: Any, sources: Sequence[str], beam: in
                 attention_mask=inputs["attention_mask"].to(device_of(model)),
                 num_beams=beam,
                 max_new_tokens=longest,
-                early_stopping=beam > 1,
+                early_stopping=False,  # True ends with the first finished hypotheses, before better ones are complete
                 do_sample=False,
             )
             found |= dict(zip(some, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True))

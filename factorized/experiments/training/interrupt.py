@@ -10,6 +10,8 @@ import time
 from types import FrameType
 from typing import Any
 
+PATIENCE = 2.0  # seconds within which several processes ignore a repeated signal
+
 
 class Interrupted(Exception):
     """A run that was asked to stop, and has saved itself."""

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from factorized.experiments.training.interrupt import StopRequest
+
+ASK = 20  # steps between two checks, across processes, for a stop request
 Result = TypeVar("Result")
 
 
@@ -42,6 +45,13 @@ class Processes:
             number = number.clone()
             dist.all_reduce(number)
         return float(number.item())
+
+    def asked_to_stop(self, stop: StopRequest, step: int) -> bool:
+        """Return whether to stop now; several processes stop together, and ask each other every ``ASK`` steps."""
+        asked = stop.number is not None
+        if self.count == 1:
+            return asked
+        return step % ASK == 0 and self.total(torch.tensor(float(asked), device=self.device)) > 0
 
     def from_first(self, make: Callable[[], Result]) -> Result:
         """Call ``make`` in the first process; return its result, or raise its ValueError, in every process."""

@@ -18,7 +18,7 @@ from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.evaluate import Evaluator
 from factorized.experiments.training.folder import prepare_folders, writing
-from factorized.experiments.training.interrupt import Interrupted, StopRequest
+from factorized.experiments.training.interrupt import PATIENCE, Interrupted, StopRequest
 from factorized.experiments.training.network import (
     boundless_buffers,
     build_dense,
@@ -30,7 +30,7 @@ from factorized.experiments.training.network import (
     set_learning_rate,
 )
 from factorized.experiments.training.norms import norms_table, write_norms
-from factorized.experiments.training.processes import Processes, joined_processes
+from factorized.experiments.training.processes import ASK, Processes, joined_processes
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import (
     Recorder,
@@ -58,9 +58,7 @@ from factorized.experiments.training.trained import RESULT, read_result, save_tr
 from factorized.nn.running import count_parameters
 from factorized.surgery.progress import Progress, late
 
-ASK = 20  # steps between two checks, across processes, for a stop request
 HIGHEST = 0.1  # the highest learning rate to suggest: the paper's
-PATIENCE = 2.0  # seconds within which several processes ignore a repeated signal
 
 
 def train(
@@ -167,7 +165,7 @@ class Trainer:
                 began = time.perf_counter()
                 for number in range(first, steps):
                     self.step()
-                    if self._asked_to_stop(stop, number + 1):
+                    if self.processes.asked_to_stop(stop, number + 1):
                         self._check_finite(epoch, lr, number + 1)
                         self._save(state, folder, epoch, number + 1, began)
                         raise Interrupted(stop.number or signal.SIGTERM)
@@ -176,7 +174,7 @@ class Trainer:
                 state.history.append(row)
                 recorder.add(row)
                 reporter.epoch(row)
-                stopping = epoch + 1 < epochs and self._asked_to_stop(stop, ASK)
+                stopping = epoch + 1 < epochs and self.processes.asked_to_stop(stop, ASK)
                 if stopping or (epoch + 1) % self.recipe.run.checkpoint_every == 0 or epoch + 1 == epochs:
                     self._save(state, folder, epoch + 1, 0, began)
                 else:
@@ -300,13 +298,6 @@ class Trainer:
         if self.processes.is_first:
             with writing(folder):
                 save_state(state, folder)
-
-    def _asked_to_stop(self, stop: StopRequest, steps: int) -> bool:
-        """Return whether to stop now; several processes stop together, and ask each other every ``ASK`` steps."""
-        asked = stop.number is not None
-        if self.processes.count == 1:
-            return asked
-        return steps % ASK == 0 and self.processes.total(torch.tensor(float(asked), device=self.device)) > 0
 
     def _check_finite(self, epoch: int, lr: float, steps: int) -> float:
         """Return the mean loss of the epoch's steps; raise if it, or what was learned, is not a number any more."""

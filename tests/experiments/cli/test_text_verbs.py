@@ -3,9 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, PretrainedConfig
 
 from tests.experiments.cli.conftest import Cli
 from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files
+
+# of a network that is read from a folder, the sizes are its own
+OWN_SIZES = ("model.hidden=128", "model.layers=4", "model.heads=4", "model.feed_forward=344")
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +57,94 @@ def test_the_plan_of_a_recipe_of_text_needs_no_text(cli: Cli, name: str) -> None
     said = cli("plan", name)
     assert said.code == 0, said.err
     assert "rank" in said.out
+
+
+def _trained_on(task: str, *changes: str) -> list[str]:
+    """Return the command that trains a small recipe of the task on texts/, with ``changes``."""
+    every = (*SMALL, *BY_TASK[task], *files(Path("texts"), task), *changes)
+    return ["train", NAMES[task], "--data", "texts", "--device", "cpu", *(f"--set={change}" for change in every)]
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "changes", "message"),
+    [
+        (
+            "translation",
+            {"a.de": "eins\nzwei\n", "a.en": "one\n"},
+            ['data.train=["a.{de,en}"]'],
+            "texts/a.de has 2 lines and texts/a.en 1; every line needs its translation",
+        ),
+        (
+            "translation",
+            {"a.de": "eins\n", "a.en": "one\n"},
+            ['data.train=["a.de", "a.en"]'],
+            "a.de:1: expected source, a tab and target, got 'eins'; two files whose lines belong together",
+        ),
+        ("translation", {"a.tsv": "eins\tone\n\n"}, ['data.train=["a.tsv"]'], "a.tsv:2 is empty; expected source"),
+        ("language", {"a.txt": "\n \n"}, ['data.train=["a.txt"]'], "texts/a.txt holds no text; give a file with words"),
+        ("masked", {"a.txt": "\u0007\n\n" * 40}, ['data.train=["a.txt"]'], "the training text has not a single token"),
+        ("masked", {"a.txt": "\u0007"}, ['data.validation=["a.txt"]'], "tokenizing validation: the text has not a"),
+        ("language", {"a.txt": "one two"}, ['data.train=["a.txt"]'], "data.train has 1 documents, too few to hold out"),
+        ("language", {}, ["data.vocabulary=100"], "data.vocabulary = 100 is too small: characters and special tokens"),
+        ("language", {}, ['data.train=["hf:some/set"]'], "hf:some/set could not be loaded (train): Couldn't reach"),
+        ("masked", {}, ["model.from_run=none"], "model.from_run = 'none': there is no none/result.json"),
+        (
+            "translation",
+            {},
+            ["factorize.scheme=low_rank", "factorize.attention=heads", "factorize.rank_scale=0.01"],
+            "rank_scale = 0.01 leaves a head of model.encoder.layers.0.self_attn without dimensions: it has 8, so ask",
+        ),
+    ],
+)
+def test_bad_text_and_sizes_are_one_line_and_nothing_is_written(
+    cli: Cli, task: str, content: dict[str, str], changes: list[str], message: str
+) -> None:
+    command = _trained_on(task, *changes)
+    for name, text in content.items():
+        Path("texts", name).write_text(text)
+    assert message in cli(*command).error
+    assert not Path("out").exists()
+
+
+def _saved(config: PretrainedConfig) -> str:
+    AutoModelForCausalLM.from_config(config).save_pretrained("network")
+    return "model.name=hf:network"
+
+
+def test_a_vocabulary_that_does_not_fit_the_model_is_named_with_both_sizes(cli: Cli) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    said = cli(*_trained_on("language", *OWN_SIZES, _saved(LlamaConfig(vocab_size=50, **sizes))))
+    assert "the model has 50 embeddings and the tokenizer 298 tokens; take the tokenizer" in said.error
+    assert not Path("out").exists()
+
+
+def test_attention_that_nobody_registered_is_named_with_the_lines_to_add(cli: Cli) -> None:
+    config = MptConfig(vocab_size=400, d_model=16, n_heads=2, n_layers=1)
+    heads = ("factorize.scheme=low_rank", "factorize.attention=heads", "factorize.rank_scale=0.5")
+    error = cli(*_trained_on("language", *OWN_SIZES, _saved(config), *heads)).error
+    assert "transformer.blocks.0.attn: MptAttention of transformers" in error
+    assert "is not registered; register it with fz.register_attention( MptAttention, query=" in error
+    assert "of its linears: Wqkv, out_proj" in error
+    assert 'or set factorize.attention = "layers"' in error
+    assert not Path("out").exists()
+
+
+def test_a_run_of_another_task_is_named_and_left_as_it_is(cli: Cli) -> None:
+    run = _train(cli, "language", NAMES["language"])
+    before = {path: path.read_bytes() for path in Path(run).rglob("*") if path.is_file()}
+    assert (
+        "was trained for task 'language'; give a run of a translation recipe"
+        in cli("translate", "--run", run, "x").error
+    )
+    other = cli(*_trained_on("masked", f"model.from_run={run}")).error
+    assert f"model.from_run = '{run}' is a run of task 'language'; give one of task 'masked'" in other
+    Path("out/bert").mkdir()
+    Path(run).parent.rename("out/bert/tiny")
+    resumed = cli(*_trained_on("masked"), "--resume").error
+    assert "holds a run with task = 'language', and this recipe says 'masked'" in resumed
+    assert "already holds a run" in cli(*_trained_on("masked")).error
+    after = {path: path.read_bytes() for path in Path("out/bert/tiny/seed-0").rglob("*") if path.is_file()}
+    assert list(after.values()) == list(before.values())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from factorized.experiments.data.hugging_face import load_hugging_face, parse_address
+from factorized.experiments.data.hugging_face import Options, load_hugging_face, parse_address
 from factorized.experiments.data.images import Images
 from factorized.experiments.data.known import KNOWN
 from factorized.experiments.data.load import load_images
@@ -181,7 +181,7 @@ def test_a_picture_of_another_size_is_named_by_its_row(hub: dict[str, Any]) -> N
 
 
 def test_an_address_is_split_into_its_parts() -> None:
-    repository, options = parse_address("owner/name?label=fine&test=valid")
+    repository, options = parse_address("owner/name?label=fine&test=valid", Options)
     assert (repository, options.label, options.test, options.train) == ("owner/name", "fine", "valid", "train")
 
 

@@ -31,11 +31,16 @@ def files(folder: Path, task: str) -> tuple[str, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     if task == "translation":
         pairs = [f"{a} {b}\t{b} {a} !" for a in WORDS for b in WORDS]
-        (folder / "train.tsv").write_text("\n".join(pairs) + "\n")
+        _write(folder / "train.tsv", "\n".join(pairs) + "\n")
         return ('data.train=["train.tsv"]', "data.vocabulary=60")
     lines = [" ".join(WORDS[(i * j) % 10] for j in range(1, 12)) for i in range(60)]
-    (folder / "train.txt").write_text("\n\n".join(lines))
+    _write(folder / "train.txt", "\n\n".join(lines))
     return ('data.train=["train.txt"]',)
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists():  # another process may be reading it
+        path.write_text(text)
 
 
 def small(task: str, folder: Path, *changes: str) -> tuple[TextRecipe, Corpus]:

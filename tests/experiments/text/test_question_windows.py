@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def paragraphs(tmp_path_factory: pytest.TempPathFactory) -> list[Paragraph]:
     folder = write_squad(tmp_path_factory.mktemp("squad"))
-    return list(read_paragraphs([folder / "dev.json"]))
+    return list(read_paragraphs(folder / "dev.json"))
 
 
 @pytest.fixture(scope="module")

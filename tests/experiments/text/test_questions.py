@@ -123,7 +123,7 @@ def test_without_a_validation_file_whole_paragraphs_are_held_out(tmp_path: Path)
     train, held = (corpus.questions[part] for part in ("train", "validation"))
     assert (len(train.questions), len(held.questions)) == (57, 3)
     assert not set(train.contexts) & set(held.contexts)
-    with pytest.raises(ValueError, match=r"data.train has 3 paragraphs, too few to hold a twentieth out"):
+    with pytest.raises(ValueError, match=r"data.train has 3 paragraphs, too few to hold out one in 20"):
         load_corpus(recipe, write_squad(tmp_path), tmp_path / "cache")
 
 

@@ -1,93 +1,115 @@
+"""Where text is found: files, folders, pairs of files, and what is held out of them."""
+
 from __future__ import annotations
 
 import gzip
 import lzma
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from factorized.experiments.text.sources import (
-    find_source,
-    find_vocabulary,
-    hold_out,
-    number_words,
-    python_documentation,
-    read_documents,
-    read_pairs,
-    read_two_files,
-)
+from factorized.experiments.recipes.text import Task, TextData
+from factorized.experiments.text import sources
+from factorized.experiments.text.sources import Part, find_parts, find_vocabulary, survey
+
+
+def found(folder: Path, task: Task = "language", **data: Any) -> dict[str, Part]:
+    return dict(find_parts(TextData(**data), task, folder))
+
+
+def write_documents(path: Path, *texts: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join(texts))
 
 
 @pytest.mark.parametrize(("suffix", "opener"), [("", open), (".xz", lzma.open), (".gz", gzip.open)])
-def test_documents_stand_between_blank_lines_in_plain_and_compressed_files(tmp_path: Path, suffix: str, opener) -> None:
+def test_a_file_is_found_by_its_name_compressed_or_not(tmp_path: Path, suffix: str, opener: Any) -> None:
     with opener(tmp_path / f"a.txt{suffix}", "wt") as file:
-        file.write("one\ntwo\n\n\nthree\n")
-    source = find_source("own", ["a.txt"], [], [], tmp_path)
-    assert list(read_documents(source.train)) == ["one\ntwo\n", "three\n"]
+        file.write("one\n\ntwo\n")
+    parts = found(tmp_path, train=["a.txt"], validation=["a.txt"])
+    assert list(parts["train"].read()) == [("one\n",), ("two\n",)]
 
 
-def test_pairs_are_read_from_tsv_and_further_columns_are_ignored(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("eins\tone\nzwei\ttwo\tCC BY\n")
-    assert list(read_pairs([tmp_path / "a.tsv"])) == [("eins", "one"), ("zwei", "two")]
+def test_a_folder_is_read_file_by_file_in_sorted_order(tmp_path: Path) -> None:
+    write_documents(tmp_path / "wiki" / "b.txt", "third")
+    write_documents(tmp_path / "wiki" / "a" / "2.txt", "second")
+    (tmp_path / "wiki" / "a" / "1.txt.gz").write_bytes(gzip.compress(b"first"))
+    (tmp_path / "wiki" / "README.md").write_text("not text to train on")
+    parts = found(tmp_path, train=["wiki"], validation=["wiki/b.txt"])
+    assert [text for (text,) in parts["train"].read()] == ["first", "second", "third"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("eins\tone\n\nzwei\ttwo\n", r"a\.tsv:2 is empty"),
-        ("eins\n", r"a\.tsv:1: expected source, a tab and target, got 'eins'"),
-        ("eins\t \n", r"a\.tsv:1: expected source, a tab and target"),
-        ("", "a.tsv holds no pairs"),
-    ],
-)
-def test_pairs_that_are_none_are_named_by_line(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "a.tsv").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        list(read_pairs([tmp_path / "a.tsv"]))
+def test_a_folder_without_such_files_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "pairs").mkdir()
+    with pytest.raises(ValueError, match=r"pairs holds no \.tsv files, compressed or not, it holds nothing"):
+        found(tmp_path, "translation", train=["pairs"])
+    (tmp_path / "pairs" / "a.csv").write_text("eins,one")
+    with pytest.raises(ValueError, match=r"it holds a\.csv; rename its files, or name them one by one"):
+        found(tmp_path, "translation", train=["pairs"])
 
 
-def test_two_files_of_unequal_length_are_refused_with_both_counts(tmp_path: Path) -> None:
-    (tmp_path / "de").write_text("eins\nzwei\n")
-    (tmp_path / "en").write_text("one\n")
-    with pytest.raises(ValueError, match=r"de has 2 lines and .*en 1; every line needs its translation"):
-        list(read_two_files(tmp_path / "de", tmp_path / "en"))
-    (tmp_path / "en").write_text("one\n\n")
-    with pytest.raises(ValueError, match=r"en:2 is empty; remove that line from both"):
-        list(read_two_files(tmp_path / "de", tmp_path / "en"))
-    (tmp_path / "en").write_text("one\ntwo\n")
-    assert list(read_two_files(tmp_path / "de", tmp_path / "en")) == [("eins", "one"), ("zwei", "two")]
+def test_two_files_side_by_side_are_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "train.de").write_text("eins\nzwei\n")
+    (tmp_path / "train.en.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    parts = found(tmp_path, "translation", train=["train.{de,en}"], validation=["train.{en,de}"])
+    assert list(parts["train"].read()) == [("eins", "one"), ("zwei", "two")]
+    assert list(parts["validation"].read()) == [("one", "eins"), ("two", "zwei")]
+    with pytest.raises(ValueError, match=r"there is no .*train\.fr \(nor train\.fr\.xz"):
+        found(tmp_path, "translation", train=["train.{de,fr}"])
 
 
 def test_a_missing_file_is_named_with_the_endings_that_were_tried(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no .*wiki\.txt \(nor wiki\.txt\.xz.*by --data"):
-        find_source("own", ["wiki.txt"], [], [], tmp_path)
+        found(tmp_path, train=["wiki.txt"])
 
 
-def test_text_that_is_not_utf8_damaged_or_empty_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text"):
-        list(read_documents([tmp_path / "a.txt"]))
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"hello" * 100)[:-20])
-    with pytest.raises(ValueError, match=r"a\.txt\.xz is damaged or truncated"):
-        list(read_documents([tmp_path / "a.txt.xz"]))
-    (tmp_path / "b.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match=r"b\.txt holds no text"):
-        list(read_documents([tmp_path / "b.txt"]))
+def test_without_validation_data_one_in_twenty_is_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(45)]
+    write_documents(tmp_path / "a.txt", *texts[:30])
+    write_documents(tmp_path / "b.txt", *texts[30:])
+    parts = found(tmp_path, train=["a.txt", "b.txt"])
+    kept, held = ([text.strip() for (text,) in parts[name].read()] for name in ("train", "validation"))
+    assert held == ["text 19", "text 39"]
+    assert sorted([*kept, *held]) == sorted(texts)
+    assert survey(parts)[1] == {"train": 43, "validation": 2}
 
 
-def test_a_twentieth_is_held_out_and_nothing_is_lost() -> None:
-    items = [str(number) for number in range(45)]
-    kept, held = hold_out(items)
-    assert held == ["19", "39"]
-    assert sorted([*kept, *held]) == sorted(items)
+def test_of_a_large_text_only_so_much_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MOST_HELD_OUT", 2)
+    write_documents(tmp_path / "a.txt", *(f"text {number}" for number in range(100)))
+    parts = found(tmp_path, train=["a.txt"])
+    assert [text.strip() for (text,) in parts["validation"].read()] == ["text 19", "text 39"]
+    assert len(list(parts["train"].read())) == 98
+    assert survey(parts)[1] == {"train": 98, "validation": 2}
 
 
-def test_the_embedded_texts_are_there() -> None:
-    assert sum(len(text.split()) for text in python_documentation()) > 20_000
-    pairs = number_words(100)
-    assert ("einundzwanzig", "twenty-one") in pairs
-    assert len(set(pairs)) == 100
-    assert pairs != sorted(pairs)
+def test_too_little_text_to_hold_some_out_asks_for_validation_data(tmp_path: Path) -> None:
+    write_documents(tmp_path / "a.txt", *"abc")
+    parts = found(tmp_path, train=["a.txt"])
+    with pytest.raises(ValueError, match=r"data.train has 3 documents, too few to hold out one in 20; name other text"):
+        list(parts["validation"].read())
+
+
+def test_the_checksum_is_that_of_the_text_wherever_it_is_stored(tmp_path: Path) -> None:
+    write_documents(tmp_path / "a.txt", "one", "two", "three")
+    write_documents(tmp_path / "many" / "a.txt", "one\n", "two\n")
+    (tmp_path / "many" / "b.txt.xz").write_bytes(lzma.compress(b"three"))
+    whole, split, other = (
+        survey(found(tmp_path, train=[name], validation=["a.txt"]))[0] for name in ("a.txt", "many", "many/a.txt")
+    )
+    assert whole == split != other
+
+
+def test_test_sets_are_called_like_their_files_and_may_not_share_a_name(tmp_path: Path) -> None:
+    for name in ("a/news.txt", "b/news.txt.gz", "train.txt"):
+        write_documents(tmp_path / name, "text")
+    both: dict[str, Any] = {"train": ["train.txt"], "validation": ["train.txt"]}
+    assert list(found(tmp_path, **both, test=["a/news.txt"])) == ["train", "validation", "news"]
+    with pytest.raises(ValueError, match=r"data.test: 'b/news.txt' would be called 'news'.*rename it"):
+        found(tmp_path, **both, test=["a/news.txt", "b/news.txt"])
+    with pytest.raises(ValueError, match=r"'train.txt' would be called 'train', which is taken"):
+        found(tmp_path, **both, test=["train.txt"])
 
 
 def test_a_vocabulary_is_found_by_its_path_and_in_the_folder_of_the_text(tmp_path: Path) -> None:

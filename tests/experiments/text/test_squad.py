@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from factorized.experiments.text.squad import Answer, Question, read_paragraphs
+from factorized.experiments.text.squad import Answer, Question, check_questions, read_paragraphs
 from tests.experiments.text.small_squad import paragraph, table
 
 
@@ -21,7 +21,7 @@ def written(folder: Path, content: Any, name: str = "some.json") -> Path:
 
 def test_a_file_is_read_as_paragraphs_with_questions_and_answers(tmp_path: Path) -> None:
     path = written(tmp_path, table(paragraph(0), paragraph(1)))
-    first, second = read_paragraphs([path])
+    first, second = read_paragraphs(path)
     assert first.context.startswith("In house 0, room 0, the cat was red.")
     assert first.questions[0] == Question("p0q0", "What colour was the cat of room 0?", (Answer("red", 32),))
     assert [question.id for question in second.questions] == ["p1q0", "p1q1", "p1q2"]
@@ -31,7 +31,7 @@ def test_a_compressed_file_says_the_same(tmp_path: Path) -> None:
     plain = written(tmp_path, table(paragraph(0)))
     packed = tmp_path / "some.json.xz"
     packed.write_bytes(lzma.compress(plain.read_bytes()))
-    assert list(read_paragraphs([packed])) == list(read_paragraphs([plain]))
+    assert list(read_paragraphs(packed)) == list(read_paragraphs(plain))
 
 
 def asked(**changes: Any) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def asked(**changes: Any) -> dict[str, Any]:
         ({"rows": 1}, "some.json: 'data' is missing, got only 'rows'"),
         ({"data": {}}, "'data' must be a list, got {}"),
         ({"data": [{"title": "x"}]}, "'paragraphs' is missing, got only 'title'"),
-        (table(), "some.json holds no questions"),
-        (table({"context": "The cat.", "qas": []}), "some.json holds no questions"),
+        (table(), "the train data holds no questions; expected {"),
+        (table({"context": "The cat.", "qas": []}), "the train data holds no questions"),
         (table({"qas": []}), "'context' is missing, got only 'qas'"),
         (table({"context": " ", "qas": []}), "'context' is empty"),
         (table({"context": "The cat."}), "the paragraph 'The cat.'….*'qas' is missing"),
@@ -59,7 +59,7 @@ def asked(**changes: Any) -> dict[str, Any]:
         (asked(id=7), "'id' must be a text, got 7"),
         (asked(question=None), "question 'q7': 'question' is missing"),
         (asked(question=""), "question 'q7': 'question' is empty"),
-        (asked(answers=[]), "question 'q7': expected an answer at least, got none; this reads SQuAD v1.1"),
+        (asked(answers=[]), "question 'q7': expected at least one answer, got none; this reads SQuAD v1.1"),
         (asked(answers={"text": ["cat"], "answer_start": [4]}), "question 'q7': 'answers' must be a list"),
         (asked(answers=["cat"]), "question 'q7': 'text' is missing, got 'cat'"),
         (asked(answers=[{"text": "cat"}]), "question 'q7': 'answer_start' is missing, got only 'text'"),
@@ -70,14 +70,17 @@ def asked(**changes: Any) -> dict[str, Any]:
         ),
         (asked(answers=[{"text": "cat", "answer_start": 99}]), "answer_start = 99 must be .* got '' there"),
         (asked(answers=[{"text": "d.", "answer_start": -2}]), "answer_start = -2 must be .* got '' there"),
-        (table(paragraph(0), paragraph(0)), "question 'p0q0' is in .* already; every question needs an id of its own"),
+        (
+            table(paragraph(0), paragraph(0)),
+            "question 'p0q0' is twice in the train data, .*; every question needs its own id",
+        ),
     ],
 )
 def test_a_wrong_file_is_told_with_the_question_and_what_is_expected(
     tmp_path: Path, content: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        list(read_paragraphs([written(tmp_path, content)]))
+        check_questions(list(read_paragraphs(written(tmp_path, content))), "train")
 
 
 @pytest.mark.parametrize(
@@ -91,4 +94,4 @@ def test_a_wrong_file_is_told_with_the_question_and_what_is_expected(
 def test_a_damaged_file_is_told(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        list(read_paragraphs([tmp_path / name]))
+        list(read_paragraphs(tmp_path / name))

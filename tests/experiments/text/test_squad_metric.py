@@ -1,8 +1,11 @@
-"""SQuAD's metric: its normalization, exact match and F1, on cases worked out by hand and on published ones."""
+"""SQuAD's metric: its normalization, exact match and F1, on cases worked out by hand, published ones, and a peer's."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from torchmetrics.functional.text import squad
 
 from factorized.experiments.text.squad_metric import exact_match, f1, normalize_answer, score_answers
 
@@ -51,11 +54,44 @@ def test_a_prediction_is_compared_with_every_answer(
     assert f1(prediction, answers) == pytest.approx(overlap)
 
 
-def test_the_example_published_with_the_metric_scores_two_thirds() -> None:
-    predictions = {"1": "1976", "2": "Beyonce", "3": "climate change"}
-    answers = {"1": ["1976"], "2": ["Beyoncé and Bruno Mars"], "3": ["climate change"]}
-    found = score_answers(predictions, answers)
-    assert found == {"exact_match": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3)}
+@pytest.mark.parametrize(
+    ("asked", "score"),
+    [
+        ({"56e10a3be3433e1400422b22": ("1976", ["1976"])}, 100.0),
+        ({"56e10a3be3433e1400422b22": ("1999", ["1976"])}, 0.0),
+        (
+            {
+                "56e10a3be3433e1400422b22": ("1976", ["1976"]),
+                "56d2051ce7d4791d0090260b": ("Beyonce", ["Beyoncé and Bruno Mars"]),
+                "5733b5344776f419006610e1": ("climate change", ["climate change"]),
+            },
+            200 / 3,
+        ),
+    ],
+)
+def test_the_examples_of_the_metrics_card_score_as_published(
+    asked: dict[str, tuple[str, list[str]]], score: float
+) -> None:
+    predictions = {question: prediction for question, (prediction, _) in asked.items()}
+    answers = {question: texts for question, (_, texts) in asked.items()}
+    assert score_answers(predictions, answers) == {"exact_match": pytest.approx(score), "f1": pytest.approx(score)}
+
+
+def test_scores_are_those_of_torchmetrics() -> None:
+    draws = random.Random(0)
+    words = ("cat", "Cat,", "the", "a", "dog", "U.S.", "well-known", "24–10", "“an”", "  ", "dog's", "Dogs")
+
+    def text() -> str:
+        return " ".join([*draws.choices(words, k=draws.randrange(5)), "end"])  # of empty texts, it follows SQuAD 2.0
+
+    asked = {str(number): (text(), [text() for _ in range(draws.randrange(1, 4))]) for number in range(300)}
+    theirs = squad(
+        [{"id": question, "prediction_text": prediction} for question, (prediction, _) in asked.items()],
+        [{"id": q, "answers": {"text": texts, "answer_start": [0] * len(texts)}} for q, (_, texts) in asked.items()],
+    )
+    ours = score_answers({q: prediction for q, (prediction, _) in asked.items()}, {q: t for q, (_, t) in asked.items()})
+    assert 0 < ours["exact_match"] < ours["f1"] < 100
+    assert ours == {name: pytest.approx(value.item(), rel=1e-5) for name, value in theirs.items()}
 
 
 def test_a_question_without_a_prediction_counts_as_wrong() -> None:
@@ -66,9 +102,9 @@ def test_a_question_without_a_prediction_counts_as_wrong() -> None:
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({}, "a question at least, got none"),
-        ({"q7": []}, r"answers\['q7'\] must be a list of one text or more, got \[\]"),
-        ({"q7": "cat"}, r"answers\['q7'\] must be a list of one text or more, got 'cat'"),
+        ({}, "at least one question, got none"),
+        ({"q7": []}, r"answers\['q7'\] must be a list of at least one text, got \[\]"),
+        ({"q7": "cat"}, r"answers\['q7'\] must be a list of at least one text, got 'cat'"),
     ],
 )
 def test_wrong_answers_are_named(answers: dict[str, list[str]], message: str) -> None:

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from factorized.experiments.recipes.text import TextData
+from factorized.experiments.text import tokenizer as tokenizer_module
+from factorized.experiments.text import tokens as tokens_module
 from factorized.experiments.text.tokenizer import learn_tokenizer
 from factorized.experiments.text.tokens import pack
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the cat, ünïcode!", "a mat and a cat"]
+ITEMS = [(text,) for text in TEXTS]
 
 
 def _tokenizer(task: str, path: Path, **fields: object):
-    return learn_tokenizer(task, TextData(**{"vocabulary": 300, **fields}), lambda: TEXTS, path / "tokenizer.json")  # type: ignore[arg-type]
+    return learn_tokenizer(task, TextData(**{"vocabulary": 300, **fields}), TEXTS, path / "tokenizer.json")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("task", ["language", "translation", "masked"])
@@ -26,10 +30,7 @@ def test_a_learned_tokenizer_gives_its_own_text_back(tmp_path: Path, task: str) 
 def test_a_tokenizer_is_learned_once(tmp_path: Path) -> None:
     first = _tokenizer("translation", tmp_path)
 
-    def unread() -> list[str]:
-        raise AssertionError
-
-    again = learn_tokenizer("translation", TextData(vocabulary=300), unread, tmp_path / "tokenizer.json")
+    again = learn_tokenizer("translation", TextData(vocabulary=300), [], tmp_path / "tokenizer.json")
     assert again.get_vocab() == first.get_vocab()
     assert again(TEXTS[0])["input_ids"][-1] == again.eos_token_id
 
@@ -49,20 +50,34 @@ def test_word_pieces_can_be_read_from_berts_own_file(tmp_path: Path) -> None:
         _tokenizer("masked", tmp_path / "other", vocabulary=str(path))
 
 
-def test_a_vocabulary_smaller_than_the_characters_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data.vocabulary = 10 is too small: .* are \d+ tokens"):
-        _tokenizer("translation", tmp_path, vocabulary=10)
+@pytest.mark.parametrize(
+    ("task", "size", "least"), [("translation", 10, 19), ("masked", 10, 30), ("language", 200, 258)]
+)
+def test_a_vocabulary_smaller_than_the_characters_is_refused(tmp_path: Path, task: str, size: int, least: int) -> None:
+    with pytest.raises(ValueError, match=rf"data.vocabulary = {size} is too small: .* are {least}; ask for more"):
+        _tokenizer(task, tmp_path, vocabulary=size)
+
+
+def test_a_vocabulary_is_learned_from_the_beginning_of_a_very_long_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "LEARNED_FROM", 40)
+    words = _tokenizer("translation", tmp_path).get_vocab()
+    assert "ü" in words
+    assert "▁and" not in words  # in the third text
 
 
 def test_text_without_a_token_is_refused(tmp_path: Path) -> None:
     tokenizer = _tokenizer("masked", tmp_path)
-    with pytest.raises(ValueError, match="the text has not a single token"):
-        pack(tmp_path, {}, lambda: ["", " "], tokenizer, end=3)
+    with pytest.raises(ValueError, match="tokenizing: the text has not a single token; give text with words"):
+        pack(tmp_path, {}, lambda: [("",), (" ",)], tokenizer, end=3)
+    with pytest.raises(ValueError, match="not a single token"):
+        pack(tmp_path, {}, lambda: [("cat", "")], tokenizer, sides=2, end=3)
 
 
 def test_packed_texts_are_those_that_were_given_with_an_end_and_are_made_once(tmp_path: Path) -> None:
     tokenizer = _tokenizer("translation", tmp_path)
-    packed = pack(tmp_path, {"of": "these"}, lambda: TEXTS, tokenizer, end=2)
+    (packed,) = pack(tmp_path, {"of": "these"}, lambda: ITEMS, tokenizer, end=2)
     assert len(packed) == 3
     assert packed.words == sum(len(text.split()) for text in TEXTS)
     for number, text in enumerate(TEXTS):
@@ -71,21 +86,43 @@ def test_packed_texts_are_those_that_were_given_with_an_end_and_are_made_once(tm
     assert isinstance(packed.tokens, np.memmap)
     assert packed.lengths.sum() == len(packed.tokens)
 
-    def unread() -> list[str]:
+    def unread() -> list[tuple[str]]:
         raise AssertionError
 
-    assert np.array_equal(pack(tmp_path, {"of": "these"}, unread, tokenizer, end=2).tokens, packed.tokens)
-    assert len(pack(tmp_path, {"of": "others"}, lambda: TEXTS[:1], tokenizer, end=2)) == 1
+    assert np.array_equal(pack(tmp_path, {"of": "these"}, unread, tokenizer, end=2)[0].tokens, packed.tokens)
+    assert len(pack(tmp_path, {"of": "others"}, lambda: ITEMS[:1], tokenizer, end=2)[0]) == 1
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("texts", "characters"), [(2, 10_000), (1000, 30), (1, 1)])
+def test_pairs_are_packed_in_one_pass_however_they_are_grouped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: int, characters: int
+) -> None:
+    monkeypatch.setattr(tokens_module, "AT_ONCE", texts)
+    monkeypatch.setattr(tokens_module, "CHARACTERS", characters)
+    tokenizer = _tokenizer("translation", tmp_path)
+    passes, told = [], []
+
+    def pairs() -> Iterator[tuple[str, str]]:
+        passes.append(1)
+        yield from zip(TEXTS, TEXTS[::-1], strict=True)
+
+    sides = pack(
+        tmp_path, {}, pairs, tokenizer, sides=2, end=2, progress=lambda *how: told.append(how), stage="dev", total=3
+    )
+    for side, given in zip(sides, (TEXTS, TEXTS[::-1]), strict=True):
+        assert [tokenizer.decode(side[number][:-1]) for number in range(3)] == given
+    assert passes == [1]
+    assert told[-1] == ("dev", 3, 3)
 
 
 def test_packing_that_was_killed_is_begun_again(tmp_path: Path) -> None:
     tokenizer = _tokenizer("translation", tmp_path)
 
-    def killed():
-        yield TEXTS[0]
+    def killed() -> Iterator[tuple[str]]:
+        yield ITEMS[0]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         pack(tmp_path, {}, killed, tokenizer, end=2)
-    assert len(pack(tmp_path, {}, lambda: TEXTS, tokenizer, end=2)) == 3
+    assert len(pack(tmp_path, {}, lambda: ITEMS, tokenizer, end=2)[0]) == 3

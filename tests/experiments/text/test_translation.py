@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from factorized.experiments.text.models import build_text_model
 from factorized.experiments.text.task import IGNORED
@@ -59,3 +62,31 @@ def test_bleu_is_sacrebleus_and_says_how() -> None:
     assert "tok:13a" in signature
     assert score_bleu(["THE cat sat on a mat"], ["the cat sat on a mat"], lower=True)[0] == pytest.approx(100.0)
     assert score_bleu(["THE cat sat on a mat"], ["the cat sat on a mat"], lower=False)[0] < 100
+
+
+class Sure(LlamaForCausalLM):
+    """Says 1, 2, 3, … with a probability of 0.9 each, whatever stood before, and ends after 8."""
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> CausalLMOutputWithPast:
+        logits = torch.full((len(input_ids), 1, 10), -9.0)
+        logits[:, :, 9] = np.log(0.05)  # the end
+        logits[:, :, input_ids.shape[1]] = np.log(0.9)
+        return CausalLMOutputWithPast(logits=logits)
+
+
+def test_beam_search_goes_on_until_no_better_translation_can_come() -> None:
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = Sure(LlamaConfig(vocab_size=10, eos_token_id=9, pad_token_id=9, use_cache=False, **sizes))
+
+    class Digits:
+        """Reads "0" and writes tokens as digits."""
+
+        def __call__(self, texts: list[str], **how: Any) -> dict[str, torch.Tensor]:
+            return {
+                name: torch.full((len(texts), 1), kind) for kind, name in enumerate(("input_ids", "attention_mask"))
+            }
+
+        def batch_decode(self, rows: torch.Tensor, **how: Any) -> list[str]:
+            return ["".join(map(str, row)) for row in rows.tolist()]
+
+    assert translate_texts(model, Digits(), ["0"], beam=5, longest=20) == ["0123456789"]

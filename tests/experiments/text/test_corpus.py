@@ -1,0 +1,62 @@
+"""A recipe's text from its files to arrays, in little memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from factorized.experiments.recipes.find import load_any_recipe
+from factorized.experiments.text import text_files, tokens
+from factorized.experiments.text.corpus import load_corpus
+from factorized.experiments.text.tokenizer import BERT
+from tests.experiments.text.small import BY_TASK, SMALL, WORDS, files, small
+
+MEGABYTE = 2**20
+
+
+@pytest.mark.parametrize("blank_lines", [True, False])
+def test_a_text_larger_than_the_memory_it_may_take_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank_lines: bool
+) -> None:
+    monkeypatch.setattr(text_files, "LONGEST", 2**14)
+    monkeypatch.setattr(tokens, "CHARACTERS", 2**14)
+    line = " ".join(WORDS[number % 7] + WORDS[number % 9] for number in range(100)) + ("\n\n" if blank_lines else " ")
+    repeats = 2 * MEGABYTE // len(line)
+    (tmp_path / "train.txt").write_text(line * repeats)
+    (tmp_path / "pieces.txt").write_text("\n".join(BERT.values()))
+    changes = ('data.train=["train.txt"]', 'data.vocabulary="pieces.txt"')
+    recipe: Any = load_any_recipe("bert/tiny", (*SMALL, "data.length=16", "run.batch=4", *changes))
+    small("masked", tmp_path / "other")  # so that what is imported does not count
+    tracemalloc.start()
+    try:
+        corpus = load_corpus(recipe, tmp_path, tmp_path / "packed")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MEGABYTE
+    held, kept = (corpus.texts[part][0] for part in ("validation", "train"))
+    assert held.words + kept.words == pytest.approx(100 * repeats, rel=1e-3)  # a cut may go through a word
+    assert isinstance(kept.tokens, np.memmap)
+
+
+def test_the_stages_are_reported(tmp_path: Path) -> None:
+    recipe = load_any_recipe("translation/numbers", (*SMALL, *BY_TASK["translation"], *files(tmp_path, "translation")))
+    told: list[tuple[str, int, int]] = []
+    load_corpus(recipe, tmp_path, tmp_path / "packed", lambda *how: told.append(how))
+    assert told == [("tokenizing train", 95, 95), ("tokenizing validation", 5, 5)]
+
+
+def test_a_model_from_a_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
+    _, learned = small("language", tmp_path)
+    (tmp_path / "network").mkdir()
+    named = (f"model.name=hf:{tmp_path / 'network'}", "data.vocabulary=280")
+    _, without = small("language", tmp_path, *named)
+    assert len(without.tokenizer) <= 280 < len(learned.tokenizer)
+    learned.tokenizer.save_pretrained(tmp_path / "network")
+    _, found = small("language", tmp_path, *named)
+    assert found.tokenizer.get_vocab() == learned.tokenizer.get_vocab()
+    assert (found.texts["train"][0].tokens == learned.texts["train"][0].tokens).all()
