@@ -323,8 +323,10 @@ def _chips(variant: Variant) -> tuple[str, ...]:
 
 
 def _beside_name(variant: Variant) -> str:
-    changed = ", ".join(f"{key} = {value}" for key, value in variant.changes.items())
-    parts = [variant.name] if variant.label != variant.name else []
+    """Return what the label does not say: the recipe, and where it was changed."""
+    changes = {key: value for key, value in variant.changes.items() if f"{key}={value}" not in variant.label}
+    changed = ", ".join(f"{key} = {value}" for key, value in changes.items())
+    parts = [variant.name] if not variant.label.startswith(variant.name) else []
     return "; ".join(parts + ([f"changed: {changed}"] if changed else []))
 
 
