@@ -245,7 +245,8 @@ def _layer_row(layers: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Seq
 
 def machine_table(runs: Sequence[Run]) -> Table:
     """Return the hardware and versions of the runs, one row for each combination."""
-    names = ("device", "threads", "processes", *VERSIONS, "commit", "system")
+    every = ("device", "threads", "processes", *VERSIONS, "commit", "system")
+    names = [name for name in every if any(run.result["machine"].get(name) is not None for run in runs)]
     counted: dict[tuple[str, ...], int] = {}
     for run in runs:
         machine = run.result["machine"]
