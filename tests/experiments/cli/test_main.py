@@ -39,6 +39,10 @@ VERBS = [
     ["data"],
     ["data", "prepare"],
     ["data", "ls"],
+    ["reproduce"],
+    ["results"],
+    ["results", "add"],
+    ["report"],
     ["demo"],
 ]
 
