@@ -62,6 +62,7 @@ class Planner:
     length: int | None = None  # epochs or updates of every run, where it has more
     own: Mapping[str, AnyRecipe] = field(default_factory=dict)  # recipes of the user's own table
     _planned: dict[tuple[str, int], PlannedRun] = field(default_factory=dict)
+    _under_way: list[tuple[str, int]] = field(default_factory=list)
     _checksums: dict[str, str | ValueError] = field(default_factory=dict)
     _index: dict[tuple[int, str], list[Run]] | None = None  # what is finished, by seed and fingerprint
 
@@ -72,8 +73,12 @@ class Planner:
     def plan(self, recipe: AnyRecipe, seed: int) -> PlannedRun:
         """Return the run of a recipe with a seed; the same one if it is asked for again."""
         key = (recipe.name, seed)
+        if key in self._under_way:
+            raise ValueError(f"{recipe.name} goes on from itself, by way of {' -> '.join(dict(self._under_way))}")
         if key not in self._planned:
+            self._under_way.append(key)
             self._planned[key] = self._plan(recipe, seed)
+            self._under_way.pop()
         return self._planned[key]
 
     def _plan(self, recipe: AnyRecipe, seed: int) -> PlannedRun:

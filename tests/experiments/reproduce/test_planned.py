@@ -118,6 +118,13 @@ def test_a_run_that_goes_on_from_another_comes_after_it(tmp_path: Path) -> None:
     assert plan.plan(plan.own["small/other-fd"], 1).finished is not None
 
 
+def test_a_run_that_goes_on_from_itself_is_refused(tmp_path: Path) -> None:
+    text = NORMALIZED.replace("out/small/digits-fd/", "out/small/other-fd/")
+    plan = planner(tmp_path, text=text)
+    with pytest.raises(ValueError, match="small/other-fd goes on from itself, by way of small/other-fd"):
+        plan.plan(plan.own["small/other-fd"], 0)
+
+
 def test_a_run_whose_network_is_lost_is_trained_again_for_one_that_goes_on_from_it(tmp_path: Path) -> None:
     plan = planner(tmp_path, length=1, text=NORMALIZED)
     (first,), _ = in_waves([plan.plan(plan.own["small/other-fd"], 0)], None)
