@@ -9,8 +9,7 @@ from statistics import mean
 
 from benchmarks.drawing import Panel, Points, draw
 from benchmarks.tables import ROOT
-from benchmarks.take_in import RESULTS
-from benchmarks.text_runs import DECODER, TATOEBA, TINY, Row, by_series, lowest, read_rows, rows_of
+from benchmarks.text_runs import DECODER, RESULTS, TATOEBA, TINY, Row, by_series, lowest, read_rows, rows_of
 
 FOLDER = ROOT / "docs" / "figures"
 DECAYS = {"WD": "-wd", "FD-OV": "-fd-ov", "FD-OV+QK": "-fd-ov-qk"}

@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.tables import ROOT, fill
-from benchmarks.take_in import RESULTS, folder_of
 from benchmarks.text_figures import draw_all, image, sweeps
 from benchmarks.text_runs import (
     BERT,
     DECODER,
     FROM_RUN,
+    RESULTS,
     TATOEBA,
     TINY,
     block,
@@ -36,6 +36,7 @@ from benchmarks.text_runs import (
     table,
 )
 from factorized.experiments.recipes.find import paper_cells
+from factorized.experiments.reproduce.changes import folder_of
 
 PAGE = ROOT / "docs" / "text_results.md"
 SPEEDS = ROOT / "benchmarks" / "results" / "language-h200.json"

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
-from benchmarks.take_in import RESULTS, Run, folder_of
+from factorized.experiments.reproduce.changes import folder_of
 
+Run = dict[str, Any]
+RESULTS = Path(__file__).parent.parent / "results"
 TATOEBA, BERT, DECODER, TINY = "translation/tatoeba", "bert/small", "language/small", "language/tiny"
 STRENGTH, FROM_RUN = "decay.strength", "model.from_run"
 
@@ -81,7 +84,7 @@ def read_rows(task: str, results: Path = RESULTS) -> list[Row]:
 
 def _settings(run: Run) -> tuple[str, ...]:
     """Return the changes of a run. The run that it goes on from is named without its seed."""
-    own = [change for change in run["changes"] if not change.startswith(FROM_RUN)]
+    own = [change for change in run.get("changes", ()) if not change.startswith(FROM_RUN)]
     began = run.get("from_run")
     return (*([f"{FROM_RUN}={folder_of(began['recipe'], began['changes'])}"] if began else []), *own)
 

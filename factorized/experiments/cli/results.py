@@ -13,6 +13,7 @@ from factorized.experiments.cli.console import say
 ADD = examples(
     "factorized results add seed-0.json --data DIR",
     "factorized results add out/cifar10/resnet32x2/seed-0/result.json",
+    "factorized results add out/bert/small/seed-0/result.json --changed --note 'four runs shared the GPU'",
 )
 app = typer.Typer(help="Take in results of runs made elsewhere.", epilog=ADD)
 
@@ -34,6 +35,17 @@ def add(
             show_default=False,
         ),
     ] = None,
+    changed: Annotated[
+        bool,
+        typer.Option("--changed", help="Also runs with other settings than their recipe's, as NAME+SETTING=VALUE."),
+    ] = False,
+    note: Annotated[
+        str | None,
+        typer.Option(
+            help="What readers must know, such as that runs shared a GPU; the times of the runs are then not shown.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Take in results whose recipe and data are ours; `factorized reproduce` counts them as finished.
 
@@ -47,7 +59,7 @@ def add(
     refused = 0
     for file in files:
         try:
-            say(f"{file}: added as {add_result(file, results, data, known)}")
+            say(f"{file}: added as {add_result(file, results, data, known, changed=changed, note=note)}")
         except (ValueError, OSError) as error:
             refused += 1
             say(f"{file}: not added: {in_words(error)}")

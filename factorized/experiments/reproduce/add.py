@@ -2,73 +2,76 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from factorized.experiments.data.load import EMBEDDED
-from factorized.experiments.recipes.find import load_any_recipe
-from factorized.experiments.recipes.identity import RUNS, deciding, fingerprint
+from factorized.experiments.recipes.find import check_recipe, check_text_recipe, load_any_recipe
+from factorized.experiments.recipes.identity import RUNS, fingerprint
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.shorten import shorten
 from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.reproduce.changes import Changes, as_settings, compare_settings, folder_of, summarize
 from factorized.experiments.reproduce.data import data_checksum
-from factorized.experiments.reproduce.planned import OTHER_RUN
-from factorized.experiments.reproduce.runs import Run, read_run
+from factorized.experiments.reproduce.runs import Result, Run, read_run
+from factorized.experiments.training.record import write_json
 from factorized.files.atomic import write_whole
 
 
-def add_result(path: Path, results: Path, data: str | None, known: Sequence[Run]) -> Path:
+def add_result(
+    path: Path,
+    results: Path,
+    data: str | None,
+    known: Sequence[Run],
+    *,
+    changed: bool = False,
+    note: str | None = None,
+) -> Path:
     """Copy a result into ``results`` and return where; a ``ValueError`` says why it does not fit.
 
-    Its recipe must be the shipped one of that name, shortened or not. Its data must have the checksum of ours: those in
-    the folder ``data``, or those of the results that are ``known`` already.
+    Its recipe must be the shipped one of that name, shortened or not. With ``changed``, other settings may differ from
+    it; they follow its name: ``bert/small+decay.strength=0.03/seed-0.json``. Its data must have the checksum of ours:
+    those in the folder ``data``, or those of the results that are ``known`` already. ``note`` is kept with it: what a
+    reader must know of the measurement.
     """
     run = read_run(path)
     recipe = load_any_recipe(run.name)
     if run.recipe.get("shortened_from") is not None and run.length is not None:
         recipe = shorten(recipe, run.length)
-    _check_recipe(run, recipe)
+    settings, changes = compare_settings(run.result, recipe)
+    _check_recipe(run, changes, changed=changed)
     _check_data(run, recipe, data, known)
-    there = results / run.name / f"seed-{run.seed}.json"
-    mark = _fingerprint(run)
-    if recipe.shortened_from is not None or (there.exists() and _fingerprint(read_run(there)) != mark):
+    kept = _kept(run, settings, as_settings(changes), note)
+    there = results / folder_of(run.name, as_settings(changes)) / f"seed-{run.seed}.json"
+    mark = _fingerprint(kept)
+    if recipe.shortened_from is not None or (there.exists() and _fingerprint(read_run(there).result) != mark):
         there = there.parent / mark / there.name  # another run than the one that people look for
     if there.exists():
         raise ValueError(f"{there} already holds this run; remove that file first if it is to be replaced")
     there.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(there, lambda temporary: shutil.copyfile(path, temporary))
+    if kept == run.result:
+        write_whole(there, lambda temporary: shutil.copyfile(path, temporary))
+    else:
+        write_json(there, kept)
     return there
 
 
-def _fingerprint(run: Run) -> str:
-    return fingerprint(run.recipe, run.result["data"]["checksum"])
+def _fingerprint(result: Result) -> str:
+    return fingerprint(result["recipe"], result["data"]["checksum"])
 
 
-def _check_recipe(run: Run, recipe: Recipe | TextRecipe) -> None:
-    ours, its = deciding(recipe), deciding(run.recipe)
-    for section, name in RUNS.items():  # a run that it went on from, wherever that was
-        told = OTHER_RUN.fullmatch(getattr(getattr(recipe, section), name, None) or "")
-        folder = its.get(section, {}).get(name) or ""
-        seed = run.seed if told is None or told["seed"] == "{seed}" else told["seed"]
-        if told is not None and re.fullmatch(rf"{re.escape(told['name'])}(-[0-9a-f]{{8}})?/seed-{seed}", folder):
-            ours[section][name] = folder
-    for field, (expected, got) in _differences(ours, its).items():
-        raise ValueError(f"its {field} is {got!r}, and {run.name} has {expected!r}: it is a run of another recipe")
-
-
-def _differences(ours: Mapping[str, Any], its: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
-    for section in {**ours, **its}:
-        one, other = ours.get(section), its.get(section)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            fields = (name for name in {**one, **other} if one.get(name) != other.get(name))
-            found |= {f"{section}.{name}": (one.get(name), other.get(name)) for name in fields}
-        elif one != other:
-            found[section] = (one, other)
-    return found
+def _check_recipe(run: Run, changes: Changes, *, changed: bool) -> None:
+    if changed:
+        check = check_text_recipe if "task" in run.recipe else check_recipe
+        check(run.recipe, "its recipe")
+        return
+    for field, (expected, got) in changes.items():
+        raise ValueError(
+            f"its {field} is {got!r}, and {run.name} has {expected!r}: it is a run of another recipe; --changed takes "
+            "it in beside those of that recipe"
+        )
 
 
 def _check_data(run: Run, recipe: Recipe | TextRecipe, data: str | None, known: Sequence[Run]) -> None:
@@ -84,3 +87,34 @@ def _check_data(run: Run, recipe: Recipe | TextRecipe, data: str | None, known: 
     if checksum not in expected:
         theirs, where = next(iter(expected.items()))
         raise ValueError(f"it was trained on other data: checksum {checksum[:12]}…, and {where} have {theirs[:12]}…")
+
+
+def _kept(run: Run, settings: Mapping[str, Any], changes: Sequence[str], note: str | None) -> Result:
+    """Return a result with its changes and the note, and without folders of other runs, which are on one machine."""
+    found = dict(run.result)
+    recipe = dict(run.recipe)
+    for section, name in RUNS.items():
+        if recipe.get(section, {}).get(name) is not None:
+            recipe[section] = {**recipe[section], name: settings[section][name]}
+    found["recipe"] = recipe
+    if found.get("from_run") is not None:
+        found["from_run"] = summarize(found["from_run"])
+    if changes:
+        found["changes"] = list(changes)
+    if note is not None:
+        found["note"] = note
+    for path in _paths(found):
+        raise ValueError(f"it names {path}, which is on one machine only; train it with relative names")
+    return found
+
+
+def _paths(value: object) -> Iterator[str]:
+    """Yield every string below ``value`` that is an absolute path."""
+    if isinstance(value, str) and value.startswith(("/", "~/", "hf:/", "hf:~")):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _paths(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _paths(item)

@@ -123,6 +123,14 @@ class _Data(_Part):
     checksum: str
 
 
+class _Began(_Part):
+    """The run that another went on from: whole, or summarized for ``results/``."""
+
+    recipe: _Recipe | str
+    seed: Annotated[int, Field(ge=0)]
+    changes: list[str] = []
+
+
 class _Size(_Part):
     parameters: Annotated[int, Field(ge=0)]
 
@@ -151,6 +159,7 @@ class _Result(_Part):
     history: list[dict[str, int | float | None]]
     layers: list[_Layer] = []
     composed: _Size | None = None
+    from_run: _Began | None = None
     accuracy: Annotated[float, Field(ge=0, le=100)] | None = None
     score: str | None = None
     scores: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from factorized.experiments.cli.main import main
+from factorized.experiments.reproduce.runs import read_run
 from factorized.experiments.text.corpus import corpus_checksum
 from factorized.files.checksum import sealed
 from tests.experiments.cli.conftest import Cli
@@ -136,6 +137,42 @@ def test_data_that_nothing_is_known_of_have_to_be_given(cli: Cli, copy: Path) ->
     said = cli("results", "add", "third.json")
     assert "it was trained on other data" in said.out
     assert "those of results/cifar10/resnet32/seed-1.json have 111111111111…" in said.out
+
+
+def test_a_run_with_other_settings_is_taken_in_beside_those_of_its_recipe_where_asked(cli: Cli, copy: Path) -> None:
+    assert cli("results", "add", copy).code == 0
+
+    def changed(found: dict[str, Any]) -> None:
+        found["recipe"]["optimizer"]["lr"] = 0.2
+        found["recipe"]["run"]["evaluate_every"] = 2  # has no effect on what is learned
+
+    change(copy, changed)
+    assert "--changed takes it in beside those of that recipe" in cli("results", "add", copy).out
+    assert cli("results", "add", copy, "--changed").code == 0
+    there = Path(f"results/{NAME}+optimizer.lr=0.2/seed-0.json")
+    found = read_run(there).result  # whose checksum fits
+    assert found.pop("changes") == ["optimizer.lr=0.2"]
+    assert found == read_run(copy).result
+    assert "already holds this run" in cli("results", "add", copy, "--changed").out
+
+
+def test_a_changed_recipe_that_cannot_be_read_is_refused(cli: Cli, copy: Path) -> None:
+    change(copy, lambda found: found["recipe"]["optimizer"].update(rl=0.2))
+    said = cli("results", "add", copy, "--changed")
+    assert (said.code, Path("results").exists()) == (1, False)
+    assert "mine.json: not added: its recipe: there is no field 'optimizer.rl'; did you mean 'lr'" in said.out
+
+
+def test_a_note_is_kept_with_the_result_and_its_seconds_do_not_count(cli: Cli, copy: Path) -> None:
+    assert cli("results", "add", copy, "--note", "two runs shared the GPU").code == 0
+    run = read_run(Path(f"results/{NAME}/seed-0.json"))
+    assert (run.result["note"], run.timed) == ("two runs shared the GPU", False)
+
+
+def test_a_result_that_names_a_place_on_one_machine_is_refused(cli: Cli, copy: Path) -> None:
+    change(copy, lambda found: found["data"].update(name="/home/me/digits"))
+    said = cli("results", "add", copy)
+    assert "it names /home/me/digits, which is on one machine only; train it with relative names" in said.out
 
 
 @pytest.mark.parametrize(
