@@ -170,7 +170,7 @@ def test_only_the_file_of_a_format_a_scheme_or_a_layer_asks_for_its_class() -> N
     assert len(homes) > 20
     wrong = [
         f"{path.relative_to(ROOT)}: {name}"
-        for path in library()
+        for path in sources("factorized")
         for name in classes_asked_for(path)
         if homes.get(name, path) != path
     ]

@@ -86,7 +86,7 @@ def from_pretrained(
     if is_model:
         config = cls.config_class.from_pretrained(path)
     else:
-        _refuse_own_code(path / "config.json", cls)
+        refuse_own_code(path, f"import the model's class and pass it as cls instead of {cls.__name__}")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     dtype = dtype or config.dtype or torch.get_default_dtype()
     plan = read_plan_of_transformers(path)
@@ -132,17 +132,15 @@ def _loaded_by_transformers(cls: Any, path: Path, plan: Plan, config: Any, dtype
     return model
 
 
-def _refuse_own_code(path: Path, cls: Any) -> None:
-    """Raise if a config names Python code that an auto class would run."""
+def refuse_own_code(folder: Path, remedy: str) -> None:
+    """Raise if config.json in ``folder`` is damaged, or names Python code that an auto class would run."""
+    path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if isinstance(config, dict) and config.get("auto_map"):
-        raise ValueError(
-            f"{path} names code in its folder (auto_map), which is never run; import the model's class and pass it as "
-            f"cls instead of {cls.__name__}"
-        )
+        raise ValueError(f"{path} names code in its folder (auto_map), which is never run; {remedy}")
 
 
 def _widest_type(model: nn.Module) -> torch.dtype:

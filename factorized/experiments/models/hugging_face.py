@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from factorized.experiments.data.extras import need
+from factorized.files.pretrained import refuse_own_code
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -43,7 +43,7 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
             f"model hf:{folder}: {folder / 'config.json'} is missing; save a model there with "
             "model.save_pretrained(folder)"
         )
-    _refuse_own_code(folder)
+    refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
     transformers = _transformers()
     kind = transformers.AutoModelForImageClassification
     try:
@@ -83,20 +83,6 @@ def _load(transformers: Any, kind: Any, folder: Path, config: Any) -> tuple[nn.M
             "the model again as safetensors, with model.save_pretrained(folder)"
         ) from error
     return model, report
-
-
-def _refuse_own_code(folder: Path) -> None:
-    """Raise where config.json is no config, or names Python code, which is never run."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"model hf:{folder}: {path} is damaged: {error}") from None
-    if isinstance(config, dict) and config.get("auto_map"):
-        raise ValueError(
-            f"model hf:{folder}: its config.json names code of its own (auto_map), which is never run; write a "
-            "function that builds the model, and name it as module:function"
-        )
 
 
 def _check(folder: Path, config: dict[str, Any], image_size: int, channels: int) -> None:

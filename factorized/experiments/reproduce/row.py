@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from factorized.experiments.recipes.shorten import shortening
+from factorized.experiments.recipes.tables import Cell
+from factorized.experiments.reproduce.compare import Comparison
 from factorized.experiments.reproduce.planned import PlannedRun
 from factorized.experiments.reproduce.summary import Summary
+from factorized.experiments.reproduce.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,20 @@ class Row:
         return shortening(self.runs[0].recipe.to_dict())
 
     @property
+    def comparison(self) -> Comparison | None:
+        """Our runs beside the figure that the recipe aims at; None where it aims at none."""
+        aim = self.runs[0].recipe.paper
+        if aim is None or (aim.accuracy is None and aim.f1 is None):
+            return None
+        metric, figure = ("accuracy", aim.accuracy) if aim.accuracy is not None else ("f1", aim.f1)
+        cell = Cell(aim.table, "", metric, "", "", figure, aim.deviation, None, self.name)
+        finished = [run.finished for run in self.runs if run.finished is not None]
+        return Comparison(cell, Variant(finished, self.name, shortened=self.shortened) if finished else None)
+
+    @property
     def paper(self) -> Summary | None:
-        """The paper's figure, mean of three trials."""
-        paper = self.runs[0].recipe.paper
-        figure = None if paper is None else paper.accuracy if paper.accuracy is not None else paper.f1
-        return None if paper is None or figure is None else Summary(figure, paper.deviation, 3)
+        """The paper's figure."""
+        return None if self.comparison is None else self.comparison.paper
 
     @property
     def ours(self) -> Summary | None:
@@ -41,22 +53,10 @@ class Row:
         return Summary.of(scores) if scores else None
 
     @property
-    def metric(self) -> str:
-        """What the runs are judged by; nothing before the first is finished."""
-        return next((run.finished.metric for run in self.runs if run.finished is not None), "")
-
-    @property
     def off(self) -> float | None:
         """The difference from the paper in its deviations; None for shortened runs, which do not aim at its figure."""
-        paper, ours = self.paper, self.ours
-        if paper is None or ours is None or not paper.deviation or self.shortened:
-            return None
-        return (ours.mean - paper.mean) / paper.deviation
-
-    @property
-    def to_do(self) -> list[PlannedRun]:
-        """The runs that are missing and can be done."""
-        return [run for run in self.runs if run.is_to_do]
+        found = self.comparison
+        return None if found is None or found.verdict == "shortened" else found.in_deviations
 
     @property
     def problem(self) -> str | None:

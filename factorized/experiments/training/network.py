@@ -17,7 +17,7 @@ from factorized.experiments.data.images import Images
 from factorized.experiments.models.build import build_model
 from factorized.experiments.recipes.recipe import Factorize, Recipe
 from factorized.formats.scheme import Scheme
-from factorized.nn.conv import FactorizedConv
+from factorized.nn.layer import FactorizedLayer
 from factorized.nn.running import evaluation_mode
 from factorized.planning.cost import measure
 from factorized.planning.plan import Plan
@@ -79,7 +79,7 @@ def factorize_network(
         return dense
     network = factorize(dense, plan, init=recipe.factorize.init, progress=progress)
     for module in network.modules():
-        if isinstance(module, FactorizedConv):
+        if isinstance(module, FactorizedLayer) and module.form_kind == "conv":
             module.execution = recipe.factorize.execution
     return network
 

@@ -148,7 +148,7 @@ def test_a_config_with_code_of_its_own_is_refused(vit_folder: Path) -> None:
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}))
     (vit_folder / "mine.py").write_text("raise SystemExit('this code was run')")
-    with pytest.raises(ValueError, match="names code of its own \\(auto_map\\), which is never run") as caught:
+    with pytest.raises(ValueError, match="names code in its folder \\(auto_map\\), which is never run") as caught:
         build_model(f"hf:{vit_folder}", 4, image_size=16)
     assert "trust_remote_code" not in str(caught.value)
 

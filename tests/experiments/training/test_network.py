@@ -9,8 +9,16 @@ import pytest
 
 import factorized as fz
 from factorized.experiments.recipes.recipe import USED_BY, Factorize
-from factorized.experiments.training.network import build_dense, build_scheme, check_network, plan_network, plan_options
+from factorized.experiments.training.network import (
+    build_dense,
+    build_network,
+    build_scheme,
+    check_network,
+    plan_network,
+    plan_options,
+)
 from factorized.experiments.training.train import train
+from factorized.nn.layer import FactorizedLayer
 from factorized.planning.planner import PlanOptions
 from factorized.planning.schemes import SCHEMES
 from tests.experiments.training.small import digits, recipe
@@ -129,3 +137,9 @@ def test_checking_a_network_leaves_it_as_it_was() -> None:
     network[0].eval()
     check_network(changed, network, digits())
     assert [module.training for module in network.modules()] == [True, False, True]
+
+
+def test_the_execution_of_a_recipe_is_that_of_its_convolutions() -> None:
+    network = build_network(recipe("factorize.execution=products", "factorize.keep_first_and_last=false"), digits(), 0)
+    layers = [module for module in network.modules() if isinstance(module, FactorizedLayer)]
+    assert {(layer.form_kind, layer.execution) for layer in layers} == {("conv", "products"), ("linear", "auto")}
