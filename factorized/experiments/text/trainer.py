@@ -70,13 +70,14 @@ class TextTrainer(Trainer):
 
     def __init__(self, task: TextTask, model: nn.Module, arguments: TrainingArguments, watch: TrainerCallback) -> None:
         self.task, self.network, self.sharded = task, model, task.recipe.run.shard
+        loss = torch.compile(task.loss) if task.recipe.run.compile else task.loss
         super().__init__(
             model=model,
             args=arguments,
             data_collator=task.collate,
             train_dataset=task.examples,
             eval_dataset=task.examples,  # not read: ``evaluate`` asks the task
-            compute_loss_func=task.loss if task.predicts_tokens else None,
+            compute_loss_func=loss if task.predicts_tokens else None,
             callbacks=[watch],
         )
         self.model_accepts_loss_kwargs = False  # most models take the number of labels and do not divide by it
