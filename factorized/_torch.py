@@ -1,9 +1,10 @@
-"""Helpers around torch: types to compute in, autocast off, numbers on several devices, local parts of tensors."""
+"""Helpers around torch: its private functions, types to compute in, autocast off, local parts of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,31 @@ def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
     for context in off:
         stack.enter_context(context)
     return stack
+
+
+def is_traced() -> bool:
+    """Return whether calls are recorded or transformed: compiled, exported, on fake tensors, by ``torch.func``."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def saving_hooks() -> tuple[Any, Any] | None:
+    """Return the hooks by which autograd packs and unpacks what it saves now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def shares_memory(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are views of the same memory."""
+    return bool(torch._C._is_alias_of(first, second))  # type: ignore[attr-defined]  # no stub
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Return a context in which subclasses of tensors do not intercept calls."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def on_one_device(numbers: Sequence[Tensor]) -> Tensor:  # (numbers,)

@@ -157,6 +157,10 @@ def classes_asked_for(path: Path) -> list[str]:
     return [node.id for kinds in asked for node in ast.walk(kinds) if isinstance(node, ast.Name)]
 
 
+def test_private_functions_of_torch_are_called_in_one_file() -> None:
+    assert [path.name for path in library() if "torch._C" in path.read_text()] == ["_torch.py"]
+
+
 def test_only_the_file_of_a_format_a_scheme_or_a_layer_asks_for_its_class() -> None:
     homes = {
         cls.__name__: ROOT / f"{cls.__module__.replace('.', '/')}.py"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from factorized._torch import is_traced, saving_hooks, shares_memory, without_torch_function
 from factorized.formats.format import Format
 
 PLAIN = (nn.Parameter, Tensor)  # other factors, such as DTensors, fake and batched tensors, are composed at once
@@ -30,13 +31,7 @@ def read_weight(owner: nn.Module, format: Format, factors: Sequence[Tensor]) -> 
     In eager mode this is a ``ComposedWeight``. While a program is traced it is a plain tensor: a trace drops what is
     not used, and knows torch's own classes only.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or not all(type(factor) in PLAIN for factor in factors)
-    ):
+    if is_traced() or not all(type(factor) in PLAIN for factor in factors):
         return _compose(format, factors)
     trains = any(factor.requires_grad for factor in factors)
     like = factors[0]
@@ -75,7 +70,7 @@ class ComposedWeight(Tensor):
     ) -> Any:
         """Call ``func`` with the plain tensor, where it needs one."""
         if func in _NEEDS_NO_VALUE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         if func in _ANSWERS:
             return _ANSWERS[func](*args, **(kwargs or {}))
@@ -118,7 +113,7 @@ class _Source:
         self.trains = trains
         self.owner = owner
         self.records = trains and torch.is_grad_enabled()
-        self.hooks = _saving_hooks()
+        self.hooks = saving_hooks()
         self._formed: Tensor | None = None
 
     def weight(self) -> Tensor:
@@ -154,7 +149,7 @@ class _Source:
 
     def _is_as_when_read(self) -> bool:
         same_mode = torch.is_grad_enabled() == self.records and not torch.is_inference_mode_enabled()
-        return same_mode and _saving_hooks() == self.hooks
+        return same_mode and saving_hooks() == self.hooks
 
     def gradient(self) -> Tensor | None:
         """Return the gradient that the plain tensor retains, or None."""
@@ -163,11 +158,6 @@ class _Source:
     def detached(self) -> Tensor:
         """Return the weight without gradients, read-only too."""
         return _Source(lambda: self.value().detach(), (), self.extents, self.dtype, self.device, False).weight()
-
-
-def _saving_hooks() -> tuple[Any, Any] | None:
-    """Return the hooks by which autograd packs and unpacks what it saves now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class _InGraph(torch.autograd.Function):
@@ -221,7 +211,7 @@ def _plain(argument: Any, used: list[Tensor]) -> Any:
 def _read_only(result: Any, values: list[Tensor]) -> Any:
     """Return a result whose tensors refuse to be written to where they share memory with one of ``values``."""
     if isinstance(result, Tensor):
-        if not any(torch._C._is_alias_of(result, value) for value in values):  # type: ignore[attr-defined]  # no stub
+        if not any(shares_memory(result, value) for value in values):
             return result
         inputs = (result,) if result.requires_grad else ()
         return _Source(lambda: result, inputs, result.shape, result.dtype, result.device, result.requires_grad).weight()

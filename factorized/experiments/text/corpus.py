@@ -82,6 +82,8 @@ def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progre
     state = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     paired = task == "translation"
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    if end is None:
+        raise ValueError("the model's tokenizer has neither eos_token nor sep_token to end a text with; give it one")
     texts = {
         name: pack(
             cache,

@@ -83,20 +83,18 @@ class Part:
             )
 
     def survey(self, digest: Hash, progress: Progress, stage: str) -> int:
-        """Add the text of all places to ``digest``, and return their number of items, 0 where it is not known.
+        """Add the text to ``digest``, and return its number of items, 0 where it is not known.
 
         A data set on the hub is not read for that: its identity stands for its text.
         """
-        count = 0
-        for place in self.places:
-            if place.identity:
-                digest.update(place.identity.encode())
-                count += place.count
-                continue
-            for item in watched(place.read(), progress, stage):
-                digest.update("\t".join(self.layout.strings(item)).encode())
-                digest.update(b"\0")
-                count += 1
+        digest.update("".join(place.identity for place in self.places).encode())
+        count = sum(place.count for place in self.places if place.identity)
+        local = tuple(place for place in self.places if not place.identity)
+        held_out = self.held_out if local == self.places else None
+        for item in watched(Part(local, self.layout, held_out).read(), progress, stage):
+            digest.update("\t".join(self.layout.strings(item)).encode())
+            digest.update(b"\0")
+            count += 1
         return count
 
 
@@ -105,12 +103,8 @@ def survey(parts: Mapping[str, Part], progress: Progress = silent) -> tuple[str,
     digest = hashlib.sha256()
     counts: dict[str, int] = {}
     for name, part in parts.items():
-        if part.held_out:  # surveyed with the rest of the training text
-            counts[name] = min(counts["train"] // HELD_OUT, MOST_HELD_OUT)
-            counts["train"] -= counts[name]
-        else:
-            digest.update(name.encode())
-            counts[name] = part.survey(digest, progress, f"reading {name}")
+        digest.update(name.encode())
+        counts[name] = part.survey(digest, progress, f"reading {name}")
     return digest.hexdigest(), counts
 
 

@@ -60,3 +60,7 @@ def test_a_model_from_a_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
     _, found = small("language", tmp_path, *named)
     assert found.tokenizer.get_vocab() == learned.tokenizer.get_vocab()
     assert (found.texts["train"][0].tokens == learned.texts["train"][0].tokens).all()
+    learned.tokenizer.eos_token = None
+    learned.tokenizer.save_pretrained(tmp_path / "network")
+    with pytest.raises(ValueError, match="has neither eos_token nor sep_token to end a text with; give it one"):
+        small("language", tmp_path, *named)
