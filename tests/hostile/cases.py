@@ -39,6 +39,7 @@ VERBS: dict[str, tuple[str, ...]] = {  # a right command of each
     "compose": ("compose", LOW, "--overwrite"),
     "data prepare": ("data", "prepare", "noise.npz", "--folder", "new"),
     "data ls": ("data", "ls"),
+    "report": ("report", LOW, "--out", "new"),
     "demo": ("demo", "--seeds", "1", "--set", "schedule.epochs=1", "--quiet"),
 }
 NO_NUMBER = ("", "x", "nan", "1,5", "0x10", "--", "1e999")
@@ -113,11 +114,13 @@ OPTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data prepare", "--name", ("", ".", "..", "a/b", "/a", "x.npz", "x.safetensors", "hf:x", "a\0b", "x" * 300)),
     ("data prepare", "--folder", ("", "notes.txt", "notes.txt/deeper", "/proc/nothing", "a\0b")),
     ("data ls", "--folder", ("", "nowhere", "notes.txt", "a\0b")),
+    ("report", "--out", ("", "notes.txt", "notes.txt/deeper", "/proc/nothing", "/dev/null", "a\0b")),
     ("demo", "--seeds", NO_COUNT),
     ("demo", "--out", ("", "notes.txt", "notes.txt/deeper", "/proc/nothing", "/dev/null")),
 )
 ARGUMENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ((), ("", "x", "trian", "--nope", "-Z", "train,plan", "Train", "--version=3")),
+    (("report",), ("", "nowhere", "notes.txt", "empty", "low.toml", "a\0b")),
     (("recipes",), ("", "x", "list", "-Z")),
     (("data",), ("", "x", "list", "download")),
     (("recipes", "ls"), ("nothing", "digits/x", "DIGITS", "a\0b")),

@@ -90,6 +90,8 @@ def wrong_runs() -> Iterator[Case]:
     ways |= {f"weights damaged {seed}": damaged(weights, seed) for seed in range(12)}
     ways["weights that are no numbers"] = lambda folder: _fill(next(folder.glob(weights)), math.nan)
     ways["other weights"] = lambda folder: _fill(next(folder.glob(weights)), 0.5)
+    for name in (*GARBAGE, "deep", "a list", "null", "not text"):
+        yield Case(f"report {name}", ("report", LOW, "--out", "new"), ways[f"{Path(RESULT).name} {name}"])
     for name, prepare in ways.items():
         yield Case(f"evaluate {name}", ("evaluate", LOW), prepare)
         yield Case(f"compose {name}", ("compose", LOW, "--out", "new.safetensors"), prepare)

@@ -10,7 +10,7 @@ from html import escape
 SIZE, SMALL = (420, 250), (300, 190)  # a unit is about a pixel, so that letters keep their size
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 10, 36
 MOST_POINTS = 80  # of a line whose points can be pointed at
-DECADES = 1.5  # from this many powers of ten on, an axis is logarithmic where that is allowed
+DECADES = 1.0  # from this many powers of ten on, an axis is logarithmic where that is allowed
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def _decay(variant: Variant) -> str:
 
 def _decay_and_init(variant: Variant) -> str:
     init = variant.recipe["factorize"].get("init")
-    return _decay(variant) if init in ("spectral", None) else f"{_decay(variant)}, {init}"
+    return f"{_decay(variant)}, {'SI' if init in ('spectral', None) else init}"
 
 
 def _budget(variant: Variant) -> str:

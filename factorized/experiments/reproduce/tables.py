@@ -245,7 +245,8 @@ def _layer_row(layers: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Seq
 
 def machine_table(runs: Sequence[Run]) -> Table:
     """Return the hardware and versions of the runs, one row for each combination."""
-    names = ("device", "threads", "processes", *VERSIONS, "commit", "system")
+    every = ("device", "threads", "processes", *VERSIONS, "commit", "system")
+    names = [name for name in every if any(run.result["machine"].get(name) is not None for run in runs)]
     counted: dict[tuple[str, ...], int] = {}
     for run in runs:
         machine = run.result["machine"]
@@ -323,8 +324,10 @@ def _chips(variant: Variant) -> tuple[str, ...]:
 
 
 def _beside_name(variant: Variant) -> str:
-    changed = ", ".join(f"{key} = {value}" for key, value in variant.changes.items())
-    parts = [variant.name] if variant.label != variant.name else []
+    """Return what the label does not say: the recipe, and where it was changed."""
+    changes = {key: value for key, value in variant.changes.items() if f"{key}={value}" not in variant.label}
+    changed = ", ".join(f"{key} = {value}" for key, value in changes.items())
+    parts = [variant.name] if not variant.label.startswith(variant.name) else []
     return "; ".join(parts + ([f"changed: {changed}"] if changed else []))
 
 

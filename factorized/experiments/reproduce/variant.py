@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from factorized.experiments.models.names import MODELS
 from factorized.experiments.recipes.find import load_any_recipe, recipe_names
 from factorized.experiments.recipes.recipe import is_used_by
@@ -107,14 +109,20 @@ class Variant:
         return not self.changes and not self.shortened
 
     def curve(self, column: str, label: str | None = None, style: str = "") -> Line | None:
-        """Return a column of the metrics over epochs or updates, averaged over the seeds; None where no run has it."""
+        """Return a column of the metrics over epochs or updates, averaged over the seeds; None where no run has it.
+
+        Runs that were not evaluated at the same epochs are interpolated, from where all of them have begun.
+        """
         by = self.runs[0].by
-        rows = [_column(run.result["history"], by, column) for run in self.runs]
-        rows = [row for row in rows if row]
-        places = sorted(set.intersection(*map(set, rows))) if rows else []
+        rows = [row for run in self.runs if (row := _column(run.result["history"], by, column))]
+        if not rows:
+            return None
+        first, last = max(min(row) for row in rows), min(max(row) for row in rows)
+        places = sorted({place for row in rows for place in row if first <= place <= last})
         if not places:
             return None
-        values = {place: [row[place] for row in rows] for place in places}
+        read = [np.interp(places, sorted(row), [row[place] for place in sorted(row)]).tolist() for row in rows]
+        values = {place: [row[number] for row in read] for number, place in enumerate(places)}
         return Line(
             label or self.label,
             [(place, sum(found) / len(found)) for place, found in values.items()],

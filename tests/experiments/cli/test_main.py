@@ -39,6 +39,7 @@ VERBS = [
     ["data"],
     ["data", "prepare"],
     ["data", "ls"],
+    ["report"],
     ["demo"],
 ]
 

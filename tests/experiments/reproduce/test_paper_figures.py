@@ -67,8 +67,8 @@ def test_a_sweep_has_a_point_for_each_strength_with_its_mean() -> None:
     swept = [(name, f"decay.strength={strength}") for name in ("si", "si-fd") for strength in (1e-3, 1e-4)]
     (panel,) = drawn(sweep_panels(variants(*swept))).values()
     assert panel == {
-        "weight decay": ([1e-4, 1e-3], [87.5, 85.5]),
-        "Frobenius decay": ([1e-4, 1e-3], [91.5, 89.5]),
+        "weight decay, SI": ([1e-4, 1e-3], [87.5, 85.5]),
+        "Frobenius decay, SI": ([1e-4, 1e-3], [91.5, 89.5]),
     }
 
 
@@ -81,7 +81,7 @@ def test_a_sweep_over_ranks_keeps_other_settings_apart() -> None:
         )
     )
     (panel,) = drawn(panels).values()
-    assert panel == {"weight decay": ([0.25, 0.5], [87.5, 85.5])}
+    assert panel == {"weight decay, SI": ([0.25, 0.5], [87.5, 85.5])}
 
 
 def test_step_sizes_are_drawn_where_decays_differ() -> None:
@@ -100,8 +100,8 @@ def test_step_sizes_are_drawn_where_decays_differ() -> None:
         "effective step size",
     ]
     steps = panels["resnet20 on cifar10, effective step size"]
-    assert list(steps) == ["no decay", "Frobenius decay", "no decay (normalized)"]
-    assert steps["no decay"][1] == pytest.approx([0.1, 0.05, 0.1 / 3, 0.025])
+    assert list(steps) == ["no decay, SI", "Frobenius decay, SI", "no decay (normalized), SI"]
+    assert steps["no decay, SI"][1] == pytest.approx([0.1, 0.05, 0.1 / 3, 0.025])
     assert step_panels(logged("si")) == []
 
 

@@ -194,6 +194,15 @@ def test_variants_that_are_called_alike_have_labels_and_files_of_their_own(tmp_p
     assert files == ["layers-mine-a--2.csv", "layers-mine-a.csv"]
 
 
+def test_changed_settings_are_told_once() -> None:
+    changed = run_of(image_result("digits/resnet8", 0, 97.0, "optimizer.lr=0.05"))
+    alone = report_page(make_report(Found([changed])), Heading())
+    assert "<small>changed: optimizer.lr = 0.05</small>" in alone
+    beside = report_page(make_report(Found([run_of(image_result("digits/resnet8", 0, 98.0)), changed])), Heading())
+    assert "digits/resnet8 (optimizer.lr=0.05)" in beside
+    assert "changed: optimizer.lr" not in beside
+
+
 def test_a_check_that_measured_no_number_fails() -> None:
     assert not Check("", float("nan"), 1.0).passed
 

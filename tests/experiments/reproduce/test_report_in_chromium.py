@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from factorized.experiments.reproduce.report import write_report
-from tests.browser import Browser
+from tests.browser import VARIABLE, Browser, find_chromium
 from tests.experiments.reproduce.made import LAYER, image_result, text_result, write
 
 ACCURACIES = {
@@ -155,3 +155,12 @@ def test_the_screen_is_not_blank_and_the_dark_one_is_dark(browser: Browser, fold
             light = picture.convert("L")
     assert light.getpixel((2, 2)) > 200
     assert dark.getpixel((2, 2)) < 60
+
+
+def test_without_chromium_the_remedy_is_told_unless_these_tests_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/nowhere/chromium")
+    with pytest.raises(pytest.fail.Exception, match=r"apt-get install chromium.*FACTORIZED_CHROMIUM=none"):
+        find_chromium()
+    monkeypatch.setenv(VARIABLE, "none")
+    with pytest.raises(pytest.skip.Exception):
+        find_chromium()

@@ -111,3 +111,12 @@ def test_curves_are_means_between_the_least_and_the_greatest() -> None:
     assert curve.points[0] == (1, pytest.approx(9.5))
     assert curve.band[-1] == (4, pytest.approx(90.0), pytest.approx(100.0))
     assert variant_of(DENSE, 90.0).curve("nothing") is None
+
+
+def test_runs_that_were_evaluated_at_other_epochs_begin_where_all_of_them_have() -> None:
+    often, seldom = (image_result(DENSE, seed, 90.0) for seed in (0, 1))
+    often["history"] = [{"epoch": epoch, "test_accuracy": 10.0 * epoch} for epoch in (1, 2, 3, 4, 5, 6)]
+    seldom["history"] = [{"epoch": epoch, "test_accuracy": 10.0 * epoch} for epoch in (2, 4, 6)]
+    curve = group_runs([run_of(often), run_of(seldom)])[0].curve("test_accuracy")
+    assert curve is not None
+    assert curve.points == [(epoch, pytest.approx(10.0 * epoch)) for epoch in (2, 3, 4, 5, 6)]
