@@ -12,6 +12,7 @@ import numpy as np
 from factorized.experiments.models.names import MODELS
 from factorized.experiments.recipes.find import load_any_recipe, recipe_names
 from factorized.experiments.recipes.recipe import is_used_by
+from factorized.experiments.recipes.shorten import shortening
 from factorized.experiments.reproduce.chart import Line
 from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, NAMES, Run
 from factorized.experiments.reproduce.summary import Summary
@@ -204,10 +205,11 @@ def _variant(runs: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Mappi
     shipped = first.name in recipe_names()
     base = load_any_recipe(first.name).to_dict() if shipped else alike[0].recipe
     changes = differences(first.recipe, base)
-    shortened = ""
+    shortened = shortening(first.recipe)
     ends = base.get("schedule", {}).get(f"{first.by}s")
     if shipped and isinstance(ends, int) and isinstance(first.length, int) and first.length < ends:
         shortened = f"{first.length:,} of {ends:,} {first.by}s"
+    if shortened:
         changes = {key: value for key, value in changes.items() if not key.startswith("schedule.")}
     label = labels.get(first.name, first.name)
     if len(alike) > 1:

@@ -11,9 +11,10 @@ import pytest
 
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.text import text_files, tokens
-from factorized.experiments.text.corpus import load_corpus
+from factorized.experiments.text.corpus import corpus_checksum, load_corpus
 from factorized.experiments.text.tokenizer import BERT
 from tests.experiments.text.small import BY_TASK, SMALL, WORDS, files, small
+from tests.experiments.text.small_squad import recipe_of, write_squad
 
 MEGABYTE = 2**20
 
@@ -64,3 +65,11 @@ def test_a_model_from_a_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
     learned.tokenizer.save_pretrained(tmp_path / "network")
     with pytest.raises(ValueError, match="has neither eos_token nor sep_token to end a text with; give it one"):
         small("language", tmp_path, *named)
+
+
+@pytest.mark.parametrize("name", ["squad/small", "translation/numbers"])
+def test_the_checksum_of_a_text_is_known_without_tokenizing_it(tmp_path: Path, name: str) -> None:
+    recipe: Any = recipe_of() if name == "squad/small" else load_any_recipe(name)
+    folder = write_squad(tmp_path / "squad") if name == "squad/small" else None
+    checksum = corpus_checksum(recipe, folder)
+    assert checksum == load_corpus(recipe, folder, tmp_path / "cache").checksum
