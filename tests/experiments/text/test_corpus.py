@@ -41,7 +41,7 @@ def test_a_text_larger_than_the_memory_it_may_take_is_packed(
     assert peak < MEGABYTE
     held, kept = (corpus.texts[part][0] for part in ("validation", "train"))
     assert held.words + kept.words == pytest.approx(100 * repeats, rel=1e-3)  # a cut may go through a word
-    assert isinstance(kept.tokens, np.memmap)
+    assert isinstance(kept.tokens.base, np.memmap)
 
 
 def test_the_stages_are_reported(tmp_path: Path) -> None:
