@@ -11,9 +11,9 @@ import typer
 
 from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, examples
 from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+from factorized.experiments.cli.engines import check_options, make_engine
 
 if TYPE_CHECKING:
-    from factorized.experiments.reproduce.engine import Engine
     from factorized.experiments.reproduce.job import Outcome
     from factorized.experiments.reproduce.planned import PlannedRun, Planner
     from factorized.experiments.reproduce.row import Row
@@ -113,7 +113,7 @@ def reproduce(
     length = check_length(recipes, epochs, updates)
     if data is not None and not Path(data).expanduser().is_dir():
         raise ValueError(f"--data: there is no folder {data}; give the folder that holds the data sets")
-    _check_options(engine, device=device, workers=workers, address=address, gpus=gpus, slurm=slurm)
+    check_options(engine, device=device, workers=workers, address=address, gpus=gpus, slurm=slurm)
     own = {recipe.name: recipe for recipe in table_recipes(table)} if table.endswith(".toml") else {}
     with progress_bar(quiet=quiet):
         planner = Planner(out, data, _finished(out, results), length, own)
@@ -124,7 +124,7 @@ def reproduce(
         return
     count = sum(len(job.seeds) for jobs in waves for job in jobs)
     say(f"{table}: {_count(len(rows), 'recipe')}, {_count(seeds, 'seed')} each; {_count(count, 'run')} to do")
-    chosen = _engine(
+    chosen = make_engine(
         engine, out, device=device, workers=workers, address=address, gpus=gpus, cpus=cpus, slurm=slurm, quiet=quiet
     )
     failed = carry_out(waves, chosen, _tell(count))
@@ -135,74 +135,6 @@ def reproduce(
     _write_report(table, rows, failed, out)
     if failed or any(row.problem for row in rows):
         raise typer.Exit(1)
-
-
-OF_ENGINES = {
-    "device": ("local",),
-    "workers": ("local",),
-    "address": ("ray",),
-    "gpus": ("ray", "slurm"),
-    "slurm": ("slurm",),
-}
-
-
-def _check_options(engine: str, **given: object) -> None:
-    for option, value in given.items():
-        if value is not None and engine not in OF_ENGINES[option]:
-            meant = " or ".join(OF_ENGINES[option])
-            raise ValueError(f"--{option} is for --engine {meant}, and the engine is {engine}")
-
-
-def _engine(
-    name: str,
-    out: Path,
-    *,
-    device: str | None,
-    workers: int | None,
-    address: str | None,
-    gpus: float | None,
-    cpus: float,
-    slurm: Sequence[str] | None,
-    quiet: bool,
-) -> Engine:
-    from factorized.experiments.data.extras import need
-
-    if name == "ray":
-        need("ray", "ray", "--engine ray", "cluster")
-        from factorized.experiments.reproduce.on_ray import RayEngine
-
-        return RayEngine(address=address, gpus=gpus, cpus=cpus)
-    if name == "slurm":
-        need("submitit", "submitit", "--engine slurm", "cluster")
-        from factorized.experiments.reproduce.on_slurm import SlurmEngine
-
-        if gpus is not None and gpus != int(gpus):
-            raise ValueError(f"--gpus {gpus:g}: Slurm gives whole GPUs; a share of one is for --engine ray")
-        settings = dict(map(_setting, slurm or ()))
-        cluster = settings.pop("cluster", None)
-        whole = 1 if gpus is None else int(gpus)
-        return SlurmEngine(out / "slurm", cluster=cluster, gpus=whole, settings=settings)
-    from factorized.experiments.reproduce.local import LocalEngine
-    from factorized.experiments.training.progress import Reporter
-
-    return LocalEngine(_devices(device, workers), lambda: Reporter(console(quiet=quiet), quiet=quiet))
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise ValueError(f"--slurm takes a parameter of submitit as KEY=VALUE, such as timeout_min=240; got {text!r}")
-    return key, int(value) if value.isdigit() else value
-
-
-def _devices(device: str | None, workers: int | None) -> list[str]:
-    import torch
-
-    from factorized.experiments.cli.device import pick_device
-
-    every = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if device is None else []
-    every = every or [str(pick_device(device))]
-    return [every[number % len(every)] for number in range(workers or len(every))]
 
 
 def _finished(*places: Path, quiet: bool = False) -> list[Run]:

@@ -12,16 +12,14 @@ from factorized.experiments.data.explain import in_words
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import Comparison, compare
 from factorized.experiments.reproduce.figures import curve_groups, paper_panels, product_panels
+from factorized.experiments.reproduce.paper_tables import grid_tables, missing_table, paper_table
 from factorized.experiments.reproduce.runs import Found, Run, read_runs
 from factorized.experiments.reproduce.table import Table
 from factorized.experiments.reproduce.tables import (
     data_table,
     failed_table,
-    grid_tables,
     layer_tables,
     machine_table,
-    missing_table,
-    paper_table,
     run_table,
     variant_table,
 )

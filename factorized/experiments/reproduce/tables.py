@@ -1,122 +1,25 @@
-"""The tables of a report: the paper beside ours, every variant and run, layers, machines, what is missing or failed."""
+"""The tables of a report about our runs: every variant and run, layers, machines, data, what failed."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
-from factorized.experiments.recipes.find import paper_cells
-from factorized.experiments.recipes.tables import Cell
 from factorized.experiments.reproduce.chart import seed_dots
-from factorized.experiments.reproduce.compare import BAND, Comparison
 from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, Found, Run
-from factorized.experiments.reproduce.summary import Summary
 from factorized.experiments.reproduce.table import Column, Table, Value
+from factorized.experiments.reproduce.values import (
+    count_value,
+    mean_value,
+    seconds_value,
+    short_commit,
+    slug_of,
+    whole_value,
+)
 from factorized.experiments.reproduce.variant import Variant
 
 VERSIONS = ("factorized", "torch", "cuda", "python")
 NORMS = ("frobenius", "spectral", "nuclear", "nuclear_bound", "stable_rank")
-DASH = "–"
-
-
-def paper_table(comparisons: Sequence[Comparison]) -> Table:
-    """Return the paper's figures beside ours, one row for each that was trained."""
-    columns = (
-        Column("cell", parts=("recipe", "network and data", "method", "column")),
-        Column("paper", number=True, parts=("paper", "paper deviation")),
-        Column("ours", number=True, parts=("ours", "ours deviation")),
-        Column("n", number=True),
-        Column("difference", number=True),
-        Column("in deviations", number=True),
-        Column("verdict"),
-        Column("metric"),
-        Column("table", number=True),
-    )
-    rows, tones = [], []
-    for found in comparisons:
-        if found.variant is None:
-            continue
-        cell, variant = found.cell, found.variant
-        rows.append(
-            (
-                Value(
-                    variant.label,
-                    (variant.name, cell.grid, cell.row, cell.column),
-                    small=f"{cell.grid}: {cell.row}, {cell.column}",
-                    chips=mixed(variant),
-                ),
-                _mean(found.paper),
-                _mean(found.ours),
-                _count(found.ours),
-                _signed(found.difference),
-                _signed(found.in_deviations, found.verdict),
-                Value(_verdict(found), (found.verdict,), tone=found.verdict.replace(" ", "-")),
-                Value(cell.metric),
-                Value(str(cell.table), (cell.table,)),
-            )
-        )
-        tones.append(found.verdict.replace(" ", "-"))
-    note = (
-        f"The paper's figures are means of three trials. A figure is within the band if it is at most {BAND:g} of the "
-        "paper's deviations away. Shortened and changed runs are not judged."
-    )
-    return Table("paper", "The paper and ours", columns, rows, note, tones)
-
-
-def grid_tables(comparisons: Sequence[Comparison]) -> list[Table]:
-    """Return the parts of the paper's tables as the paper prints them, with ours above each figure."""
-    trained: dict[str | None, Comparison] = {}
-    for found in comparisons:  # where a recipe was also trained shorter, the whole run is shown
-        known = trained.get(found.cell.recipe)
-        if known is None or (found.variant is not None and found.variant.comparable):
-            trained[found.cell.recipe] = found
-    wanted = {(c.cell.table, c.cell.grid, c.cell.metric) for c in comparisons if c.variant is not None}
-    return [
-        _grid_table(place, list(cells), trained)
-        for place, cells in groupby(paper_cells(), key=lambda cell: (cell.table, cell.grid, cell.metric))
-        if place in wanted
-    ]
-
-
-def _grid_table(
-    place: tuple[int | None, str, str], cells: Sequence[Cell], trained: Mapping[str | None, Comparison]
-) -> Table:
-    number, grid, metric = place
-    names = list(dict.fromkeys(cell.column for cell in cells))
-    by_row: dict[tuple[str, str | None], dict[str, Cell]] = {}
-    for cell in cells:
-        by_row.setdefault((cell.row, cell.source), {})[cell.column] = cell
-    parts = ("ours", "ours deviation", "n", "paper", "paper deviation")
-    columns = [Column("method"), *(Column(n, number=True, parts=tuple(f"{n} {part}" for part in parts)) for n in names)]
-    rows, tones = [], []
-    for (label, source), found in by_row.items():
-        cited = f"quoted from {source}" if source is not None else ""
-        row = [Value(label, small=cited)]
-        for name in names:
-            row.append(_grid_value(found.get(name), trained))
-        rows.append(row)
-        tones.append("quoted" if cited else "")
-    better = "lower" if metric == "error" else "higher"
-    note = f"Ours above, the paper's below; test {metric} in percent, {better} is better. {DASH}: not trained."
-    return Table(_slug(f"table-{number}-{grid}"), f"Table {number}: {grid}", columns, rows, note, tones)
-
-
-def _grid_value(cell: Cell | None, trained: Mapping[str | None, Comparison]) -> Value:
-    if cell is None:
-        return Value("", (None,))
-    printed = "" if cell.figure is None else str(Summary(cell.figure, cell.deviation, 3))
-    found = trained.get(cell.recipe) if cell.recipe is not None else None
-    if found is None:  # a figure of others
-        return Value(printed, (None, None, None, cell.figure, cell.deviation))
-    ours = found.ours
-    if ours is None:
-        return Value(DASH, (None, None, 0, cell.figure, cell.deviation), small=printed, tone="missing")
-    chips = ("shortened",) if found.verdict == "shortened" else ("changed",) if found.verdict == "changed" else ()
-    best = "best of its size" in (found.variant.marks if found.variant is not None else ())
-    raw = (ours.mean, ours.deviation, ours.n, cell.figure, cell.deviation)
-    return Value(str(ours), raw, f"{printed}, n = {ours.n}", found.verdict, (*chips, *(("best",) if best else ())))
 
 
 def variant_table(variants: Sequence[Variant]) -> Table:
@@ -148,13 +51,13 @@ def variant_table(variants: Sequence[Variant]) -> Table:
                     small=_beside_name(variant),
                     chips=(*variant.marks, *_chips(variant)),
                 ),
-                _mean(variant.score, tone="strong" if variant.marks else ""),
+                mean_value(variant.score, tone="strong" if variant.marks else ""),
                 *([Value(variant.metric_name)] if several else []),
-                _count(variant.score),
+                count_value(variant.score),
                 Value(told, drawing=seed_dots([run.score for run in variant.runs], low, high, told)),
                 Value(f"{size:,}", (size,)),
-                *([_whole(variant.deployed)] if deployed else []),
-                _seconds(variant.seconds),
+                *([whole_value(variant.deployed)] if deployed else []),
+                seconds_value(variant.seconds),
                 Value(variant.data),
             ]
         )
@@ -196,7 +99,7 @@ def run_table(variants: Sequence[Variant]) -> Table:
                     Value(f"{run.score:.2f}", (run.score,)),
                     Value(f"{run.result['seconds']:.1f}", (run.result["seconds"],)),
                     *(Value(str(machine.get(name) or "")) for name in ("device", "torch", "factorized")),
-                    Value(_short(commit), (commit,)),
+                    Value(short_commit(commit), (commit,)),
                     Value(str(run.result.get("note", ""))),
                     Value(run.path.as_posix()),
                 )
@@ -223,7 +126,7 @@ def layer_tables(variants: Sequence[Variant]) -> list[Table]:
         )
         rows = [_layer_row(layers, names) for layers in zip(*recorded, strict=False)]
         note = f"Norms of the products after training, means of n = {len(recorded)}."
-        slug = _slug(f"layers-{variant.label}")
+        slug = slug_of(f"layers-{variant.label}")
         taken = sum(table.slug == slug or table.slug.startswith(f"{slug}--") for table in tables)
         tables.append(Table(f"{slug}--{taken + 1}" if taken else slug, variant.label, columns, rows, note))
     return tables
@@ -242,7 +145,7 @@ def _layer_row(layers: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Seq
         Value(first["kind"]),
         Value("×".join(map(str, first["shape"]))),
         Value(str(first["rank"])),
-        _whole(first["params"]),
+        whole_value(first["params"]),
         Value("" if share is None else f"{share:.1%}", (share,)),
         *norms,
     )
@@ -258,7 +161,10 @@ def machine_table(runs: Sequence[Run]) -> Table:
         key = tuple("" if machine.get(name) is None else str(machine[name]) for name in names)
         counted[key] = counted.get(key, 0) + 1
     rows = [
-        (*(Value(_short(v) if n == "commit" else v, (v,)) for n, v in zip(names, key, strict=True)), _whole(count))
+        (
+            *(Value(short_commit(v) if n == "commit" else v, (v,)) for n, v in zip(names, key, strict=True)),
+            whole_value(count),
+        )
         for key, count in counted.items()
     ]
     columns = (*(Column(name, long=name == "system") for name in names), Column("runs", number=True))
@@ -271,32 +177,8 @@ def data_table(runs: Sequence[Run]) -> Table:
     for run in runs:
         key = (run.result["data"]["name"], run.result["data"]["checksum"])
         counted[key] = counted.get(key, 0) + 1
-    rows = [(Value(name), _whole(count), Value(checksum)) for (name, checksum), count in counted.items()]
+    rows = [(Value(name), whole_value(count), Value(checksum)) for (name, checksum), count in counted.items()]
     return Table("data", "Data", (Column("name"), Column("runs", number=True), Column("checksum")), rows)
-
-
-def missing_table(comparisons: Sequence[Comparison]) -> Table:
-    """Return the figures of the same tables that nobody has trained yet, with the command that does."""
-    columns = (
-        Column("cell", parts=("recipe", "network and data", "method", "column")),
-        Column("paper", number=True, parts=("paper", "paper deviation")),
-        Column("table", number=True),
-        Column("command"),
-    )
-    rows = [
-        (
-            Value(
-                f"{found.cell.grid}: {found.cell.row}, {found.cell.column}",
-                (found.cell.recipe, found.cell.grid, found.cell.row, found.cell.column),
-            ),
-            _mean(found.paper),
-            Value(str(found.cell.table), (found.cell.table,)),
-            Value(f"factorized train {found.cell.recipe} --data DIR --seeds 3"),
-        )
-        for found in comparisons
-        if found.variant is None
-    ]
-    return Table("missing", "Missing", columns, rows)
 
 
 def failed_table(found: Found) -> Table:
@@ -342,46 +224,8 @@ def _beside_name(variant: Variant) -> str:
     return "; ".join(parts + ([f"changed: {changed}"] if changed else []))
 
 
-def _verdict(found: Comparison) -> str:
-    told = found.variant.shortened if found.variant is not None and found.verdict == "shortened" else ""
-    return f"{found.verdict}{f': {told}' if told else ''}"
-
-
 def _span(variant: Variant, variants: Sequence[Variant]) -> tuple[float, float]:
     """Return the least and the greatest score on the same data."""
     alike = [v for v in variants if (v.metric, v.data) == (variant.metric, variant.data)]
     scores = [run.score for other in alike for run in other.runs]
     return min(scores), max(scores)
-
-
-def _mean(summary: Summary | None, tone: str = "") -> Value:
-    if summary is None:
-        return Value("", (None, None))
-    return Value(str(summary), (summary.mean, summary.deviation), tone=tone)
-
-
-def _count(summary: Summary | None) -> Value:
-    return _whole(summary.n if summary is not None else 0)
-
-
-def _whole(number: int | None) -> Value:
-    return Value("" if number is None else f"{number:,}", (number,))
-
-
-def _signed(number: float | None, tone: str = "") -> Value:
-    text = "" if number is None else f"{round(number, 2) + 0.0:+.2f}".replace("-", "−")  # never −0.00
-    return Value(text, (number,), tone=tone)
-
-
-def _seconds(summary: Summary | None) -> Value:
-    if summary is None:
-        return Value("not timed", (None,), tone="soft")
-    return Value(f"{summary.mean:.1f}", (summary.mean,))
-
-
-def _short(commit: str) -> str:
-    return re.sub(r"^([0-9a-f]{8})[0-9a-f]*", r"\1", commit)
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

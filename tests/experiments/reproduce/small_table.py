@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from factorized.experiments.recipes.find import table_recipes
+from factorized.experiments.reproduce.engine import Engine
 from factorized.experiments.reproduce.job import Job
 from factorized.experiments.reproduce.planned import Planner, in_waves
 from factorized.experiments.reproduce.runs import Run, read_runs
+from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.state import load_state
 
 TABLE = """
 recipe = { name = "{grid}-{column}", title = "{grid}, {column}" }
@@ -48,6 +56,20 @@ def wait_for_epochs(folder: Path, runs: int) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"{runs} runs did not begin in {folder}")
+
+
+def check_that_a_signal_lets_runs_save_themselves(engine: Engine, folder: Path) -> None:
+    """Train the table without an end, stop it by a signal when both runs have begun, and check their checkpoints."""
+    both = jobs(folder, text=ENDLESS)
+
+    def stop_when_both_train() -> None:
+        wait_for_epochs(folder / "out", runs=2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_both_train, daemon=True).start()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        list(engine.run(both))
+    assert all(load_state(Path(job.folder) / "seed-0").epoch > 0 for job in both)
 
 
 def write_table(folder: Path, text: str = TABLE) -> Path:

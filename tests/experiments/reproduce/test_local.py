@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,10 +9,8 @@ import pytest
 from factorized.experiments.reproduce.carry_out import carry_out
 from factorized.experiments.reproduce.job import Job, Outcome
 from factorized.experiments.reproduce.local import LocalEngine
-from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.progress import Reporter
-from factorized.experiments.training.state import load_state
-from tests.experiments.reproduce.small_table import ENDLESS, TABLE, jobs, runs_in, wait_for_epochs
+from tests.experiments.reproduce.small_table import TABLE, check_that_a_signal_lets_runs_save_themselves, jobs, runs_in
 
 
 def engine(*devices: str) -> LocalEngine:
@@ -57,13 +52,4 @@ def test_each_device_has_a_process_and_all_jobs_end(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_signal_to_the_engine_stops_its_processes_after_they_have_saved_themselves(tmp_path: Path) -> None:
-    both = jobs(tmp_path, text=ENDLESS)
-
-    def stop_when_both_train() -> None:
-        wait_for_epochs(tmp_path / "out", runs=2)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=stop_when_both_train, daemon=True).start()
-    with pytest.raises(Interrupted, match="SIGTERM"):
-        list(engine("cpu", "cpu").run(both))
-    assert all(load_state(Path(job.folder) / "seed-0").epoch > 0 for job in both)
+    check_that_a_signal_lets_runs_save_themselves(engine("cpu", "cpu"), tmp_path)

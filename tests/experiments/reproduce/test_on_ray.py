@@ -16,9 +16,14 @@ import ray
 
 from factorized.experiments.cli.main import main
 from factorized.experiments.reproduce.on_ray import RayEngine
-from factorized.experiments.training.interrupt import Interrupted
-from factorized.experiments.training.state import load_state
-from tests.experiments.reproduce.small_table import ENDLESS, TABLE, jobs, runs_in, wait_for_epochs, write_table
+from tests.experiments.reproduce.small_table import (
+    TABLE,
+    check_that_a_signal_lets_runs_save_themselves,
+    jobs,
+    runs_in,
+    wait_for_epochs,
+    write_table,
+)
 
 ROOT = Path(__file__).parents[3]
 LONG = TABLE.replace("epochs = 4, milestones = [2]", "epochs = 60")
@@ -68,16 +73,7 @@ def test_a_killed_worker_is_replaced_and_its_run_goes_on_from_its_checkpoint(clu
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_a_signal_to_the_driver_lets_the_tasks_save_themselves(cluster: None, tmp_path: Path) -> None:
-    both = jobs(tmp_path, text=ENDLESS)
-
-    def stop() -> None:
-        wait_for_epochs(tmp_path / "out", runs=2)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=stop, daemon=True).start()
-    with pytest.raises(Interrupted, match="SIGTERM"):
-        list(RayEngine(gpus=0).run(both))
-    assert all(load_state(Path(job.folder) / "seed-0").epoch > 0 for job in both)
+    check_that_a_signal_lets_runs_save_themselves(RayEngine(gpus=0), tmp_path)
 
 
 @pytest.mark.nightly

@@ -1,0 +1,81 @@
+"""What ``--engine`` and its options mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from factorized.experiments.cli.console import console
+
+if TYPE_CHECKING:
+    from factorized.experiments.reproduce.engine import Engine
+
+OF_ENGINES = {
+    "device": ("local",),
+    "workers": ("local",),
+    "address": ("ray",),
+    "gpus": ("ray", "slurm"),
+    "slurm": ("slurm",),
+}
+
+
+def check_options(engine: str, **given: object) -> None:
+    """Raise if an option is given that ``engine`` has no use for."""
+    for option, value in given.items():
+        if value is not None and engine not in OF_ENGINES[option]:
+            meant = " or ".join(OF_ENGINES[option])
+            raise ValueError(f"--{option} is for --engine {meant}, and the engine is {engine}")
+
+
+def make_engine(
+    name: str,
+    out: Path,
+    *,
+    device: str | None,
+    workers: int | None,
+    address: str | None,
+    gpus: float | None,
+    cpus: float,
+    slurm: Sequence[str] | None,
+    quiet: bool,
+) -> Engine:
+    """Return the engine of that name; Ray and submitit are imported only for theirs."""
+    from factorized.experiments.data.extras import need
+
+    if name == "ray":
+        need("ray", "ray", "--engine ray", "cluster")
+        from factorized.experiments.reproduce.on_ray import RayEngine
+
+        return RayEngine(address=address, gpus=gpus, cpus=cpus)
+    if name == "slurm":
+        need("submitit", "submitit", "--engine slurm", "cluster")
+        from factorized.experiments.reproduce.on_slurm import SlurmEngine
+
+        if gpus is not None and gpus != int(gpus):
+            raise ValueError(f"--gpus {gpus:g}: Slurm gives whole GPUs; a share of one is for --engine ray")
+        settings = dict(map(_setting, slurm or ()))
+        cluster = settings.pop("cluster", None)
+        whole = 1 if gpus is None else int(gpus)
+        return SlurmEngine(out / "slurm", cluster=cluster, gpus=whole, settings=settings)
+    from factorized.experiments.reproduce.local import LocalEngine
+    from factorized.experiments.training.progress import Reporter
+
+    return LocalEngine(_devices(device, workers), lambda: Reporter(console(quiet=quiet), quiet=quiet))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"--slurm takes a parameter of submitit as KEY=VALUE, such as timeout_min=240; got {text!r}")
+    return key, int(value) if value.isdigit() else value
+
+
+def _devices(device: str | None, workers: int | None) -> list[str]:
+    import torch
+
+    from factorized.experiments.cli.device import pick_device
+
+    every = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if device is None else []
+    every = every or [str(pick_device(device))]
+    return [every[number % len(every)] for number in range(workers or len(every))]

@@ -1,0 +1,143 @@
+"""The tables of a report that show the paper's figures: beside ours, as the paper prints them, and those missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from factorized.experiments.recipes.find import paper_cells
+from factorized.experiments.recipes.tables import Cell
+from factorized.experiments.reproduce.compare import BAND, TRIALS, Comparison
+from factorized.experiments.reproduce.summary import Summary
+from factorized.experiments.reproduce.table import Column, Table, Value
+from factorized.experiments.reproduce.tables import mixed
+from factorized.experiments.reproduce.values import count_value, mean_value, signed_value, slug_of
+
+DASH = "–"
+
+
+def paper_table(comparisons: Sequence[Comparison]) -> Table:
+    """Return the paper's figures beside ours, one row for each that was trained."""
+    columns = (
+        Column("cell", parts=("recipe", "network and data", "method", "column")),
+        Column("paper", number=True, parts=("paper", "paper deviation")),
+        Column("ours", number=True, parts=("ours", "ours deviation")),
+        Column("n", number=True),
+        Column("difference", number=True),
+        Column("in deviations", number=True),
+        Column("verdict"),
+        Column("metric"),
+        Column("table", number=True),
+    )
+    rows, tones = [], []
+    for found in comparisons:
+        if found.variant is None:
+            continue
+        cell, variant = found.cell, found.variant
+        rows.append(
+            (
+                Value(
+                    variant.label,
+                    (variant.name, cell.grid, cell.row, cell.column),
+                    small=f"{cell.grid}: {cell.row}, {cell.column}",
+                    chips=mixed(variant),
+                ),
+                mean_value(found.paper),
+                mean_value(found.ours),
+                count_value(found.ours),
+                signed_value(found.difference),
+                signed_value(found.in_deviations, found.verdict),
+                Value(_verdict(found), (found.verdict,), tone=found.verdict.replace(" ", "-")),
+                Value(cell.metric),
+                Value(str(cell.table), (cell.table,)),
+            )
+        )
+        tones.append(found.verdict.replace(" ", "-"))
+    note = (
+        f"The paper's figures are means of three trials. A figure is within the band if it is at most {BAND:g} of the "
+        "paper's deviations away. Shortened and changed runs are not judged."
+    )
+    return Table("paper", "The paper and ours", columns, rows, note, tones)
+
+
+def grid_tables(comparisons: Sequence[Comparison]) -> list[Table]:
+    """Return the parts of the paper's tables as the paper prints them, with ours above each figure."""
+    trained: dict[str | None, Comparison] = {}
+    for found in comparisons:  # where a recipe was also trained shorter, the whole run is shown
+        known = trained.get(found.cell.recipe)
+        if known is None or (found.variant is not None and found.variant.comparable):
+            trained[found.cell.recipe] = found
+    wanted = {(c.cell.table, c.cell.grid, c.cell.metric) for c in comparisons if c.variant is not None}
+    return [
+        _grid_table(place, list(cells), trained)
+        for place, cells in groupby(paper_cells(), key=lambda cell: (cell.table, cell.grid, cell.metric))
+        if place in wanted
+    ]
+
+
+def _grid_table(
+    place: tuple[int | None, str, str], cells: Sequence[Cell], trained: Mapping[str | None, Comparison]
+) -> Table:
+    number, grid, metric = place
+    names = list(dict.fromkeys(cell.column for cell in cells))
+    by_row: dict[tuple[str, str | None], dict[str, Cell]] = {}
+    for cell in cells:
+        by_row.setdefault((cell.row, cell.source), {})[cell.column] = cell
+    parts = ("ours", "ours deviation", "n", "paper", "paper deviation")
+    columns = [Column("method"), *(Column(n, number=True, parts=tuple(f"{n} {part}" for part in parts)) for n in names)]
+    rows, tones = [], []
+    for (label, source), found in by_row.items():
+        cited = f"quoted from {source}" if source is not None else ""
+        row = [Value(label, small=cited)]
+        for name in names:
+            row.append(_grid_value(found.get(name), trained))
+        rows.append(row)
+        tones.append("quoted" if cited else "")
+    better = "lower" if metric == "error" else "higher"
+    note = f"Ours above, the paper's below; test {metric} in percent, {better} is better. {DASH}: not trained."
+    return Table(slug_of(f"table-{number}-{grid}"), f"Table {number}: {grid}", columns, rows, note, tones)
+
+
+def _grid_value(cell: Cell | None, trained: Mapping[str | None, Comparison]) -> Value:
+    if cell is None:
+        return Value("", (None,))
+    printed = "" if cell.figure is None else str(Summary(cell.figure, cell.deviation, TRIALS))
+    found = trained.get(cell.recipe) if cell.recipe is not None else None
+    if found is None:  # a figure of others
+        return Value(printed, (None, None, None, cell.figure, cell.deviation))
+    ours = found.ours
+    if ours is None:
+        return Value(DASH, (None, None, 0, cell.figure, cell.deviation), small=printed, tone="missing")
+    chips = ("shortened",) if found.verdict == "shortened" else ("changed",) if found.verdict == "changed" else ()
+    best = "best of its size" in (found.variant.marks if found.variant is not None else ())
+    raw = (ours.mean, ours.deviation, ours.n, cell.figure, cell.deviation)
+    return Value(str(ours), raw, f"{printed}, n = {ours.n}", found.verdict, (*chips, *(("best",) if best else ())))
+
+
+def missing_table(comparisons: Sequence[Comparison]) -> Table:
+    """Return the figures of the same tables that nobody has trained yet, with the command that does."""
+    columns = (
+        Column("cell", parts=("recipe", "network and data", "method", "column")),
+        Column("paper", number=True, parts=("paper", "paper deviation")),
+        Column("table", number=True),
+        Column("command"),
+    )
+    rows = [
+        (
+            Value(
+                f"{found.cell.grid}: {found.cell.row}, {found.cell.column}",
+                (found.cell.recipe, found.cell.grid, found.cell.row, found.cell.column),
+            ),
+            mean_value(found.paper),
+            Value(str(found.cell.table), (found.cell.table,)),
+            Value(f"factorized train {found.cell.recipe} --data DIR --seeds 3"),
+        )
+        for found in comparisons
+        if found.variant is None
+    ]
+    return Table("missing", "Missing", columns, rows)
+
+
+def _verdict(found: Comparison) -> str:
+    told = found.variant.shortened if found.variant is not None and found.verdict == "shortened" else ""
+    return f"{found.verdict}{f': {told}' if told else ''}"
