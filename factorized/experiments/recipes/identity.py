@@ -41,6 +41,17 @@ def deciding(recipe: Recipe | TextRecipe | Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def settings(recipe: Recipe | TextRecipe | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that decide what a recipe trains as ``section.field``, such as ``decay.strength``."""
+    found: dict[str, Any] = {}
+    for section, fields in deciding(recipe).items():
+        if isinstance(fields, Mapping):
+            found |= {f"{section}.{name}": value for name, value in fields.items()}
+        else:
+            found[section] = fields
+    return found
+
+
 def _used(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe without fields of [factorize] that its network has no use for."""
     fields = dict(table.get("factorize") or {})

@@ -13,7 +13,7 @@ from factorized.experiments.recipes.identity import RUNS, fingerprint
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.shorten import shorten
 from factorized.experiments.recipes.text import TextRecipe
-from factorized.experiments.reproduce.changes import Changes, as_settings, compare_settings, folder_of, summarize
+from factorized.experiments.reproduce.changes import Changes, as_set, compare_settings, folder_of, summarize
 from factorized.experiments.reproduce.data import data_checksum
 from factorized.experiments.reproduce.runs import Result, Run, read_run
 from factorized.experiments.training.record import write_json
@@ -43,8 +43,8 @@ def add_result(
     settings, changes = compare_settings(run.result, recipe)
     _check_recipe(run, changes, changed=changed)
     _check_data(run, recipe, data, known)
-    kept = _kept(run, settings, as_settings(changes), note)
-    there = results / folder_of(run.name, as_settings(changes)) / f"seed-{run.seed}.json"
+    kept = _kept(run, settings, as_set(changes), note)
+    there = results / folder_of(run.name, as_set(changes)) / f"seed-{run.seed}.json"
     mark = _fingerprint(kept)
     if recipe.shortened_from is not None or (there.exists() and _fingerprint(read_run(there).result) != mark):
         there = there.parent / mark / there.name  # another run than the one that people look for
@@ -95,7 +95,7 @@ def _kept(run: Run, settings: Mapping[str, Any], changes: Sequence[str], note: s
     recipe = dict(run.recipe)
     for section, name in RUNS.items():
         if recipe.get(section, {}).get(name) is not None:
-            recipe[section] = {**recipe[section], name: settings[section][name]}
+            recipe[section] = {**recipe[section], name: settings[f"{section}.{name}"]}
     found["recipe"] = recipe
     if found.get("from_run") is not None:
         found["from_run"] = summarize(found["from_run"])

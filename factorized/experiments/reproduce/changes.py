@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from factorized.experiments.recipes.find import load_any_recipe
-from factorized.experiments.recipes.identity import RUNS, deciding
+from factorized.experiments.recipes.identity import RUNS, settings
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.reproduce.planned import OTHER_RUN
@@ -22,16 +22,18 @@ def compare_settings(result: Mapping[str, Any], recipe: Recipe | TextRecipe) -> 
     A run that it went on from is named by the end of its folder if the recipe says so, wherever that was; otherwise by
     its recipe, changes and seed.
     """
-    ours, its = deciding(recipe), deciding(result["recipe"])
+    ours, its = settings(recipe), settings(result["recipe"])
     began = result.get("from_run")
     for section, name in RUNS.items():
         told = OTHER_RUN.fullmatch(getattr(getattr(recipe, section), name, None) or "")
-        folder = its.get(section, {}).get(name)
+        key = f"{section}.{name}"
+        folder = its.get(key)
         if told is not None and folder is not None and _is_run(folder, began, told, result["seed"]):
-            ours[section][name] = folder
+            ours[key] = folder
         elif name == "from_run" and folder is not None and began is not None:
-            its[section][name] = _name(summarize(began))
-    return its, _differences(ours, its)
+            its[key] = _name(summarize(began))
+    both = ((key, (ours.get(key), its.get(key))) for key in {**ours, **its})
+    return its, {key: (expected, got) for key, (expected, got) in both if expected != got}
 
 
 def summarize(began: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,17 +41,17 @@ def summarize(began: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(began["recipe"], str):
         return {"recipe": began["recipe"], "changes": began.get("changes", []), "seed": began["seed"]}
     _, found = compare_settings(began, load_any_recipe(began["recipe"]["name"]))
-    return {"recipe": began["recipe"]["name"], "changes": as_settings(found), "seed": began["seed"]}
+    return {"recipe": began["recipe"]["name"], "changes": as_set(found), "seed": began["seed"]}
 
 
-def as_settings(changes: Changes) -> list[str]:
+def as_set(changes: Changes) -> list[str]:
     """Return changes as ``--set`` takes them: ``section.field=value``."""
     return [f"{key}={got if isinstance(got, str) else json.dumps(got)}" for key, (_, got) in changes.items()]
 
 
-def folder_of(recipe: str, settings: Sequence[str]) -> str:
-    """Return the folder of a recipe's results with these settings changed: ``bert/small+decay.strength=0.03``."""
-    return "+".join([recipe, *(setting.replace("/", "~").replace("+", "~") for setting in settings)])
+def folder_of(recipe: str, changes: Sequence[str]) -> str:
+    """Return the folder of a recipe's results with these changes: ``bert/small+decay.strength=0.03``."""
+    return "+".join([recipe, *(change.replace("/", "~").replace("+", "~") for change in changes)])
 
 
 def _is_run(folder: str, began: Mapping[str, Any] | None, told: re.Match[str], seed: int) -> bool:
@@ -62,15 +64,3 @@ def _is_run(folder: str, began: Mapping[str, Any] | None, told: re.Match[str], s
 
 def _name(began: Mapping[str, Any]) -> str:
     return f"{folder_of(began['recipe'], began['changes'])}/seed-{began['seed']}"
-
-
-def _differences(ours: Mapping[str, Any], its: Mapping[str, Any]) -> Changes:
-    found: Changes = {}
-    for section in {**ours, **its}:
-        one, other = ours.get(section), its.get(section)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            fields = (name for name in {**one, **other} if one.get(name) != other.get(name))
-            found |= {f"{section}.{name}": (one.get(name), other.get(name)) for name in fields}
-        elif one != other:
-            found[section] = (one, other)
-    return found

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from factorized.experiments.recipes.find import load_any_recipe, recipe_names
-from factorized.experiments.recipes.identity import BESIDE, deciding
+from factorized.experiments.recipes.identity import BESIDE, settings
 from factorized.experiments.recipes.shorten import shortening
 from factorized.experiments.reproduce.chart import Line
 from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, NAMES, Run
@@ -176,13 +176,9 @@ def differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Settings
 
 
 def _settings(recipe: Mapping[str, Any]) -> Settings:
-    found: Settings = {"data.name": recipe.get("data", {}).get("name")}
-    for section, fields in deciding(recipe).items():
-        for name, value in fields.items() if isinstance(fields, Mapping) else (("", fields),):
-            key = f"{section}.{name}" if name else section
-            if not {section, key} & set(NAMES_AND_NOTES) and name not in BESIDE.get(section, ()):
-                found[key] = value
-    return found
+    beside = {*NAMES_AND_NOTES, *(f"{section}.{name}" for section, names in BESIDE.items() for name in names)}
+    found = {key: value for key, value in settings(recipe).items() if not {key, key.partition(".")[0]} & beside}
+    return {"data.name": recipe.get("data", {}).get("name"), **found}
 
 
 def _variant(runs: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Mapping[str, str]) -> Variant:
