@@ -16,6 +16,7 @@ from benchmarks.tables import fill
 from benchmarks.text_figures import FIGURES, FOLDER, panels_of
 from benchmarks.text_runs import RESULTS
 from factorized.experiments.recipes.find import load_any_recipe
+from factorized.experiments.recipes.shorten import shorten
 from factorized.experiments.reproduce.add import add_result
 from factorized.experiments.reproduce.data import data_checksum
 from factorized.experiments.reproduce.runs import read_run
@@ -107,6 +108,17 @@ def test_a_run_that_went_on_from_a_changed_one_is_changed_whatever_the_folder_wa
     changed = taken(results, "squad/bert", from_run=result("bert/small", "decay.strength=0.03"))
     assert planned == results / "squad/bert/seed-0.json"
     assert changed.parent.name == "bert+model.from_run=bert~small~decay.strength=0.03~seed-0"
+
+
+def test_a_shortened_run_may_go_on_from_a_shortened_one_and_a_whole_one_may_not(results: Path) -> None:
+    def shortened(name: str) -> dict[str, Any]:
+        return {**result(name), "recipe": shorten(load_any_recipe(name), 200).to_dict()}
+
+    before = shortened("bert/small")
+    short = taken(results, "squad/bert", **{**shortened("squad/bert"), "from_run": before})
+    whole = taken(results, "squad/bert", from_run=before)
+    assert short.parent.parent == results / "squad/bert"
+    assert whole.parent.name == "bert+model.from_run=bert~small~shortened_from=10000~schedule.updates=200~seed-0"
 
 
 def test_every_result_names_its_commit() -> None:

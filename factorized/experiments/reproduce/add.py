@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from factorized.experiments.data.load import EMBEDDED
-from factorized.experiments.recipes.find import check_recipe, check_text_recipe, load_any_recipe
+from factorized.experiments.recipes.find import check_recipe, check_text_recipe
 from factorized.experiments.recipes.identity import RUNS, fingerprint
 from factorized.experiments.recipes.recipe import Recipe
-from factorized.experiments.recipes.shorten import shorten
 from factorized.experiments.recipes.text import TextRecipe
-from factorized.experiments.reproduce.changes import Changes, as_set, compare_settings, folder_of, summarize
+from factorized.experiments.reproduce.changes import Changes, as_set, compare_settings, folder_of, recipe_of, summarize
 from factorized.experiments.reproduce.data import data_checksum
 from factorized.experiments.reproduce.runs import Result, Run, read_run
 from factorized.experiments.training.record import write_json
@@ -37,11 +36,12 @@ def add_result(
     reader must know of the measurement.
     """
     run = read_run(path)
-    recipe = load_any_recipe(run.name)
-    if run.recipe.get("shortened_from") is not None and run.length is not None:
-        recipe = shorten(recipe, run.length)
+    recipe = recipe_of(run.result)
+    check = check_text_recipe if "task" in run.recipe else check_recipe
+    check(run.recipe, "its recipe")
     settings, changes = compare_settings(run.result, recipe)
-    _check_recipe(run, changes, changed=changed)
+    if changes and not changed:
+        _refuse_changes(run, changes)
     _check_data(run, recipe, data, known)
     kept = _kept(run, settings, as_set(changes), note)
     there = results / folder_of(run.name, as_set(changes)) / f"seed-{run.seed}.json"
@@ -62,16 +62,12 @@ def _fingerprint(result: Result) -> str:
     return fingerprint(result["recipe"], result["data"]["checksum"])
 
 
-def _check_recipe(run: Run, changes: Changes, *, changed: bool) -> None:
-    if changed:
-        check = check_text_recipe if "task" in run.recipe else check_recipe
-        check(run.recipe, "its recipe")
-        return
-    for field, (expected, got) in changes.items():
-        raise ValueError(
-            f"its {field} is {got!r}, and {run.name} has {expected!r}: it is a run of another recipe; --changed takes "
-            "it in beside those of that recipe"
-        )
+def _refuse_changes(run: Run, changes: Changes) -> None:
+    field, (expected, got) = next(iter(changes.items()))
+    raise ValueError(
+        f"its {field} is {got!r}, and {run.name} has {expected!r}: it is a run of another recipe; --changed takes "
+        "it in beside those of that recipe"
+    )
 
 
 def _check_data(run: Run, recipe: Recipe | TextRecipe, data: str | None, known: Sequence[Run]) -> None:

@@ -10,10 +10,18 @@ from typing import Any
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.identity import RUNS, settings
 from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.recipes.shorten import shorten, unit_of
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.reproduce.planned import OTHER_RUN
 
 Changes = dict[str, tuple[Any, Any]]  # "section.field", with the recipe's value and the run's
+
+
+def recipe_of(result: Mapping[str, Any]) -> Recipe | TextRecipe:
+    """Return the shipped recipe that a run names, shortened as the run was."""
+    recipe = load_any_recipe(result["recipe"]["name"])
+    length = result["recipe"].get("schedule", {}).get(unit_of(recipe))
+    return shorten(recipe, length) if _is_shortened(result) and isinstance(length, int) else recipe
 
 
 def compare_settings(result: Mapping[str, Any], recipe: Recipe | TextRecipe) -> tuple[dict[str, Any], Changes]:
@@ -28,7 +36,7 @@ def compare_settings(result: Mapping[str, Any], recipe: Recipe | TextRecipe) -> 
         told = OTHER_RUN.fullmatch(getattr(getattr(recipe, section), name, None) or "")
         key = f"{section}.{name}"
         folder = its.get(key)
-        if told is not None and folder is not None and _is_run(folder, began, told, result["seed"]):
+        if told is not None and folder is not None and _is_run(folder, result, told):
             ours[key] = folder
         elif name == "from_run" and folder is not None and began is not None:
             its[key] = _name(summarize(began))
@@ -36,12 +44,16 @@ def compare_settings(result: Mapping[str, Any], recipe: Recipe | TextRecipe) -> 
     return its, {key: (expected, got) for key, (expected, got) in both if expected != got}
 
 
-def summarize(began: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recipe, changes and seed of the run that another went on from."""
+def summarize(began: Mapping[str, Any], *, shortened: bool = False) -> dict[str, Any]:
+    """Return recipe, changes and seed of the run that another went on from.
+
+    That it was shortened is among its changes, unless ``shortened`` runs are meant.
+    """
     if isinstance(began["recipe"], str):
         return {"recipe": began["recipe"], "changes": began.get("changes", []), "seed": began["seed"]}
-    _, found = compare_settings(began, load_any_recipe(began["recipe"]["name"]))
-    return {"recipe": began["recipe"]["name"], "changes": as_set(found), "seed": began["seed"]}
+    name = began["recipe"]["name"]
+    _, found = compare_settings(began, recipe_of(began) if shortened else load_any_recipe(name))
+    return {"recipe": name, "changes": as_set(found), "seed": began["seed"]}
 
 
 def as_set(changes: Changes) -> list[str]:
@@ -54,12 +66,19 @@ def folder_of(recipe: str, changes: Sequence[str]) -> str:
     return "+".join([recipe, *(change.replace("/", "~").replace("+", "~") for change in changes)])
 
 
-def _is_run(folder: str, began: Mapping[str, Any] | None, told: re.Match[str], seed: int) -> bool:
-    """Return whether a folder, and the run that was in it if that is known, is the one that a recipe names."""
-    wanted = f"seed-{seed if told['seed'] == '{seed}' else told['seed']}"
-    if began is not None and _name(summarize(began)) != f"{told['name']}/{wanted}":
-        return False
-    return re.fullmatch(rf"{re.escape(told['name'])}(-[0-9a-f]{{8}})?/{wanted}", folder) is not None
+def _is_run(folder: str, result: Mapping[str, Any], told: re.Match[str]) -> bool:
+    """Return whether a run went on from what its recipe names, by the folder and by what is known of that run."""
+    seed = result["seed"] if told["seed"] == "{seed}" else int(told["seed"])
+    began = result.get("from_run")
+    if began is not None:
+        before = summarize(began, shortened=_is_shortened(result))
+        if before != {"recipe": told["name"], "changes": [], "seed": seed}:
+            return False
+    return re.fullmatch(rf"{re.escape(told['name'])}(-[0-9a-f]{{8}})?/seed-{seed}", folder) is not None
+
+
+def _is_shortened(result: Mapping[str, Any]) -> bool:
+    return result["recipe"].get("shortened_from") is not None
 
 
 def _name(began: Mapping[str, Any]) -> str:

@@ -156,9 +156,10 @@ def test_a_run_with_other_settings_is_taken_in_beside_those_of_its_recipe_where_
     assert "already holds this run" in cli("results", "add", copy, "--changed").out
 
 
-def test_a_changed_recipe_that_cannot_be_read_is_refused(cli: Cli, copy: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--changed",)])
+def test_a_recipe_that_cannot_be_read_is_refused(cli: Cli, copy: Path, options: tuple[str, ...]) -> None:
     change(copy, lambda found: found["recipe"]["optimizer"].update(rl=0.2))
-    said = cli("results", "add", copy, "--changed")
+    said = cli("results", "add", copy, *options)
     assert (said.code, Path("results").exists()) == (1, False)
     assert "mine.json: not added: its recipe: there is no field 'optimizer.rl'; did you mean 'lr'" in said.out
 
