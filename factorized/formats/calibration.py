@@ -37,12 +37,10 @@ class Moment:
         shape: KernelShape,
     ) -> Tensor:  # like weight
         """Return the weight times the moment: half the gradient of ``Σ ‖weight·x‖²``."""
-        lead, second, *size = shape.weight_shape
-        taps = prod(size)
-        split = weight.reshape(shape.groups, lead // shape.groups, second, taps)
-        matrix = split.transpose(1, 2) if self.transposed else split
-        moved = _times(matrix.reshape(*matrix.shape[:2], -1), self.sums).reshape(matrix.shape)
-        return (moved.transpose(1, 2) if self.transposed else moved).reshape(weight.shape)
+        moved = _times(by_output(weight, shape, self.transposed), self.sums)
+        if not self.transposed:
+            return moved.reshape(weight.shape)
+        return moved.unflatten(2, (shape.out_channels // shape.groups, -1)).transpose(1, 2).reshape(weight.shape)
 
     def of_matrix(self, shape: KernelShape) -> Tensor:  # (groups, side, side), or (1, side)
         """Return the moment for one side of the matrix that the weight is read as: its columns, or its rows.
@@ -59,6 +57,17 @@ class Moment:
     def is_exact(self, shape: KernelShape) -> bool:
         """Return whether ``of_matrix`` sums over nothing."""
         return prod(shape.column_size if self.transposed else shape.row_size) == 1
+
+
+def by_output(
+    weight: Tensor,  # of the shape of the layer's weight
+    shape: KernelShape,
+    transposed: bool,
+) -> Tensor:  # (groups, outputs, inputs)
+    """Return the matrices that inputs are multiplied by."""
+    lead, second, *size = shape.weight_shape
+    split = weight.reshape(shape.groups, lead // shape.groups, second, prod(size))
+    return (split.transpose(1, 2) if transposed else split).flatten(2)
 
 
 def output_error(

@@ -22,20 +22,31 @@ PATCH_ENTRIES = 2**24
 class InputMoments:
     """Adds up the second moment of what one layer is called with.
 
-    ``transposed`` says that the layer keeps its weight as (in, out), like transformers' ``Conv1D``.
+    Args:
+        layer: the dense layer.
+        transposed: whether it keeps its weight as (in, out), like transformers' ``Conv1D``.
+        centered: whether the moment is that around the mean, for a layer whose bias can account for the mean.
     """
 
-    def __init__(self, layer: nn.Module, transposed: bool) -> None:
+    def __init__(self, layer: nn.Module, *, transposed: bool = False, centered: bool = False) -> None:
         self.weight_shape = dense_weight(layer).shape
         self.looks_up = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
         self.transposed = transposed or self.looks_up or isinstance(layer, _ConvTransposeNd)
+        self.centered = centered and not self.looks_up
         self.samples = 0  # inputs seen: tokens, positions of patches, rows looked up
         self.sums = torch.zeros(())  # of the moment's shape from the first call on
+        self.total = torch.zeros(())  # of all inputs, (groups, inputs)
+
+    @property
+    def mean(self) -> Tensor:  # (groups, inputs)
+        """The mean of the inputs, once there are samples."""
+        return self.total / self.samples
 
     @property
     def moment(self) -> Moment:
         """What was collected, once there are samples."""
-        return Moment(self.sums, self.transposed)
+        around = torch.einsum("gi,gj->gij", self.mean, self.total) if self.centered else 0
+        return Moment(self.sums - around, self.transposed)
 
     @property
     def directions(self) -> int:
@@ -60,27 +71,27 @@ class InputMoments:
         x: Tensor,  # (groups, samples, inputs)
     ) -> None:
         x = x if x.dtype == torch.float64 else x.float()
-        self._collect((x.mT @ x).double(), x.shape[1])
+        self._collect((x.mT @ x).double(), x.double().sum(1), x.shape[1])
 
     def _count(self, indices: Tensor, padding: int | None) -> None:
         """Count how often every row is looked up: its inputs are one-hot, so that their moment is diagonal."""
         counts = torch.bincount(indices.reshape(-1), minlength=self.weight_shape[0]).double().unsqueeze(0)
         if padding is not None:
             counts[:, padding] = 0  # bags leave it out
-        self._collect(counts, indices.numel())
+        self._collect(counts, counts, indices.numel())
 
-    def _collect(self, sums: Tensor, samples: int) -> None:
+    def _collect(self, sums: Tensor, total: Tensor, samples: int) -> None:
         self.sums = self.sums.add_(sums) if self.samples else sums
+        self.total = self.total + total if self.samples else total
         self.samples += samples
 
 
 @contextmanager
-def collecting(layers: Mapping[nn.Module, bool]) -> Iterator[dict[nn.Module, InputMoments]]:
-    """Collect the moments of these layers, each with whether it is transposed, in every run of their model inside."""
-    found = {layer: InputMoments(layer, transposed) for layer, transposed in layers.items()}
+def collecting(found: Mapping[nn.Module, InputMoments]) -> Iterator[None]:
+    """Collect the moments of these layers whenever they are called inside."""
     hooks = [layer.register_forward_pre_hook(moments, with_kwargs=True) for layer, moments in found.items()]
     try:
-        yield found
+        yield
     finally:
         for hook in hooks:
             hook.remove()

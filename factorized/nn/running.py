@@ -18,8 +18,8 @@ def run_once(model: nn.Module, example_input: ExampleInput, argument: str = "exa
 
     ``argument`` is what an error calls the input.
     """
-    arguments, keywords = _as_call(example_input, _device_of(model))
     try:
+        arguments, keywords = _as_call(example_input, _device_of(model))
         with torch.no_grad(), evaluation_mode(model), _no_fused_attention():
             model(*arguments, **keywords)
     except Exception as error:

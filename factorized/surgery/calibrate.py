@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from factorized._checks import check_whole
 from factorized.attention.family import is_transposed
-from factorized.formats.calibration import Moment, added
+from factorized.formats.calibration import added, by_output
 from factorized.nn.dense import dense_weight
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import named
@@ -30,8 +31,9 @@ class Calibrated:
 
     Spectral initialization minimizes ``‖W - U Vᵀ‖``; this one minimizes ``E‖(W - U Vᵀ)x‖²`` over the inputs ``x`` that
     the layer has while the model runs on the batches: whitened by their second moment, the weight is truncated by its
-    SVD. The model runs without gradients in evaluation mode, and data is moved to its device. A layer that never runs
-    keeps spectral initialization, and a warning names it; so do the heads of attention that are cut.
+    SVD. The bias of a layer, where it has one to itself, is adjusted to keep the mean of the outputs; then ``x`` is the
+    input less its mean. The model runs without gradients in evaluation mode, and data is moved to its device. A layer
+    that never runs gets spectral initialization, and a warning names it. Heads that are cut get it too.
 
     Args:
         batches: an iterable of batches, such as a ``DataLoader``. A batch is what the model's forward takes: a tensor,
@@ -89,37 +91,70 @@ def calibrate_all(
     calibration: Calibrated,
     plan: Plan,
     dense: Mapping[str, nn.Module],
-    layers: Mapping[str, FactorizedLayer],  # to be filled; layers tied to one of them share its factors
+    layers: Mapping[str, FactorizedLayer],
     count: Count,
-) -> dict[str, tuple[Tensor, ...]]:
-    """Return the calibrated factors of every layer; those of layers that never ran are spectral."""
-    weights = {name: dense_weight(module) for name, module in dense.items()}
+) -> None:
+    """Fill the factors of every layer that is not tied to another, and adjust biases.
+
+    The outputs of a layer with a bias keep their mean, so that its factors need to keep only what varies.
+    """
+    weights = {entry.name: dense_weight(dense[entry.name]) for entry in plan.layers}
     _refuse_meta(weights)
     refuse_not_finite(weights)
-    sharing: dict[str, list[nn.Module]] = {}
+    sharing: dict[str, list[str]] = {}
     for entry in plan.layers:
-        sharing.setdefault(entry.tied_to or entry.name, []).append(dense[entry.name])
-    factors: dict[str, tuple[Tensor, ...]] = {}
+        sharing.setdefault(entry.tied_to or entry.name, []).append(entry.name)
+    held_once = _held_once(model)
+    never_ran: dict[str, FactorizedLayer] = {}
     short: dict[str, InputMoments] = {}
-    for names in _parts(list(layers), calibration.layers_per_pass):
-        with collecting({module: is_transposed(module) for name in names for module in sharing[name]}) as collected:
+    for part in _parts(list(sharing), calibration.layers_per_pass):
+        collected = {
+            name: InputMoments(
+                dense[name],
+                transposed=is_transposed(dense[name]),
+                centered=dense[name]._parameters.get("bias") in held_once,
+            )
+            for leader in part
+            for name in sharing[leader]
+        }
+        with collecting({dense[name]: moments for name, moments in collected.items()}):
             calibration.run(model)
-        for name in names:
-            ran = [collected[module] for module in sharing[name] if collected[module].samples]
+        for leader in part:
+            ran = {name: collected[name] for name in sharing[leader] if collected[name].samples}
             if not ran:
+                never_ran[leader] = layers[leader]
                 continue
-            least = min(ran, key=lambda one: one.samples - one.directions)
-            if least.samples < least.directions:
-                short[name] = least
-            moments = added([one.moment for one in ran])
-            with named(name):
-                _refuse_not_finite_inputs(moments)
-                weight = weights[name].reshape(layers[name].shape.weight_shape)
-                factors[name] = layers[name].format.calibrate(weight, moments)
+            least = min(ran.values(), key=lambda one: one.samples - one.directions)
+            short |= {leader: least} if least.samples < least.directions else {}
+            with named(leader):
+                _fill(layers, leader, weights[leader], ran)
             count.add(1)
-    never_ran = {name: weights[name] for name in layers if name not in factors}
+    for name, cores in decompose_all({name: weights[name] for name in never_ran}, never_ran, count).items():
+        layers[name].set_factors(*cores)
     _warn(short, list(never_ran))
-    return factors | decompose_all(never_ran, layers, count)
+
+
+def _fill(layers: Mapping[str, FactorizedLayer], leader: str, weight: Tensor, ran: Mapping[str, InputMoments]) -> None:
+    """Set the factors of one layer from its weight, and the biases of the layers that share it and ran."""
+    format = layers[leader].format
+    weight = weight.reshape(format.shape.weight_shape)
+    moments = added([one.moment for one in ran.values()])
+    if not all(torch.isfinite(moment.sums).all() for moment in moments):
+        raise ValueError(
+            "its inputs on the batches of init=Calibrated hold NaN or infinite values; nothing was changed"
+        )
+    layers[leader].set_factors(*format.calibrate(weight, moments))
+    lost = weight.double() - format.compose([factor.double() for factor in layers[leader].factors])
+    for name, one in ran.items():
+        bias = layers[name].bias
+        if one.centered and bias is not None:
+            bias.add_((by_output(lost, format.shape, one.transposed) @ one.mean.unsqueeze(-1)).flatten())
+
+
+def _held_once(model: nn.Module) -> set[nn.Parameter | None]:
+    """Return the parameters that only one module holds."""
+    held = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    return {parameter for parameter, times in held.items() if times == 1 and parameter is not None}
 
 
 def _refuse_meta(weights: Mapping[str, Tensor]) -> None:
@@ -131,20 +166,13 @@ def _refuse_meta(weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def _refuse_not_finite_inputs(moments: Sequence[Moment]) -> None:
-    if not all(torch.isfinite(moment.sums).all() for moment in moments):
-        raise ValueError(
-            "its inputs on the batches of init=Calibrated hold NaN or infinite values; nothing was changed"
-        )
-
-
 def _warn(short: Mapping[str, InputMoments], never_ran: Sequence[str]) -> None:
     if short:
         worst = max(short.values(), key=lambda one: one.directions / one.samples)
         warnings.warn(
             f"init=Calibrated: fewer samples than directions in the inputs of {_listed(list(short))}: "
-            f"{worst.samples:,} where at least {worst.directions:,} are needed. Directions that no sample has are kept by the size of "
-            f"their weights; give {-(-worst.directions // worst.samples)} times as many samples",
+            f"{worst.samples:,} where at least {worst.directions:,} are needed. Directions that no sample has are kept "
+            f"by the size of their weights; give {-(-worst.directions // worst.samples)} times as many samples",
             stacklevel=6,
         )
     if never_ran:

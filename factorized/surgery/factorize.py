@@ -118,9 +118,7 @@ def build_layers(
         for name, layer in filled.items():
             layer.set_factors(*factors[name])
     elif isinstance(init, Calibrated):
-        factors = calibrate_all(model, init, plan, dense, filled, count)
-        for name, layer in filled.items():
-            layer.set_factors(*factors[name])
+        calibrate_all(model, init, plan, dense, layers, count)
     elif init is not None:
         refuse_not_finite(weights)  # they are not used, but the user should know of them
         for layer in filled.values():
@@ -147,7 +145,9 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
             continue
         replaced = model.get_submodule(entry.name)
         if isinstance(layer, FactorizedLayer) and layer.bias is not None:
-            layer.bias = replaced.get_parameter("bias")
+            bias = replaced.get_parameter("bias")
+            bias.data.copy_(layer.bias.data)  # calibration may have adjusted it
+            layer.bias = bias
         for name in (entry.name, *entry.aliases):
             model = replace_module(model, name, layer)
     for module, weights in held.items():
