@@ -1,6 +1,7 @@
 """A real headless Chromium for tests, by its debugging protocol over a pipe: no driver and no package is needed.
 
-``FACTORIZED_CHROMIUM`` names the program where it is not on the path; ``none`` leaves out the tests that need it.
+``FACTORIZED_CHROMIUM`` names the program where it is not on the path; then the tests that need it fail without it, and
+are not left out.
 """
 
 from __future__ import annotations
@@ -38,17 +39,12 @@ PATIENCE = 120.0  # seconds for an answer, on a machine that has much else to do
 
 
 def find_chromium() -> str:
-    """Return the path of Chromium; skip where that is asked for, and fail with a remedy where there is none."""
+    """Return the path of Chromium; skip where there is none, and fail where one is named and missing."""
     named = os.environ.get(VARIABLE, "")
-    if named == "none":
-        pytest.skip(f"{VARIABLE}=none")
     found = shutil.which(named) if named else next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.fail(
-            f"there is no {named or 'Chromium'} on the path, and the page of `factorized report` is tested in one: "
-            f"install it (apt-get install chromium), set {VARIABLE} to its path, or leave these tests out by "
-            f"{VARIABLE}=none"
-        )
+        told = pytest.fail if named else pytest.skip
+        told(f"the page of `factorized report` is opened in {named or 'Chromium'}: apt-get install chromium")
     return found
 
 

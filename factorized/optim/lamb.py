@@ -153,8 +153,8 @@ class Lamb(Optimizer):
         roots = torch._foreach_sqrt(second)
         updates: tuple[Tensor, ...] | list[Tensor] = first
         if group["bias_correction"]:
-            torch._foreach_div_(roots, _corrections(steps, beta2, root=True))
-            updates = torch._foreach_div(first, _corrections(steps, beta1, root=False))
+            torch._foreach_div_(roots, _corrections(steps, beta2, group["capturable"], root=True))
+            updates = torch._foreach_div(first, _corrections(steps, beta1, group["capturable"], root=False))
         torch._foreach_add_(roots, group["eps"])
         updates = list(torch._foreach_div(updates, roots))
         self._add_decay(group, parameters, updates)
@@ -162,7 +162,7 @@ class Lamb(Optimizer):
         ratios = self._trust_ratios(group, parameters, updates)
         rate = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
         rate = rate if passed is None else rate * passed
-        torch._foreach_mul_(updates, [ratio * rate for ratio in ratios])
+        torch._foreach_mul_(updates, list((ratios * rate).unbind()))
         torch._foreach_sub_([local_part(parameter) for parameter in parameters], updates)
 
     def _add_decay(self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]) -> None:
@@ -172,14 +172,14 @@ class Lamb(Optimizer):
 
     def _trust_ratios(
         self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]
-    ) -> list[Tensor]:
+    ) -> Tensor:  # (parameters,)
         weight_norms = norms([local_part(parameter) for parameter in parameters], parameters)
         update_norms = norms(updates, parameters)
         both = (weight_norms > 0) & (update_norms > 0)
         ratios = torch.where(both, weight_norms / update_norms, 1.0)
         if group["trust_clip"] is not None:
             ratios = ratios.clamp(max=group["trust_clip"])
-        return list(ratios.unbind())
+        return ratios
 
     def _state_of(self, parameter: nn.Parameter, capturable: bool) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -201,7 +201,9 @@ def _kept(beta: float, passed: Tensor | None) -> float | Tensor:
     return beta if passed is None else torch.where(passed > 0, beta, 1.0)
 
 
-def _corrections(steps: list[Tensor], beta: float, root: bool) -> list[Tensor]:
+def _corrections(steps: list[Tensor], beta: float, capturable: bool, root: bool) -> list[Tensor] | list[float]:
+    if not capturable:  # numbers, with which all tensors are divided at once
+        return [(1 - beta ** max(step.item(), 1)) ** (0.5 if root else 1) for step in steps]
     # In double: 1 - 0.999 keeps only four digits in float32.
     corrections = [1 - beta ** step.double().clamp(min=1) for step in steps]
     return [correction.sqrt() for correction in corrections] if root else corrections

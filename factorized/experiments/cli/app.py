@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from factorized.experiments.cli import compose, data, demo, evaluate, generate, plan, recipes, report, train, translate
+from factorized.experiments.cli import (
+    compose,
+    data,
+    demo,
+    evaluate,
+    generate,
+    plan,
+    recipes,
+    report,
+    reproduce,
+    results,
+    train,
+    translate,
+)
 from factorized.experiments.cli.arguments import examples
 from factorized.experiments.cli.console import say
 from factorized.version import __version__
@@ -18,6 +31,7 @@ app = typer.Typer(
         "factorized demo                                        about a minute, no download",
         "factorized recipes ls cifar10                          what can be trained",
         "factorized train cifar10/resnet32x2-lowrank-0.1-si-fd --data DIR --seeds 3",
+        "factorized reproduce table1 --data DIR --dry-run       the paper's tables, one command each",
         "factorized compose out/digits/resnet8-wide-fd/seed-0 --to onnx",
     ),
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -31,6 +45,8 @@ app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
 app.command("translate", epilog=translate.EXAMPLES)(translate.translate)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)
+app.add_typer(results.app, name="results")
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.add_typer(data.app, name="data")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)

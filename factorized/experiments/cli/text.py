@@ -46,17 +46,25 @@ def load_text(recipe: TextRecipe, data: str | None, *, quiet: bool = False, toke
 
 
 def train_recipe(
-    recipe: TextRecipe, data: str | None, out: Path, device: torch.device, *, quiet: bool, **how: Any
+    recipe: TextRecipe,
+    data: str | None,
+    out: Path,
+    device: torch.device,
+    *,
+    quiet: bool,
+    seeds: Sequence[int],
+    **how: Any,
 ) -> None:
     """Train a recipe of text and show its scores."""
     from factorized.experiments.text.train import train_text
     from factorized.experiments.training.progress import Reporter
 
-    corpus = load_text(recipe, data, quiet=quiet)
-    folder = out / recipe.name
-    results = train_text(
-        recipe, corpus, folder, device=device, reporter=Reporter(console(quiet=quiet), quiet=quiet), **how
-    )
+    folder, results = out / recipe.name, []
+    apart = recipe.of_seed(0) != recipe  # each seed goes on from a run of its own
+    for together in [(seed,) for seed in seeds] if apart else [tuple(seeds)]:
+        of_seed = recipe.of_seed(together[0])
+        corpus, reporter = load_text(of_seed, data, quiet=quiet), Reporter(console(quiet=quiet), quiet=quiet)
+        results += train_text(of_seed, corpus, folder, seeds=together, device=device, reporter=reporter, **how)
     _report(recipe, results, folder)
 
 

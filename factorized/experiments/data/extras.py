@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal
 
-Extra = Literal["vision", "text", "onnx"]
+Extra = Literal["vision", "text", "onnx", "cluster"]
 
 
 def need(module: str, package: str, purpose: str, extra: Extra = "vision") -> Any:

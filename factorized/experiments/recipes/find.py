@@ -6,6 +6,7 @@ import difflib
 import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache, reduce
 from pathlib import Path
 from types import UnionType
@@ -19,6 +20,7 @@ from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.recipes.toml import to_toml
 
 SHIPPED = Path(__file__).parent
+TRAINED_BY = {"table5": "table1", "table6": "table1", "table7": "table2", "table8": "table3"}  # of the appendix
 Table = dict[str, Any]
 Kind = TypeVar("Kind", Recipe, TextRecipe)
 
@@ -37,7 +39,53 @@ def image_recipe_names() -> list[str]:
 @cache
 def paper_cells() -> tuple[Cell, ...]:
     """Return every figure of the paper's tables, its own and those it quotes, with the recipes that aim at them."""
-    return tuple(cell for path in sorted(SHIPPED.glob("*.toml")) for cell in read_cells(path))
+    return tuple(cell for path in sorted(SHIPPED.glob("*.toml")) for cell in _cells_of(path))
+
+
+def table_names() -> list[str]:
+    """Return the tables that hold recipes, such as ``"table1"``: their files' names."""
+    return [path.stem for path in sorted(SHIPPED.glob("*.toml")) if any(cell.recipe for cell in _cells_of(path))]
+
+
+def table_cells(name: str) -> tuple[Cell, ...]:
+    """Return the cells of a table by name, or of the user's own file; an unknown name raises with near ones."""
+    own = Path(name)
+    if own.suffix == ".toml":
+        if not own.is_file():
+            raise ValueError(f"there is no table file {own}")
+        return tuple(read_cells(own))
+    if name in TRAINED_BY:
+        raise ValueError(f"{name} of the paper's appendix shows the runs of {TRAINED_BY[name]}; reproduce that one")
+    if name not in table_names():
+        known = ", ".join(table_names())
+        raise ValueError(f"there is no table {name!r} to train{_nearest(name, table_names())}; there are {known}")
+    return _cells_of(SHIPPED / f"{name}.toml")
+
+
+def cell_recipe(cell: Cell) -> Recipe | TextRecipe:
+    """Return the recipe of a cell that has one, checked."""
+    name = cell.recipe or ""
+    table: Table = {"name": name}
+    for layer in cell.layers:
+        table = merge(table, layer)
+    return check_text_recipe(table, name) if "task" in table else check_recipe(table, name)
+
+
+def table_recipes(name: str, pattern: str = "*") -> list[Recipe | TextRecipe]:
+    """Return the recipes of a table whose names match ``pattern``, such as ``cifar10/*0.1*``, in the table's order."""
+    recipes = {cell.recipe: cell for cell in table_cells(name) if cell.recipe is not None}
+    if not recipes:
+        raise ValueError(f"{name} has no cells to train: a grid with a name has recipes")
+    found = [cell_recipe(cell) for recipe, cell in recipes.items() if fnmatchcase(recipe, pattern)]
+    if not found:
+        near = difflib.get_close_matches(pattern.replace("*", ""), recipes, n=3, cutoff=0.3) or list(recipes)[:3]
+        raise ValueError(f"no cell of {name} matches {pattern!r}; near ones are {', '.join(near)}")
+    return found
+
+
+@cache
+def _cells_of(path: Path) -> tuple[Cell, ...]:
+    return tuple(read_cells(path))
 
 
 @cache

@@ -77,6 +77,7 @@ class Paper(Section):
     table: int | None = Field(default=None, ge=1, le=100)
     figure: int | None = Field(default=None, ge=1, le=100)
     accuracy: float | None = Field(default=None, ge=0, le=100)  # test, percent
+    f1: float | None = Field(default=None, ge=0, le=100)  # of questions
     deviation: float | None = Field(default=None, ge=0, le=100)
 
 
@@ -270,6 +271,7 @@ class Named(Section):
     name: Line = "unnamed"  # also the folder of its runs
     title: Line = ""
     paper: Paper | None = None
+    shortened_from: int | None = Field(default=None, gt=0)  # the epochs or updates of the recipe that this one shortens
 
     @field_validator("name")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 FIGURE = re.compile(r"([+-]?\d+(?:\.\d+)?)(?:±(\d+(?:\.\d+)?))?")
+AIMS = {"accuracy": "accuracy", "F1": "f1"}  # metrics that recipes aim at, and their field of [paper]
 NOTHING, NO_FIGURE = "-", "*"  # the table has nothing there; a recipe is there, and the paper has no figure for it
 Settings = dict[str, Any]  # as in a recipe: the task of text; section, field, value
 
@@ -143,12 +144,23 @@ def _with_recipe(cell: Cell, table: _Table, grid: _Grid, where: str) -> Cell:
     pattern = table.dense if dense else table.recipe
     above: dict[str, Any] = {"title": _fill(pattern.title, grid.title, row.title, column.title, cell, where)}
     if cell.figure is not None:
-        above["paper"] = {"table": cell.table, "accuracy": _accuracy(cell, where), "deviation": cell.deviation}
-    layers: list[Mapping[str, Any]] = [above, table.settings, grid.settings, row.settings, column.settings]
+        above["paper"] = {"table": cell.table, **_aim(cell, cell.figure, where), "deviation": cell.deviation}
+    layers: list[Mapping[str, Any]] = [table.settings, grid.settings, row.settings, column.settings]
     if dense:
         layers = [{key: value for key, value in layer.items() if key != "factorize"} for layer in layers]
+    layers = [
+        _filled(layer, lambda text: _fill(text, grid.name or "", row.name, column.name, cell, where))
+        for layer in layers
+    ]
     name = _fill(pattern.name, grid.name or "", row.name, column.name, cell, where)
-    return replace(cell, recipe=name, layers=tuple(layers))
+    return replace(cell, recipe=name, layers=(above, *layers))
+
+
+def _filled(settings: Any, fill: Callable[[str], str]) -> Any:
+    """Return settings with their words filled in, such as the name of the run that another one goes on from."""
+    if isinstance(settings, Mapping):
+        return {key: _filled(value, fill) for key, value in settings.items()}
+    return fill(settings) if isinstance(settings, str) and "{" in settings else settings
 
 
 def _fill(pattern: str, grid: str, row: str | None, column: str | None, cell: Cell, where: str) -> str:
@@ -165,9 +177,11 @@ def _fill(pattern: str, grid: str, row: str | None, column: str | None, cell: Ce
         ) from None
 
 
-def _accuracy(cell: Cell, where: str) -> float | None:
-    if cell.figure is None or cell.metric == "accuracy":
-        return cell.figure
+def _aim(cell: Cell, figure: float, where: str) -> dict[str, float]:
+    """Return the figure as a recipe has it in its [paper]."""
     if cell.metric == "error":
-        return round(100 - cell.figure, 6)  # 100 - 7.62 is 92.38 but for rounding
-    raise ValueError(f'{where}: recipes aim at an "accuracy" or an "error", got metric = {cell.metric!r}')
+        return {"accuracy": round(100 - figure, 6)}  # 100 - 7.62 is 92.38 but for rounding
+    if cell.metric not in AIMS:
+        known = ", ".join(f'"{metric}"' for metric in ("error", *AIMS))
+        raise ValueError(f"{where}: recipes aim at one of {known}, got metric = {cell.metric!r}")
+    return {AIMS[cell.metric]: figure}

@@ -40,7 +40,7 @@ class TextModel(Section):
     tied: bool = True  # one matrix for embeddings and output
     # spectral: balance the two factors of every head's OV form, which leaves the function as it is
     attention_init: Literal["default", "spectral"] = "default"
-    # of masked and questions: the folder of the run whose model is trained further
+    # of masked and questions: the folder of the run whose model is trained further; {seed} stands for the seed
     from_run: Annotated[Word, AfterValidator(portable)] | None = None
 
     @field_validator("name")
@@ -172,6 +172,13 @@ class TextRecipe(Named):
     optimizer: TextOptimizer = TextOptimizer()
     schedule: TextSchedule = TextSchedule()
     run: TextRun = TextRun()
+
+    def of_seed(self, seed: int) -> Self:
+        """Return the recipe with the run it goes on from named for one seed."""
+        if self.model.from_run is None:
+            return self
+        run = self.model.from_run.replace("{seed}", str(seed))
+        return self.model_copy(update={"model": self.model.model_copy(update={"from_run": run})})
 
     @model_validator(mode="after")
     def _only_fields_of_the_task(self) -> Self:

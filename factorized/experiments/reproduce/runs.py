@@ -84,6 +84,7 @@ class LeftOut:
 
     path: Path
     why: str
+    is_copy: bool = False  # of a run that is on the page
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def read_runs(places: Iterable[Path]) -> Found:
             if known is path:
                 found.runs.append(run)
             elif known.resolve() != path.resolve():
-                found.left_out.append(LeftOut(path, f"the same run as {known}"))
+                found.left_out.append(LeftOut(path, f"the same run as {known}", is_copy=True))
         if place.is_dir():
             found.unfinished += _unfinished(place)
     return found

@@ -142,7 +142,12 @@ def variant_table(variants: Sequence[Variant]) -> Table:
         size = variant.parameters
         rows.append(
             [
-                Value(variant.label, small=_beside_name(variant), chips=(*variant.marks, *_chips(variant))),
+                Value(
+                    variant.label,
+                    (_marked(variant),),
+                    small=_beside_name(variant),
+                    chips=(*variant.marks, *_chips(variant)),
+                ),
                 _mean(variant.score, tone="strong" if variant.marks else ""),
                 *([Value(variant.metric_name)] if several else []),
                 _count(variant.score),
@@ -185,7 +190,7 @@ def run_table(variants: Sequence[Variant]) -> Table:
             commit = str(machine.get("commit") or "")
             rows.append(
                 (
-                    Value(variant.label),
+                    Value(_marked(variant)),
                     Value(str(run.seed), (run.seed,)),
                     Value(variant.metric_name, (run.metric,)),
                     Value(f"{run.score:.2f}", (run.score,)),
@@ -316,6 +321,12 @@ def mixed(variant: Variant) -> tuple[str, ...]:
     versions = {tuple(machine.get(name) for name in (*VERSIONS, "commit")) for machine in machines}
     hardware = {(machine.get("device"), machine.get("processes")) for machine in machines}
     return (*(("mixed versions",) if len(versions) > 1 else ()), *(("mixed hardware",) if len(hardware) > 1 else ()))
+
+
+def _marked(variant: Variant) -> str:
+    """Return the label of a variant, marked where its runs are shortened: CSV has no chips."""
+    told = variant.shortened
+    return variant.label if not told or told in variant.label else f"{variant.label} (shortened: {told})"
 
 
 def _chips(variant: Variant) -> tuple[str, ...]:

@@ -9,20 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from factorized.experiments.models.names import MODELS
 from factorized.experiments.recipes.find import load_any_recipe, recipe_names
-from factorized.experiments.recipes.recipe import is_used_by
+from factorized.experiments.recipes.identity import BESIDE, deciding
+from factorized.experiments.recipes.shorten import shortening
 from factorized.experiments.reproduce.chart import Line
 from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, NAMES, Run
 from factorized.experiments.reproduce.summary import Summary
 
-# what does not decide what a network learns: words, and how often something is computed or written
-BESIDE = frozenset(
-    {
-        *("name", "title", "shortened_from", "data.place", "data.workers", "decay.record_norms", "factorize.execution"),
-        *(f"run.{name}" for name in ("compile", "graph", "evaluate_every", "checkpoint_every", "diagnose")),
-    }
-)
+NAMES_AND_NOTES = ("name", "title", "paper", "shortened_from", "decay.record_norms")  # they change no weight
 Settings = dict[str, Any]  # "section.field" and value
 
 
@@ -182,20 +176,13 @@ def differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Settings
 
 
 def _settings(recipe: Mapping[str, Any]) -> Settings:
-    found = {}
-    for section, fields in recipe.items():
-        if section == "paper":
-            continue
+    found: Settings = {"data.name": recipe.get("data", {}).get("name")}
+    for section, fields in deciding(recipe).items():
         for name, value in fields.items() if isinstance(fields, Mapping) else (("", fields),):
-            found[f"{section}.{name}" if name else section] = value
-    scheme, model = found.get("factorize.scheme", "none"), found.get("model.name")
-    beside = BESIDE | ({"factorize.attention"} if model in MODELS else set())  # none of those has any
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in found.items()
-        if key not in beside
-        and (key == "factorize.scheme" or not key.startswith("factorize.") or is_used_by(scheme, key.partition(".")[2]))
-    }
+            key = f"{section}.{name}" if name else section
+            if not {section, key} & set(NAMES_AND_NOTES) and name not in BESIDE.get(section, ()):
+                found[key] = value
+    return found
 
 
 def _variant(runs: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Mapping[str, str]) -> Variant:
@@ -204,10 +191,11 @@ def _variant(runs: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Mappi
     shipped = first.name in recipe_names()
     base = load_any_recipe(first.name).to_dict() if shipped else alike[0].recipe
     changes = differences(first.recipe, base)
-    shortened = ""
+    shortened = shortening(first.recipe)
     ends = base.get("schedule", {}).get(f"{first.by}s")
     if shipped and isinstance(ends, int) and isinstance(first.length, int) and first.length < ends:
         shortened = f"{first.length:,} of {ends:,} {first.by}s"
+    if shortened:
         changes = {key: value for key, value in changes.items() if not key.startswith("schedule.")}
     label = labels.get(first.name, first.name)
     if len(alike) > 1:

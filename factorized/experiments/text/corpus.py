@@ -65,6 +65,11 @@ def load_corpus(
             os.close(descriptor)
 
 
+def corpus_checksum(recipe: TextRecipe, folder: Path | None) -> str:
+    """Return the checksum that the recipe's text has in a result; nothing is tokenized."""
+    return survey(find_parts(recipe.data, recipe.task, folder), silent)[0]
+
+
 def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progress, tokenizer: Any) -> Corpus:
     data, task = recipe.data, recipe.task
     if isinstance(data.vocabulary, str):

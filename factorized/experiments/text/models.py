@@ -39,7 +39,7 @@ def build_text_model(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of a Hugging Face model, of its name in a recipe."""
+    """Return the folder of a Hugging Face model that a recipe names as ``hf:FOLDER``."""
     return Path(name.removeprefix("hf:")).expanduser()
 
 

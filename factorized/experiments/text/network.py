@@ -1,4 +1,4 @@
-"""From a recipe of text to what is trained: the network, factorized, and an optimizer that decays it."""
+"""What a recipe of text trains: its network, factorized, and its optimizer, with the decay attached."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -19,6 +21,8 @@ from torch.optim import Optimizer
 
 from factorized.surgery.state import distinct_tensors, gathered, plain_state
 
+SHARDS = Version("5.22")  # 5.17 lacks what TextTrainer sets; those between were not tried
+
 
 def shard(model: Any, device: torch.device) -> None:
     """Split a transformers model over all processes, the parameters of each layer together, and move it to ``device``.
@@ -26,6 +30,11 @@ def shard(model: Any, device: torch.device) -> None:
     A layer's parameters are gathered while it runs. All that belongs to no layer, such as embeddings and what is tied
     to them, is gathered for as long as the model runs.
     """
+    if Version(transformers.__version__) < SHARDS:
+        raise ValueError(
+            f"run.shard = true needs transformers {SHARDS} or newer, whose Trainer leaves a split network alone, got "
+            f"{transformers.__version__}; pip install -U transformers"
+        )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)

@@ -1,4 +1,4 @@
-"""What the trainer asks of a task: examples, batches and scores."""
+"""The interface of tasks: examples, batches, the loss and scores; and helpers that tasks share."""
 
 from __future__ import annotations
 

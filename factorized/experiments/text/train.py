@@ -126,6 +126,21 @@ def _train_one(
         peak = torch.cuda.max_memory_allocated(processes.device) if on_cuda else None
         if watch.stopped:
             raise Interrupted(stop.number or signal.SIGTERM)
+    measured = {
+        "seconds": seconds,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "tokens_per_second": watch.tokens / watch.seconds if watch.tokens else None,
+        "peak_memory": peak,
+        "history": history,
+    }
+    return _finish(task, trainer, run, seed, processes, measured)
+
+
+def _finish(
+    task: TextTask, trainer: TextTrainer, run: Path, seed: int, processes: Processes, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """Test and save a trained network, write the result, and return it."""
+    recipe = task.recipe
     with trainer.plain_network() as network:
         scores = task.test(network)
     result = {
@@ -135,23 +150,19 @@ def _train_one(
         "from_run": None if recipe.model.from_run is None else origin(recipe.model.from_run),
         "score": task.score,
         "scores": scores,
-        "parameters": count_parameters(model),
-        "seconds": seconds,
-        "tokens": trainer.state.num_input_tokens_seen,
-        "tokens_per_second": watch.tokens / watch.seconds if watch.tokens else None,
-        "peak_memory": peak,
+        "parameters": count_parameters(network),
         "machine": {
             **describe_machine(processes.device),
             "transformers": transformers.__version__,
             "processes": processes.count,
         },
         "data": {"name": task.corpus.name, "checksum": task.corpus.checksum},
-        "layers": layer_rows(model) if processes.count == 1 else [],  # sharded weights would have to be gathered
-        "history": history,
+        "layers": [] if recipe.run.shard else layer_rows(network),  # sharded weights would have to be gathered
+        **measured,
     }
     with writing(run), quiet(transformers):
         if processes.is_first or recipe.run.shard:
-            result["files"] = save_text_model(model, task.tokenizer, run, first=processes.is_first)
+            result["files"] = save_text_model(network, task.tokenizer, run, first=processes.is_first)
         if processes.is_first:
             write_json(run / RESULT, result)  # written last: if it exists, everything else does
             shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
@@ -173,7 +184,7 @@ def _history(run: Path, checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def _begin(run: Path, recipe: TextRecipe, seed: int, corpus: Corpus, resume: bool) -> None:
-    """Note what is trained in ``run``; where that is resumed, compare."""
+    """Write down what is trained in ``run``; a resumed run must be of the same recipe, seed and data."""
     table = recipe.to_dict()
     began = {"recipe": table, "seed": seed, "data": corpus.checksum}
     if resume and (run / BEGUN).is_file():

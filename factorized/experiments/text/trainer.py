@@ -1,4 +1,4 @@
-"""The loop of text: transformers' Trainer with a recipe's optimizer, batches and scores."""
+"""transformers' Trainer for text: with a recipe's optimizer, a task's batches, loss and scores, and sharding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 def training_arguments(
     recipe: TextRecipe, folder: Path, seed: int, device: torch.device, processes: int
 ) -> TrainingArguments:
-    """Return the settings of transformers' Trainer that a recipe comes to."""
+    """Return a recipe as arguments of transformers' Trainer."""
     run, schedule = recipe.run, recipe.schedule
     each = 1 if recipe.task == "translation" else run.batch // run.accumulate
     if each % processes and recipe.task != "translation":
@@ -44,7 +44,6 @@ def training_arguments(
         per_device_train_batch_size=max(1, each // processes),
         gradient_accumulation_steps=run.accumulate,
         max_grad_norm=recipe.optimizer.clip or 0.0,
-        label_smoothing_factor=run.label_smoothing,
         bf16=run.precision == "bfloat16" or (run.precision == "auto" and device.type == "cuda"),
         torch_compile=run.compile,
         use_cpu=device.type == "cpu",
@@ -66,26 +65,27 @@ def training_arguments(
 
 
 class TextTrainer(Trainer):
-    """transformers' Trainer, on the examples and by the figures of a task."""
+    """transformers' Trainer on the examples of a task, with its loss and its scores."""
 
     def __init__(self, task: TextTask, model: nn.Module, arguments: TrainingArguments, watch: TrainerCallback) -> None:
         self.task, self.network, self.sharded = task, model, task.recipe.run.shard
+        loss = torch.compile(task.loss) if task.recipe.run.compile else task.loss
         super().__init__(
             model=model,
             args=arguments,
             data_collator=task.collate,
             train_dataset=task.examples,
             eval_dataset=task.examples,  # not read: ``evaluate`` asks the task
-            compute_loss_func=task.loss if task.predicts_tokens else None,
+            compute_loss_func=loss if task.predicts_tokens else None,
             callbacks=[watch],
         )
         self.model_accepts_loss_kwargs = False  # most models take the number of labels and do not divide by it
         self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
-        """Return the recipe's optimizer, its decay attached; the network is sharded before, if it is to be.
+        """Return the recipe's optimizer, its decay attached; with ``run.shard``, shard the network first.
 
-        A checkpoint's weights have been loaded by then, so that they are the same files with and without sharding.
+        By then the weights of a checkpoint have been loaded: they are the same file with and without sharding.
         """
         if self.optimizer is None:
             if self.sharded:
@@ -103,7 +103,7 @@ class TextTrainer(Trainer):
         return self.lr_scheduler
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the batches of the task, where it makes its own."""
+        """Return the batches that the task makes itself, or else Trainer's."""
         sampler = self.task.batches(self.args.seed, self.args.gradient_accumulation_steps * self.args.world_size)
         if sampler is None:
             return super().get_train_dataloader()
@@ -125,8 +125,8 @@ class TextTrainer(Trainer):
 
     @contextmanager
     def plain_network(self) -> Iterator[nn.Module]:
-        """Give the network as it was made, in float32 and not compiled, which ``run.precision`` does not change."""
-        autocasting = self.network.__dict__.pop("forward", None)  # accelerate puts it before the method of the class
+        """Yield the network without autocast, neither compiled nor in DDP: what is measured is what is saved."""
+        autocasting = self.network.__dict__.pop("forward", None)  # accelerate's, which hides the method of the class
         try:
             yield self.network
         finally:
@@ -201,7 +201,7 @@ class Watch(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> TrainerControl:
-        """Ask for a checkpoint and an end where a signal came."""
+        """Ask for a checkpoint and an end after a signal."""
         asked = self.processes.asked_to_stop(self.stop, state.global_step)
         if asked and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = self.stopped = True

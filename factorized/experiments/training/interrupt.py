@@ -18,7 +18,10 @@ class Interrupted(Exception):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
+        self.number, self.exit_code = number, 128 + number
+
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[int]]:
+        return type(self), (self.number,)  # from one process to another
 
 
 class StopRequest:

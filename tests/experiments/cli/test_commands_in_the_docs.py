@@ -28,6 +28,8 @@ VERBS = [
     "data ls",
     "report",
     "demo",
+    "reproduce",
+    "results add",
 ]
 
 

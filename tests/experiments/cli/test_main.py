@@ -39,6 +39,9 @@ VERBS = [
     ["data"],
     ["data", "prepare"],
     ["data", "ls"],
+    ["reproduce"],
+    ["results"],
+    ["results", "add"],
     ["report"],
     ["demo"],
 ]

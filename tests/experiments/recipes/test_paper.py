@@ -9,8 +9,15 @@ from collections import Counter
 
 import pytest
 
-from factorized.experiments.recipes.find import image_recipe_names, load_recipe, paper_cells
+from factorized.experiments.recipes.find import (
+    image_recipe_names,
+    load_any_recipe,
+    load_recipe,
+    paper_cells,
+    recipe_names,
+)
 from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.recipes.text import TextRecipe
 
 OURS = {name: load_recipe(name) for name in image_recipe_names()}
 CELLS = paper_cells()
@@ -28,7 +35,8 @@ def test_every_figure_of_the_papers_tables_is_there() -> None:
         (3, "training parameters (M)", False): 2 * 3 * 7,
         (3, "testing parameters (M)", False): 2 * 3 * 7,
         (3, "testing parameters (M)", True): 2 * 3,
-        (4, "", False): 7 * 3,
+        (4, "F1", False): 7,
+        (4, "", False): 7 * 2,
         (5, "accuracy", True): 3 * (2 + 10 * 3) + 2 * 2 * 3,  # two baselines, ten methods; two more on CIFAR
         (6, "accuracy", True): 3 * (2 + 10 * 3) + 2 * 2 * 3 - 1,  # one is N/A
         (8, "training time (hours)", False): 2 * 3 * 7,
@@ -49,7 +57,8 @@ def test_every_figure_of_the_papers_tables_is_there() -> None:
         (3, "accuracy", "CIFAR-100", "110", "deep FD", 74.17, 0.23, None),
         (3, "accuracy", "CIFAR-100", "56", "DO-Conv", 70.78, None, "cao:20"),
         (3, "training parameters (M)", "CIFAR-10", "110", "wide FD", 10.39, None, None),
-        (4, "", "BERT large", "FLAMBé (SI & FD), 0.5", "F1", 90.55, None, None),
+        (4, "F1", "BERT large", "FLAMBé (SI & FD), 0.5", "F1", 90.55, None, None),
+        (4, "", "BERT base", "LAMB, 0.5", "EM", 79.83, None, None),
         (5, "accuracy", "VGG-19 NFC on CIFAR-10", "LR Rewinding (renda:20)", "0.02", 10.0, 0.0, "su:20"),
         (6, "accuracy", "ResNet-32x2 on CIFAR-100", "baseline", "uncompressed", 74.57, None, "su:20"),
         (8, "training time (hours)", "CIFAR-10", "56", "full FD", 2.22, 0.07, None),
@@ -115,8 +124,31 @@ def test_every_cell_of_the_papers_own_has_a_recipe_with_its_figure() -> None:
 
 
 def test_no_other_recipe_claims_a_figure_of_a_table() -> None:
-    claimed = {name for name, recipe in OURS.items() if recipe.paper and recipe.paper.table}
+    every = {name: load_any_recipe(name) for name in recipe_names()}
+    claimed = {name for name, recipe in every.items() if recipe.paper and recipe.paper.table}
     assert claimed == {cell.recipe for cell in CELLS if cell.recipe and cell.figure is not None}
+
+
+def test_every_row_of_table_4_fine_tunes_a_bert_that_was_pre_trained_as_it_says() -> None:
+    rows = [cell for cell in CELLS if cell.metric == "F1" and cell.figure is not None]
+    assert len(rows) == 7
+    for cell in rows:
+        recipe = load_any_recipe(cell.recipe or "")
+        assert isinstance(recipe, TextRecipe)
+        assert recipe.paper is not None
+        assert (recipe.paper.table, recipe.paper.f1) == (4, cell.figure)
+        assert (recipe.optimizer.lr, recipe.run.batch, recipe.schedule.updates) == (3e-5, 32, 5530)
+        optimizer, rate = cell.row.split(", ")
+        second = load_any_recipe((recipe.model.from_run or "").removeprefix("out/").removesuffix("/seed-{seed}"))
+        first = load_any_recipe(second.name.removesuffix("-phase2"))
+        assert isinstance(first, TextRecipe)
+        assert isinstance(second, TextRecipe)
+        assert second.model.from_run == f"out/{first.name}/seed-{{seed}}"
+        for phase in (first, second):
+            assert phase.optimizer.name == ("flambe" if "FLAMBé" in optimizer else "lamb")
+            assert phase.decay.kind == ("frobenius" if "FD" in optimizer else "weight")
+            assert (phase.factorize.rank_scale or 1.0) == float(rate)
+            assert phase.model.hidden == (1024 if cell.grid == "BERT large" else 768)
 
 
 def learning_rates(recipe: Recipe) -> list[tuple[int, float]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from factorized.experiments.recipes.find import table_cells, table_names, table_recipes
 from factorized.experiments.recipes.tables import read_cells
 
 TABLE = """
@@ -59,6 +61,53 @@ def test_cells_of_the_papers_own_are_recipes_and_quoted_ones_are_not(tmp_path: P
     )
 
 
+def test_settings_may_hold_the_names_of_grid_row_and_column(tmp_path: Path) -> None:
+    text = TABLE.replace('kind = "frobenius"', 'norms = "out/{grid}-{row}{column}/seed-{{seed}}"')
+    cell = read_cells(write(tmp_path, text))[2]
+    assert cell.layers[3] == {"decay": {"norms": "out/mine/net-fd-si/seed-{seed}"}}
+
+
+def test_a_table_is_found_by_its_name_or_file(tmp_path: Path) -> None:
+    assert table_names() == ["bert", "figure5", "language", "table1", "table2", "table3", "table4"]
+    assert [cell.row for cell in table_cells(str(write(tmp_path, TABLE)))] == ["FD", "FD", "FD", "Pruning"]
+    assert len(table_recipes("table3")) == 2 * 4 * 7
+    names = [recipe.name for recipe in table_recipes("table1", "cifar10/resnet32x2*0.1*")]
+    assert names == [f"cifar10/resnet32x2-lowrank-0.1{way}" for way in ("", "-si", "-fd", "-si-fd")]
+
+
+def test_the_example_of_an_own_table_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/reproduce.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    recipes = {recipe.name: recipe for recipe in table_recipes(str(write(tmp_path, example)))}
+    assert list(recipes) == [f"own/digits-{kind}-{strength}" for kind in ("wd", "fd") for strength in ("1e-4", "1e-3")]
+    assert recipes["own/digits-fd-1e-3"].decay.kind == "frobenius"
+    assert recipes["own/digits-fd-1e-3"].decay.strength == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("table", "cells", "message"),
+    [
+        (
+            "tabel3",
+            "*",
+            "there is no table 'tabel3' to train; did you mean 'table3'.; there are bert, figure5, .*table4",
+        ),
+        ("table9", "*", "there is no table 'table9' to train"),
+        ("table7", "*", "table7 of the paper's appendix shows the runs of table2; reproduce that one"),
+        ("no.toml", "*", "there is no table file no.toml"),
+        (
+            "table3",
+            "cifar10/resnet33*",
+            "no cell of table3 matches 'cifar10/resnet33.'; near ones are cifar10/resnet32",
+        ),
+        ("table3", "imagenet/*", "no cell of table3 matches 'imagenet/.'; near ones are "),
+    ],
+)
+def test_an_unknown_table_or_cell_lists_near_ones(table: str, cells: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        table_recipes(table, cells)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -68,7 +117,12 @@ def test_cells_of_the_papers_own_are_recipes_and_quoted_ones_are_not(tmp_path: P
         ("{ FD = ", "{ DF = ", r"row 'DF', column 'whole': \[rows\] does not say what 'DF' trains; it has FD"),
         ('["whole",', '["hole",', r"\[columns\] does not say what 'hole' trains; it has whole, other, SI"),
         ("{grid}-{row}", "{gird}-{row}", "expected a pattern with {grid}, {row} and {column} in it, got '{gird}-"),
-        ('"error"', '"time"', 'recipes aim at an "accuracy" or an "error", got metric = \'time\''),
+        ('"error"', '"time"', 'recipes aim at one of "error", "accuracy", "F1", got metric = \'time\''),
+        (
+            'name = "resnet8"',
+            'name = "{resnet}"',
+            "expected a pattern with {grid}, {row} and {column} in it, got '{res",
+        ),
         ('-{row}{column}"', '"', "expected one cell for each recipe, got several for mine/net"),
         ("table = 7", "table = 'seven'", "table: .*valid integer, got 'seven'"),
         ('title = "Net"', 'titel = "Net"', "grid.0.title: Field required.*grid.0.titel: Extra inputs"),

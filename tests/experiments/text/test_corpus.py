@@ -11,9 +11,10 @@ import pytest
 
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.text import text_files, tokens
-from factorized.experiments.text.corpus import load_corpus
+from factorized.experiments.text.corpus import corpus_checksum, load_corpus
 from factorized.experiments.text.tokenizer import BERT
 from tests.experiments.text.small import BY_TASK, SMALL, WORDS, files, small
+from tests.experiments.text.small_squad import recipe_of, write_squad
 
 MEGABYTE = 2**20
 
@@ -40,7 +41,7 @@ def test_a_text_larger_than_the_memory_it_may_take_is_packed(
     assert peak < MEGABYTE
     held, kept = (corpus.texts[part][0] for part in ("validation", "train"))
     assert held.words + kept.words == pytest.approx(100 * repeats, rel=1e-3)  # a cut may go through a word
-    assert isinstance(kept.tokens, np.memmap)
+    assert isinstance(kept.tokens.base, np.memmap)
 
 
 def test_the_stages_are_reported(tmp_path: Path) -> None:
@@ -64,3 +65,11 @@ def test_a_model_from_a_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
     learned.tokenizer.save_pretrained(tmp_path / "network")
     with pytest.raises(ValueError, match="has neither eos_token nor sep_token to end a text with; give it one"):
         small("language", tmp_path, *named)
+
+
+@pytest.mark.parametrize("name", ["squad/small", "translation/numbers"])
+def test_the_checksum_of_a_text_is_known_without_tokenizing_it(tmp_path: Path, name: str) -> None:
+    recipe: Any = recipe_of() if name == "squad/small" else load_any_recipe(name)
+    folder = write_squad(tmp_path / "squad") if name == "squad/small" else None
+    checksum = corpus_checksum(recipe, folder)
+    assert checksum == load_corpus(recipe, folder, tmp_path / "cache").checksum

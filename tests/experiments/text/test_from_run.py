@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from factorized.experiments.cli.text import plan_recipe
+from factorized.experiments.cli.text import plan_recipe, train_recipe
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.text.corpus import load_corpus
 from factorized.experiments.text.network import build_text_network
-from factorized.experiments.text.trained import load_text_run
+from factorized.experiments.text.trained import load_text_run, read_text_result
 from factorized.experiments.training.record import write_json
 from factorized.formats.product import LowRank
 from factorized.surgery.compose import is_factorized
@@ -118,3 +119,21 @@ def test_a_run_that_pretrained_nothing_is_refused(tmp_path: Path) -> None:
     write_json(run / "result.json", {key: value for key, value in result.items() if key != "checksum"})
     with pytest.raises(ValueError, match=r"is a run of task 'language'; give one of task 'masked'"):
         build_text_network(recipe_of({"model": {"from_run": str(run)}}), None, seed=0)
+
+
+def test_each_seed_of_a_recipe_goes_on_from_the_run_of_that_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FACTORIZED_DATA", str(tmp_path / "data"))
+    run = pretrained_run(tmp_path)
+    for seed in (0, 2):
+        shutil.copytree(run, tmp_path / f"runs/seed-{seed}")
+    recipe = recipe_of({"model": {"from_run": str(tmp_path / "runs/seed-{seed}")}})
+    where = (str(tmp_path / "squad"), tmp_path / "out", torch.device("cpu"))
+    train_recipe(recipe, *where, quiet=True, seeds=(0, 2), resume=False, overwrite=False)
+    assert "(n = 2)" in capsys.readouterr().out
+    for seed in (0, 2):
+        result = read_text_result(tmp_path / "out" / recipe.name / f"seed-{seed}")
+        assert result["recipe"]["model"]["from_run"].endswith(f"runs/seed-{seed}")
+    with pytest.raises(ValueError, match=r"runs/seed-1': there is no .*; give the folder of a finished run"):
+        train_recipe(recipe, *where, quiet=True, seeds=(1,), resume=False, overwrite=False)

@@ -26,6 +26,7 @@ from tests.experiments.text.sharded_worker import mask_every_third
 from tests.experiments.text.small import BY_TASK, SMALL, small
 from tests.experiments.text.small_squad import TINY, small_corpus
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, where it compiles what follows a graph
 TASKS = ("language", "masked", "translation", "questions")
 
 
@@ -125,7 +126,6 @@ def graphs() -> Iterator[Any]:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("same_inputs")
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, tracing across a break of the graph
 def test_a_compiled_network_learns_what_an_eager_one_does(tmp_path: Path, task: str, graphs: Any) -> None:
     results = []
     for compile in (False, True):
@@ -147,7 +147,6 @@ def _compile_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, tracing across a break of the graph
 def test_batches_of_many_shapes_compile_a_few_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: Any
 ) -> None:

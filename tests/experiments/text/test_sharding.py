@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
 from factorized.experiments.text import masked
@@ -79,6 +80,12 @@ def test_every_layer_of_encoder_and_decoder_is_a_group_and_the_rest_is_one(tmp_p
     shard(model, torch.device("cpu"))
     groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     assert groups == ["", *(f"model.{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(2))]
+
+
+def test_a_trainer_that_would_wrap_a_sharded_network_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factorized.experiments.text.sharding.SHARDS", Version("99.1"))
+    with pytest.raises(ValueError, match=r"run\.shard = true needs transformers 99\.1 or newer.*; pip install"):
+        shard(torch.nn.Linear(2, 2), torch.device("cpu"))
 
 
 def test_a_single_process_does_not_shard(tmp_path: Path) -> None:

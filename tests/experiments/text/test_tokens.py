@@ -83,7 +83,8 @@ def test_packed_texts_are_those_that_were_given_with_an_end_and_are_made_once(tm
     for number, text in enumerate(TEXTS):
         assert packed[number][-1] == 2
         assert tokenizer.decode(packed[number][:-1]) == text
-    assert isinstance(packed.tokens, np.memmap)
+    assert isinstance(packed.tokens.base, np.memmap)
+    assert type(packed.tokens) is np.ndarray
     assert packed.lengths.sum() == len(packed.tokens)
 
     def unread() -> list[tuple[str]]:

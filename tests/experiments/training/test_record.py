@@ -5,6 +5,8 @@ import math
 import signal
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +144,12 @@ def test_tensorboard_shows_every_number_of_every_epoch_once(run: Path) -> None:
         assert [value for _, value in points] == pytest.approx([row[name] for row in rows], rel=1e-6)
 
 
-def test_curves_of_an_epoch_that_is_trained_again_are_replaced(tmp_path: Path) -> None:
+def test_curves_of_an_epoch_that_is_trained_again_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # TensorBoard orders its files by the second they were begun in
+    began = time.time()
+    clock = (began + seconds for seconds in count())
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time.time", lambda: next(clock))
+
     def row(epoch: int, loss: float) -> dict[str, Any]:
         return {"epoch": epoch, "loss": loss}
 

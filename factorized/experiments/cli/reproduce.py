@@ -1,0 +1,308 @@
+"""``factorized reproduce``: the runs of a table, those that are missing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, examples
+from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from factorized.experiments.reproduce.engine import Engine
+    from factorized.experiments.reproduce.job import Outcome
+    from factorized.experiments.reproduce.planned import PlannedRun, Planner
+    from factorized.experiments.reproduce.row import Row
+    from factorized.experiments.reproduce.runs import Run
+
+EXAMPLES = examples(
+    "factorized reproduce table3 --data DIR --dry-run",
+    "factorized reproduce table1 --data DIR --cells 'cifar10/resnet32x2*0.1*' --seeds 1",
+    "factorized reproduce table3 --data DIR --epochs 5",
+    "factorized reproduce figure5 --data DIR --cells 'translation/tatoeba*' --updates 200",
+    "factorized reproduce table1 --data DIR --engine ray --gpus 0.5",
+    "factorized reproduce table1 --data DIR --engine slurm --slurm slurm_partition=gpu --slurm timeout_min=240",
+)
+
+
+def complete_table(incomplete: str) -> list[str]:
+    """Return the tables that start with the given text."""
+    from factorized.experiments.recipes.find import table_names
+
+    return [name for name in table_names() if name.startswith(incomplete)]
+
+
+Table = Annotated[
+    str,
+    typer.Argument(
+        metavar="TABLE",
+        help="table1 to table4, figure5, bert, language, or the path of your own table's .toml file.",
+        autocompletion=complete_table,
+        show_default=False,
+    ),
+]
+
+
+def reproduce(
+    table: Table,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="The folder of data sets; without it $FACTORIZED_DATA, else ./data.",
+            show_default=False,
+        ),
+    ] = None,
+    cells: Annotated[str, typer.Option(metavar="GLOB", help="Only recipes whose names match.")] = "*",
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds 0 to N-1 of every recipe.")] = 3,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shorten runs on images; they are marked as shortened.", show_default=False),
+    ] = None,
+    updates: Annotated[
+        int | None, typer.Option(min=1, help="Shorten runs on text, marked likewise.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and how long it takes.")] = False,
+    out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME-FINGERPRINT/seed-SEED.")] = Path("out"),
+    results: Annotated[
+        Path, typer.Option(help="Results from elsewhere, which count as finished; see `factorized results add`.")
+    ] = Path("results"),
+    engine: Annotated[
+        Literal["local", "ray", "slurm"], typer.Option(help="What runs them: this machine or a cluster.")
+    ] = "local",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|cuda:1",
+            help="local: where to compute; on all GPUs unless given.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="local: processes; one for each GPU unless given.", show_default=False),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="ray: of a running cluster; without it, one is started here.", show_default=False)
+    ] = None,
+    gpus: Annotated[
+        float | None,
+        typer.Option(min=0, max=64, help="ray, slurm: GPUs of a run; ray takes a share.", show_default=False),
+    ] = None,
+    cpus: Annotated[float, typer.Option(min=0.1, max=1024, help="ray: CPU cores of a run.")] = 1.0,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="slurm: a parameter of submitit.", show_default=False),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Do the runs of a table that are missing, and show ours beside the paper's figures.
+
+    What is finished is never repeated, and what was stopped is resumed: give the same command again. A changed recipe
+    is another run. The exit code is 1 if a run failed or its data are missing.
+    """
+    from factorized.experiments.recipes.find import table_recipes
+    from factorized.experiments.reproduce.carry_out import carry_out
+    from factorized.experiments.reproduce.planned import Planner, check_length, in_waves
+
+    recipes = table_recipes(table, cells)
+    length = check_length(recipes, epochs, updates)
+    if data is not None and not Path(data).expanduser().is_dir():
+        raise ValueError(f"--data: there is no folder {data}; give the folder that holds the data sets")
+    _check_options(engine, device=device, workers=workers, address=address, gpus=gpus, slurm=slurm)
+    own = {recipe.name: recipe for recipe in table_recipes(table)} if table.endswith(".toml") else {}
+    with progress_bar(quiet=quiet):
+        planner = Planner(out, data, _finished(out, results), length, own)
+        rows = _rows(planner, recipes, seeds)
+    waves = in_waves((run for row in rows for run in row.runs), data)
+    if dry_run:
+        _print_plan(rows, planner.finished, device)
+        return
+    count = sum(len(job.seeds) for jobs in waves for job in jobs)
+    say(f"{table}: {_count(len(rows), 'recipe')}, {_count(seeds, 'seed')} each; {_count(count, 'run')} to do")
+    chosen = _engine(
+        engine, out, device=device, workers=workers, address=address, gpus=gpus, cpus=cpus, slurm=slurm, quiet=quiet
+    )
+    failed = carry_out(waves, chosen, _tell(count))
+    rows = _rows(planner.again(_finished(out, results, quiet=True)), recipes, seeds)
+    _print_rows(rows)
+    for outcome in failed:
+        say(f"failed: {outcome.job.name}: {outcome.error}")
+    _write_report(table, rows, failed, out)
+    if failed or any(row.problem for row in rows):
+        raise typer.Exit(1)
+
+
+OF_ENGINES = {
+    "device": ("local",),
+    "workers": ("local",),
+    "address": ("ray",),
+    "gpus": ("ray", "slurm"),
+    "slurm": ("slurm",),
+}
+
+
+def _check_options(engine: str, **given: object) -> None:
+    for option, value in given.items():
+        if value is not None and engine not in OF_ENGINES[option]:
+            meant = " or ".join(OF_ENGINES[option])
+            raise ValueError(f"--{option} is for --engine {meant}, and the engine is {engine}")
+
+
+def _engine(
+    name: str,
+    out: Path,
+    *,
+    device: str | None,
+    workers: int | None,
+    address: str | None,
+    gpus: float | None,
+    cpus: float,
+    slurm: Sequence[str] | None,
+    quiet: bool,
+) -> Engine:
+    from factorized.experiments.data.extras import need
+
+    if name == "ray":
+        need("ray", "ray", "--engine ray", "cluster")
+        from factorized.experiments.reproduce.on_ray import RayEngine
+
+        return RayEngine(address=address, gpus=gpus, cpus=cpus)
+    if name == "slurm":
+        need("submitit", "submitit", "--engine slurm", "cluster")
+        from factorized.experiments.reproduce.on_slurm import SlurmEngine
+
+        if gpus is not None and gpus != int(gpus):
+            raise ValueError(f"--gpus {gpus:g}: Slurm gives whole GPUs; a share of one is for --engine ray")
+        settings = dict(map(_setting, slurm or ()))
+        cluster = settings.pop("cluster", None)
+        whole = 1 if gpus is None else int(gpus)
+        return SlurmEngine(out / "slurm", cluster=cluster, gpus=whole, settings=settings)
+    from factorized.experiments.reproduce.local import LocalEngine
+    from factorized.experiments.training.progress import Reporter
+
+    return LocalEngine(_devices(device, workers), lambda: Reporter(console(quiet=quiet), quiet=quiet))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"--slurm takes a parameter of submitit as KEY=VALUE, such as timeout_min=240; got {text!r}")
+    return key, int(value) if value.isdigit() else value
+
+
+def _devices(device: str | None, workers: int | None) -> list[str]:
+    import torch
+
+    from factorized.experiments.cli.device import pick_device
+
+    every = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if device is None else []
+    every = every or [str(pick_device(device))]
+    return [every[number % len(every)] for number in range(workers or len(every))]
+
+
+def _finished(*places: Path, quiet: bool = False) -> list[Run]:
+    from factorized.experiments.reproduce.runs import read_runs
+
+    found = read_runs([place for place in places if place.is_dir()])
+    for left in found.left_out:
+        if not (quiet or left.is_copy):
+            say(f"skipped {left.path}: {left.why}")
+    return found.runs
+
+
+def _rows(planner: Planner, recipes: Sequence[Any], seeds: int) -> list[Row]:
+    from factorized.experiments.reproduce.row import Row
+
+    return [Row([planner.plan(recipe, seed) for seed in range(seeds)]) for recipe in recipes]
+
+
+def _tell(count: int) -> Callable[[Outcome], None]:
+    """Return what prints a line for each run that ends, of so many."""
+    from factorized.experiments.reproduce.row import shown
+
+    number = itertools.count(1)
+
+    def tell(outcome: Outcome) -> None:
+        name = outcome.job.name
+        for result in outcome.results:
+            say(f"done, {next(number)} of {count}: {name} seed {result['seed']}: {shown(result)}")
+        if outcome.error is not None:
+            say(f"failed: {name}: {outcome.error}")
+
+    return tell
+
+
+def _write_report(table: str, rows: Sequence[Row], failed: Sequence[Outcome], out: Path) -> None:
+    """Write the page of the table's runs, those that failed included."""
+    from factorized.experiments.reproduce.report import PAGE, Heading, write_report
+
+    finished = [run.finished.path for row in rows for run in row.runs if run.finished is not None]
+    if not finished:
+        return
+    name = Path(table).stem
+    folders = [Path(outcome.job.folder) for outcome in failed if Path(outcome.job.folder).is_dir()]
+    page = out / "report" / name
+    command = f"factorized reproduce {table}"
+    write_report([*finished, *folders], page, heading=Heading(f"{name}: ours beside the paper's", command=command))
+    say(f"tables, curves and more: {page / PAGE}")
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    numbers = ("paper", "ours", "n", "off by\n(deviations)")
+    table = plain_table("recipe", *numbers, "", numbers=numbers)
+    for row in rows:
+        off = "" if row.off is None else f"{row.off:+.1f}"
+        n = f"{row.ours.n if row.ours else 0} of {len(row.runs)}"
+        table.add_row(row.name, str(row.paper or ""), str(row.ours or ""), n, off, _remarks(row))
+    console().print(table)
+
+
+def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) -> None:
+    from factorized.experiments.cli.device import pick_device
+    from factorized.experiments.reproduce.estimate import estimate, in_time
+    from factorized.experiments.reproduce.planned import missing
+    from factorized.experiments.reproduce.row import Row
+    from factorized.experiments.training.record import describe_machine
+
+    here = str(describe_machine(pick_device(device))["device"])
+    numbers = ("paper", "finished", "to do", "a run")
+    table = plain_table("recipe", *numbers, "estimated from", "", numbers=numbers)
+    to_do = missing(run for row in rows for run in row.runs)
+    asked = {row.name for row in rows}
+    first: dict[str, list[PlannedRun]] = {}  # what others go on from
+    for run in to_do:
+        if run.name not in asked:
+            first.setdefault(run.name, []).append(run)
+    seconds, unknown, elsewhere = 0.0, 0, set()
+    for row in (*map(Row, first.values()), *rows):
+        guess, count = estimate(row.runs[0].recipe, past, here), sum(run in to_do for run in row.runs)
+        if guess is None:
+            unknown += count
+        else:
+            seconds += count * guess.seconds
+            elsewhere |= {guess.device} - {here}
+        basis = "no past run" if guess is None else guess.basis
+        basis += f", {guess.device}" if guess is not None and guess.device != here else ""
+        done = sum(run.finished is not None for run in row.runs)
+        figures = (str(row.paper or ""), str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
+        table.add_row(row.name, *figures, basis, _remarks(row, comes_first=row.name in first))
+    console().print(table)
+    rest = f", and {_count(unknown, 'run')} without an estimate" if unknown else ""
+    rest += f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
+    say(f"{_count(len(to_do), 'run')} to do: about {in_time(seconds)} one after the other{rest}")
+
+
+def _remarks(row: Row, *, comes_first: bool = False) -> str:
+    first = ["comes first"] if comes_first else []
+    shortened = [f"shortened: {row.shortened}"] if row.shortened else []
+    problem = [f"cannot be trained here: {row.problem}"] if row.problem else []
+    return "; ".join(first + shortened + problem)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

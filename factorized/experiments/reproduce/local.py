@@ -1,0 +1,84 @@
+"""Jobs on this machine: in this process, or in one process for each GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.queues import Queue
+
+import torch
+
+from factorized.experiments.reproduce.job import Job, Outcome, run_job
+from factorized.experiments.training.interrupt import Interrupted, StopRequest
+from factorized.experiments.training.progress import Reporter
+
+LOOK = 0.5  # seconds between two looks at whether to stop
+_device: str | None = None  # of a process of the pool
+
+
+class LocalEngine:
+    """One job at a time in this process; with several devices, a process for each, and seeds of a recipe stay together.
+
+    A device may be given twice: small networks leave a GPU idle.
+    """
+
+    def __init__(self, devices: Sequence[str], report: Callable[[], Reporter]) -> None:
+        self.devices, self.report = tuple(devices), report
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """Yield how each job ended."""
+        if len(self.devices) > 1 and len(jobs) > 1:
+            yield from self._in_processes(jobs)
+            return
+        for job in jobs:
+            yield run_job(job, self.devices[0], self.report())
+
+    def _in_processes(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        fresh = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        free: Queue[str] = fresh.Queue()
+        for device in self.devices:
+            free.put(device)
+        threads = max(1, torch.get_num_threads() // len(self.devices))
+        pool = ProcessPoolExecutor(len(self.devices), fresh, initializer=_begin, initargs=(free, threads))
+        with StopRequest() as stop:
+            waiting: dict[Future[Outcome], Job] = {pool.submit(_run, job): job for job in jobs}
+            try:
+                while waiting:
+                    done, _ = wait(waiting, timeout=LOOK, return_when=FIRST_COMPLETED)
+                    yield from (_outcome(future, waiting.pop(future)) for future in done if not future.cancelled())
+                    if stop.number is not None:
+                        raise Interrupted(stop.number)
+            except Interrupted as stopped:
+                for future in waiting:
+                    future.cancel()
+                for process in multiprocessing.active_children():
+                    os.kill(process.pid or 0, signal.SIGTERM)
+                wait([future for future in waiting if not future.cancelled()])  # until they have saved themselves
+                raise Interrupted(stop.number or stopped.number) from None
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _begin(free: Queue[str], threads: int) -> None:
+    """Take a device, once for the life of a process; signals come from the engine, and reach training alone."""
+    global _device
+    _device = free.get()
+    os.setpgrp()  # Ctrl-C reaches every process of a group, and a second signal would end the training unsaved
+    torch.set_num_threads(threads)
+    for number in StopRequest.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _run(job: Job) -> Outcome:
+    return run_job(job, _device)
+
+
+def _outcome(future: Future[Outcome], job: Job) -> Outcome:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return Outcome(job, [], "its process, or one beside it, was killed; give the same command once more")

@@ -1,0 +1,72 @@
+"""Jobs: finished seeds stay, a stopped one is resumed, and an error is an outcome."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from factorized.experiments.reproduce.job import run_job
+from factorized.experiments.reproduce.runs import FAILURE, read_runs
+from factorized.experiments.training.interrupt import Interrupted
+from tests.experiments.reproduce.small_table import TABLE, jobs
+from tests.experiments.training.small import Signals, assert_same_run
+
+
+def test_a_job_stopped_in_its_second_seed_keeps_the_first_and_resumes_to_the_same_end(tmp_path: Path) -> None:
+    whole, stopped = (replace(jobs(tmp_path, seeds=2, length=2)[1], folder=str(tmp_path / name)) for name in "ab")
+    assert run_job(whole, "cpu").error is None
+
+    class InSecondSeed(Signals):
+        def begin(self, title: str, epochs: int, steps: int, done: int) -> None:
+            self.at = (1, 2) if title.endswith("seed 1") else (9, 9)
+            super().begin(title, epochs, steps, done)
+
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        run_job(stopped, "cpu", InSecondSeed(signal.SIGTERM, epoch=9, step=9))
+    first = tmp_path / "b/seed-0/result.json"
+    before = first.stat().st_mtime_ns
+    assert not (tmp_path / "b/seed-1/result.json").exists()
+    outcome = run_job(stopped, "cpu")
+    assert [result["seed"] for result in outcome.results] == [0, 1]
+    assert first.stat().st_mtime_ns == before
+    assert_same_run(tmp_path / "b", tmp_path / "a", seed=1)
+
+
+def test_a_signal_while_data_are_read_stops_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from factorized.experiments.reproduce import job as module
+
+    job, read = jobs(tmp_path, length=1)[0], module.images_of
+
+    def interrupted(*arguments: object) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "images_of", interrupted)
+    with pytest.raises(Interrupted):
+        run_job(job, "cpu")
+    assert not Path(job.folder).exists()
+
+
+def test_an_error_ends_the_job_and_is_left_beside_its_run(tmp_path: Path) -> None:
+    text = TABLE.replace("[columns]", "optimizer.lr = 1e30\n[columns]")
+    job = jobs(tmp_path, length=1, text=text)[0]
+    outcome = run_job(job, "cpu")
+    assert outcome.results == []
+    assert outcome.error is not None
+    assert "the training loss is nan" in outcome.error
+    left = json.loads((Path(job.folder) / "seed-0" / FAILURE).read_text())
+    assert (left["recipe"]["name"], left["seed"], left["error"]) == (job.name, 0, outcome.error)
+    (unfinished,) = read_runs([tmp_path / "out"]).unfinished
+    assert unfinished.error == outcome.error
+
+
+def test_a_stop_survives_the_way_to_another_process() -> None:
+    stopped = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM)))
+    assert (stopped.number, stopped.exit_code, str(stopped)) == (15, 143, "stopped by SIGTERM")

@@ -1,0 +1,69 @@
+"""Jobs on this machine, in this process and in several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from factorized.experiments.reproduce.carry_out import carry_out
+from factorized.experiments.reproduce.job import Job, Outcome
+from factorized.experiments.reproduce.local import LocalEngine
+from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.state import load_state
+from tests.experiments.reproduce.small_table import ENDLESS, TABLE, jobs, runs_in, wait_for_epochs
+
+
+def engine(*devices: str) -> LocalEngine:
+    return LocalEngine(devices, lambda: Reporter(quiet=True))
+
+
+def test_jobs_run_one_after_the_other_and_a_failed_one_does_not_end_the_rest(tmp_path: Path) -> None:
+    bad = jobs(tmp_path, length=1, text=TABLE.replace("[columns]", "optimizer.lr = 1e30\n[columns]"))[0]
+    good = jobs(tmp_path, length=1)[1]
+    told: list[Outcome] = []
+    failed = carry_out([[bad, good]], engine("cpu"), told.append)
+    assert [outcome.job for outcome in told] == [bad, good]
+    assert [outcome.job for outcome in failed] == [bad]
+    assert [run.name for run in runs_in(tmp_path / "out")] == [good.name]
+
+
+def test_a_result_from_a_machine_with_another_disk_is_written_here(tmp_path: Path) -> None:
+    job = jobs(tmp_path, length=1)[0]
+    (outcome,) = engine("cpu").run([job])
+
+    class Elsewhere:
+        def run(self, jobs: list[Job]) -> list[Outcome]:
+            return [outcome]
+
+    (Path(job.folder) / "seed-0/result.json").unlink()
+    carry_out([[job]], Elsewhere(), lambda outcome: None)  # type: ignore[arg-type]
+    (run,) = runs_in(tmp_path / "out")
+    assert run.result["history"] == outcome.results[0]["history"]
+
+
+@pytest.mark.nightly
+def test_each_device_has_a_process_and_all_jobs_end(tmp_path: Path) -> None:
+    both = jobs(tmp_path, seeds=2, length=1)
+    outcomes = list(engine("cpu", "cpu").run(both))
+    assert {outcome.job.name for outcome in outcomes} == {job.name for job in both}
+    assert all(outcome.error is None for outcome in outcomes)
+    assert len(runs_in(tmp_path / "out")) == 4
+
+
+@pytest.mark.nightly
+def test_a_signal_to_the_engine_stops_its_processes_after_they_have_saved_themselves(tmp_path: Path) -> None:
+    both = jobs(tmp_path, text=ENDLESS)
+
+    def stop_when_both_train() -> None:
+        wait_for_epochs(tmp_path / "out", runs=2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_both_train, daemon=True).start()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        list(engine("cpu", "cpu").run(both))
+    assert all(load_state(Path(job.folder) / "seed-0").epoch > 0 for job in both)
