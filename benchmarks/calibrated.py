@@ -26,7 +26,7 @@ from factorized.experiments.data.images import Images
 from factorized.experiments.training.record import describe_machine
 
 RATIOS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.08)
-LEARNING_RATE, STRENGTH, BATCH = 2e-3, 1e-4, 96
+LEARNING_RATE, STRENGTH, BATCH = 2e-3, 1e-2, 96
 NETWORKS = {"biases": False, "BatchNorm": True}
 
 
@@ -44,7 +44,7 @@ def train(model: nn.Module, images: Images, epochs: int) -> None:
     """Train with Adam, and Frobenius decay where there are factors."""
     optimizer = torch.optim.Adam(fz.parameter_groups(model, weight_decay=0.0), lr=LEARNING_RATE)
     if fz.forms(model):
-        fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+        fz.FrobeniusDecay(model, STRENGTH, decoupled=True).attach(optimizer)
     x, y = images.x_train.float() / 255, images.y_train
     model.train()
     for _ in range(epochs):

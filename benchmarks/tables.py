@@ -159,8 +159,8 @@ def calibrated() -> str:
         lines.append(f"| {network} | {ratio:.0%} | {' | '.join(cells)} |")
     dense = [f"{row['network']} {row['accuracy']:.1f} %" for row in report["rows"] if row["init"] == "dense"]
     note = (
-        f"Test accuracy in percent; {_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense after "
-        f"{report['epochs']} epochs: {', '.join(dense)}. The further epoch has Frobenius decay."
+        f"Test accuracy in percent; {_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense "
+        f"after {report['epochs']} epochs: {', '.join(dense)}. The further epoch has Frobenius decay."
     )
     return "\n".join([*lines, "", note])
 
