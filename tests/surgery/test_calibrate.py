@@ -17,7 +17,7 @@ from factorized.experiments.data.load import load_images
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.moments import InputMoments
 from tests.models.stack import shared_module, shared_weight
-from tests.models.zoo import VOCABULARY, TiedLanguageModel
+from tests.models.zoo import VOCABULARY, ZOO, Species, TiedLanguageModel
 
 
 def colored(samples: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -114,6 +114,18 @@ def test_no_layer_has_a_larger_output_error_than_with_spectral_initialization(sc
     assert len(layers) >= 2
     for name in layers:
         assert output_error(ours, dense, name, x) < output_error(spectral, dense, name, x), name
+
+
+@pytest.mark.filterwarnings("ignore:init=Calibrated")  # of BERT's positions
+@pytest.mark.parametrize("species", ZOO, ids=lambda species: species.name)
+def test_whole_models_keep_more_of_their_outputs(species: Species) -> None:
+    dense, x = species.fresh().eval(), species.inputs(batch=32)
+    errors = []
+    for model in both(dense, fz.Calibrated([x]), ratio=0.7):
+        with torch.no_grad():
+            a, b = (getattr(out, "logits", out) for out in (model.eval()(x), dense(x)))
+        errors.append((a - b).square().sum())
+    assert errors[1] < errors[0]
 
 
 @pytest.mark.nightly
