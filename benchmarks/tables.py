@@ -21,7 +21,10 @@ from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("frobenius_decay", "low_rank", "monarch")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("calibrated", "frobenius_decay", "low_rank", "monarch")),
+)
 
 
 def low_rank() -> str:
@@ -140,6 +143,28 @@ def monarch() -> str:
     return "\n".join([*lines, "", note])
 
 
+def calibrated() -> str:
+    """Return the table of accuracies with calibrated and with spectral factors."""
+    report = _read("calibrated-cpu")
+    found = {(row["network"], row["ratio"], row["init"], row["recovery"]): row for row in report["rows"]}
+    lines = [
+        "| network | parameters kept | spectral | calibrated | spectral, one more epoch | calibrated, one more epoch |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for network, ratio in dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1):
+        columns = [
+            found[network, ratio, init, when] for when in ("before", "after") for init in ("spectral", "calibrated")
+        ]
+        cells = [f"{row['accuracy']:.1f} ± {row['deviation']:.1f}" for row in columns]
+        lines.append(f"| {network} | {ratio:.0%} | {' | '.join(cells)} |")
+    dense = [f"{row['network']} {row['accuracy']:.1f} %" for row in report["rows"] if row["init"] == "dense"]
+    note = (
+        f"Test accuracy in percent; {_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense "
+        f"after {report['epochs']} epochs: {', '.join(dense)}. The further epoch has Frobenius decay."
+    )
+    return "\n".join([*lines, "", note])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "low-rank": low_rank,
     "all-low-rank": all_low_rank,
@@ -148,6 +173,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-step": training_step,
     "decomposition": decomposition,
     "monarch": monarch,
+    "calibrated": calibrated,
 }
 
 

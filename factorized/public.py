@@ -34,6 +34,7 @@ from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
 from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
 from factorized.planning.planner import plan
+from factorized.surgery.calibrate import Calibrated
 from factorized.surgery.compose import compose
 from factorized.surgery.factorize import factorize
 from factorized.surgery.lower import lower
@@ -54,6 +55,7 @@ __all__ = [  # noqa: RUF022, in path order
     "Kronecker",
     "Residual",
     "factorize",
+    "Calibrated",
     "FactorizedLinear",
     "FactorizedConv1d",
     "FactorizedConv2d",

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from factorized.formats.calibration import Moment, refined
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed
 from factorized.formats.kernel import KernelShape, to_matrix
 
@@ -92,6 +93,19 @@ class Format(ABC):
         weights: Tensor,  # (..., out, in/groups, *size)
     ) -> Cores:
         """Return the cores of the best approximation that the format can compute (section 3.1); exact at full rank."""
+
+    def calibrate(
+        self,
+        weight: Tensor,  # (out, in/groups, *size)
+        moments: Sequence[Moment],  # of the inputs of every layer that has this weight
+    ) -> Cores:
+        """Return cores that keep the outputs for such inputs, with no larger error than those of ``decompose``.
+
+        The default is a local optimum, and needs a ``compose`` that is linear in every core.
+        """
+        exact = weight.double()
+        cores = refined(self.compose, self.decompose(exact), exact, moments, self.shape)
+        return tuple([core.to(weight.dtype) for core in cores])
 
     @abstractmethod
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from factorized._checks import check_choice, check_whole
+from factorized.formats.calibration import Moment, calibrated_factors, output_error, refined, regularized
 from factorized.formats.convolution import Geometry
 from factorized.formats.cost import POSITIONS, dense_cost, two_convolutions_cost, two_products_cost
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way
@@ -87,6 +88,42 @@ class Product(Format):
         """Return spectral initializations: ``U = Ũ√Σ``, ``V = Ṽ√Σ``, and identities between them."""
         U, V = spectral_factors(to_matrix(weights, self.shape), self.rank)  # (..., groups, rows or columns, rank)
         return self.with_inner(U.flatten(-3, -2), V.flatten(-3, -2))
+
+    def calibrate(
+        self,
+        weight: Tensor,  # (out, in/groups, *size)
+        moments: Sequence[Moment],
+    ) -> Cores:
+        """Return the factors with the smallest output error, balanced, and identities between them.
+
+        In closed form if one layer has the weight and one factor spans all taps of its inputs; else a local optimum.
+        """
+        if self.rank >= self.shape.full_rank:
+            return self.decompose(weight)
+        exact, moments = weight.double(), [regularized(moment) for moment in moments]
+        starts = [self._whitened(exact, moment) for moment in moments]
+        U, V = starts[0]
+        if len(moments) > 1 or not moments[0].is_exact(self.shape):
+            plain = replace(self, depth=0)
+            starts += [plain.decompose(exact)]
+            errors = [output_error(exact - plain.compose(start), moments, self.shape) for start in starts]
+            best = starts[int(torch.stack(errors).argmin())]
+            U, V = plain.products(refined(plain.compose, best, exact, moments, self.shape))
+            U, V = (factor.flatten(-3, -2) for factor in truncated_factors(U, V, (), self.rank))
+        return self.with_inner(U.to(weight.dtype), V.to(weight.dtype))
+
+    def _whitened(
+        self,
+        weight: Tensor,  # (out, in/groups, *size), in float64
+        moment: Moment,
+    ) -> Cores:
+        """Return the two factors that are best for the moment of one side of the matrix."""
+        matrix, side = to_matrix(weight, self.shape), moment.of_matrix(self.shape)
+        if moment.transposed:
+            V, U = calibrated_factors(matrix.mT, side, self.rank)
+        else:
+            U, V = calibrated_factors(matrix, side, self.rank)
+        return U.flatten(-3, -2), V.flatten(-3, -2)
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
         """Multiply the factors."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized._checks import check_choice
+from factorized.formats.calibration import Moment
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Way
 from factorized.formats.kernel import KernelShape
@@ -70,7 +71,17 @@ class ResidualFormat(Format):
         weights: Tensor,  # (..., out, in/groups, *size)
     ) -> Cores:
         """Decompose the part and keep the remainder, so that the weight is the same up to rounding."""
-        cores = self.part.decompose(weights)
+        return self._with_rest(weights, self.part.decompose(weights))
+
+    def calibrate(
+        self,
+        weight: Tensor,  # (out, in/groups, *size)
+        moments: Sequence[Moment],
+    ) -> Cores:
+        """Calibrate the part and keep the remainder, so that what matters most to the outputs is trained."""
+        return self._with_rest(weight, self.part.calibrate(weight, moments))
+
+    def _with_rest(self, weights: Tensor, cores: Cores) -> Cores:
         rest = weights - self.part.compose(cores)
         if self.dtype is None or self.dtype not in LARGEST:
             return (*cores, rest.to(self.core_dtype(REST) or weights.dtype))

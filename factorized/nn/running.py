@@ -13,15 +13,18 @@ from torch.nn.parameter import is_lazy
 ExampleInput = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
-def run_once(model: nn.Module, example_input: ExampleInput) -> None:
-    """Run ``model`` on ``example_input`` without gradients, in evaluation mode, every layer called as a module."""
-    arguments, keywords = _as_call(example_input, _device_of(model))
+def run_once(model: nn.Module, example_input: ExampleInput, argument: str = "example_input") -> None:
+    """Run ``model`` on ``example_input`` without gradients, in evaluation mode, every layer called as a module.
+
+    ``argument`` is what an error calls the input.
+    """
     try:
+        arguments, keywords = _as_call(example_input, _device_of(model))
         with torch.no_grad(), evaluation_mode(model), _no_fused_attention():
             model(*arguments, **keywords)
     except Exception as error:
         raise ValueError(
-            f"example_input does not run through {type(model).__name__}: {error}. Give what its forward takes: "
+            f"{argument} does not run through {type(model).__name__}: {error}. Give what its forward takes: "
             "a tensor, a tuple of arguments or a dict of keywords"
         ) from error
 

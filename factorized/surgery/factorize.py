@@ -34,6 +34,7 @@ from factorized.planning.plan import Entry, Plan
 from factorized.planning.planner import PlanOptions
 from factorized.planning.planner import plan as make_plan
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
+from factorized.surgery.calibrate import Calibrated, calibrate_all
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.progress import Count, Progress
@@ -59,7 +60,7 @@ def factorize(
     model: nn.Module,
     plan: Plan | Scheme | None = None,
     *,
-    init: Init | None = None,
+    init: Init | Calibrated | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> nn.Module:
@@ -67,11 +68,12 @@ def factorize(
 
     Takes a plan, or a scheme and the keyword arguments of ``fz.plan``, which then plans first. ``init`` fills the
     factors: ``"spectral"`` from the weights of the layers, random or trained (the default except for
-    ``Overcomplete``); ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them (``"default"`` is the default
-    for ``Overcomplete``; the cores of tensors are drawn so that the weight has the variance of a dense one). Every new
-    layer is built before the first is installed, so that a failure leaves the model unchanged. A model that is itself
-    one layer cannot be changed in place: use what is returned. Attributes set on a layer are copied to the new one, and
-    plain values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
+    ``Overcomplete``); ``fz.Calibrated(batches)`` from trained weights and data; ``"default"``, ``"kaiming"``,
+    ``"normal"`` or a callable draws them (``"default"`` is the default for ``Overcomplete``; the cores of tensors are
+    drawn so that the weight has the variance of a dense one). Every new layer is built before the first is installed,
+    so that a failure leaves the model unchanged. A model that is itself one layer cannot be changed in place: use what
+    is returned. Attributes set on a layer are copied to the new one, and plain values set on its weight
+    (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
 
     ``progress`` is called with the number of layers decomposed so far and the total; without it a tqdm bar appears
     after two seconds, in a terminal or a notebook.
@@ -82,7 +84,8 @@ def factorize(
     else:
         plan = make_plan(model, plan, **options)
     init = init if init is not None else plan.scheme.init
-    check_init(init)
+    if not isinstance(init, Calibrated):
+        check_init(init)
     return install(model, plan, build_layers(model, plan, init, progress))
 
 
@@ -97,7 +100,7 @@ def _refuse_options(options: PlanOptions) -> None:
 
 
 def build_layers(
-    model: nn.Module, plan: Plan, init: Init | None, progress: Progress | None = None
+    model: nn.Module, plan: Plan, init: Init | Calibrated | None, progress: Progress | None = None
 ) -> dict[str, nn.Module]:
     """Return the new module of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
     dense = _matching_layers(model, plan, same_ties=init is not None)
@@ -114,6 +117,8 @@ def build_layers(
         factors = decompose_all(weights, filled, count)
         for name, layer in filled.items():
             layer.set_factors(*factors[name])
+    elif isinstance(init, Calibrated):
+        calibrate_all(model, init, plan, dense, layers, count)
     elif init is not None:
         refuse_not_finite(weights)  # they are not used, but the user should know of them
         for layer in filled.values():
@@ -124,7 +129,7 @@ def build_layers(
             layers[entry.name].share_factors(layers[entry.tied_to])
     built: dict[str, nn.Module] = {**layers}
     for attention in plan.attention:
-        built[attention.name] = build_attention(model, attention, init)
+        built[attention.name] = build_attention(model, attention, "spectral" if isinstance(init, Calibrated) else init)
         count.add(1)
     return built
 
@@ -140,7 +145,9 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
             continue
         replaced = model.get_submodule(entry.name)
         if isinstance(layer, FactorizedLayer) and layer.bias is not None:
-            layer.bias = replaced.get_parameter("bias")
+            bias = replaced.get_parameter("bias")
+            bias.data.copy_(layer.bias.data)  # calibration may have adjusted it
+            layer.bias = bias
         for name in (entry.name, *entry.aliases):
             model = replace_module(model, name, layer)
     for module, weights in held.items():

@@ -1,0 +1,134 @@
+"""Second moments of the inputs of dense layers, collected while a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from factorized.formats.calibration import Moment
+from factorized.formats.convolution import explicit_padding, pad
+from factorized.nn.dense import dense_weight
+
+# Patches of this many entries are multiplied at a time, or those of one example if that has more.
+PATCH_ENTRIES = 2**24
+
+
+class InputMoments:
+    """Adds up the second moment of what one layer is called with.
+
+    Args:
+        layer: the dense layer.
+        transposed: whether it keeps its weight as (in, out), like transformers' ``Conv1D``.
+        centered: whether the moment is that around the mean, for a layer whose bias can account for the mean.
+    """
+
+    def __init__(self, layer: nn.Module, *, transposed: bool = False, centered: bool = False) -> None:
+        self.weight_shape = dense_weight(layer).shape
+        self.looks_up = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+        self.transposed = transposed or self.looks_up or isinstance(layer, _ConvTransposeNd)
+        self.centered = centered and not self.looks_up
+        self.samples = 0  # inputs seen: tokens, positions of patches, rows looked up
+        self.sums = torch.zeros(())  # of the moment's shape from the first call on
+        self.total = torch.zeros(())  # of all inputs, (groups, inputs)
+
+    @property
+    def mean(self) -> Tensor:  # (groups, inputs)
+        """The mean of the inputs, once there are samples."""
+        return self.total / self.samples
+
+    @property
+    def moment(self) -> Moment:
+        """What was collected, once there are samples."""
+        around = torch.einsum("gi,gj->gij", self.mean, self.total) if self.centered else 0
+        return Moment(self.sums - around, self.transposed)
+
+    @property
+    def directions(self) -> int:
+        """The least number of samples that can show every direction of the inputs."""
+        return min(self.weight_shape) if self.looks_up else self.sums.shape[-1]
+
+    def __call__(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Add the inputs of one call: a forward pre-hook with keywords."""
+        x = arguments[0] if arguments else next(iter(keywords.values()))
+        if self.looks_up:
+            self._count(x, layer.padding_idx if isinstance(layer, nn.EmbeddingBag) else None)
+        elif isinstance(layer, _ConvNd):
+            spatial = x if x.dim() == len(layer.kernel_size) + 2 else x.unsqueeze(0)
+            chunk = max(1, PATCH_ENTRIES // max(1, spatial[:1].numel() * prod(layer.kernel_size)))
+            for part in spatial.split(chunk):
+                self._add(patches(part, layer))
+        else:
+            self._add(x.reshape(1, -1, x.shape[-1]))
+
+    def _add(
+        self,
+        x: Tensor,  # (groups, samples, inputs)
+    ) -> None:
+        x = x if x.dtype == torch.float64 else x.float()
+        self._collect((x.mT @ x).double(), x.double().sum(1), x.shape[1])
+
+    def _count(self, indices: Tensor, padding: int | None) -> None:
+        """Count how often every row is looked up: its inputs are one-hot, so that their moment is diagonal."""
+        counts = torch.bincount(indices.reshape(-1), minlength=self.weight_shape[0]).double().unsqueeze(0)
+        if padding is not None:
+            counts[:, padding] = 0  # bags leave it out
+        self._collect(counts, counts, indices.numel())
+
+    def _collect(self, sums: Tensor, total: Tensor, samples: int) -> None:
+        self.sums = self.sums.add_(sums) if self.samples else sums
+        self.total = self.total + total if self.samples else total
+        self.samples += samples
+
+
+@contextmanager
+def collecting(found: Mapping[nn.Module, InputMoments]) -> Iterator[None]:
+    """Collect the moments of these layers whenever they are called inside."""
+    hooks = [layer.register_forward_pre_hook(moments, with_kwargs=True) for layer, moments in found.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def patches(
+    x: Tensor,  # (batch, in, *spatial)
+    layer: _ConvNd,
+) -> Tensor:  # (groups, batch·positions, in/groups·taps)
+    """Return the inputs of every output position of a convolution, in the order of its weight's entries.
+
+    A transposed convolution is a plain one with the kernel reversed, over its input with ``stride - 1`` zeros between
+    neighbours.
+    """
+    size, dilation, dims = layer.kernel_size, layer.dilation, range(len(layer.kernel_size))
+    if layer.transposed:
+        x = _spread(x, layer.stride)
+        cut = [before for before, _ in explicit_padding(layer.padding, size, dilation)]
+        kept = [dilation[d] * (size[d] - 1) - cut[d] for d in dims]
+        padding = tuple((kept[d], kept[d] + layer.output_padding[d]) for d in dims)
+        stride: tuple[int, ...] = (1,) * len(size)
+    else:
+        padding, stride = explicit_padding(layer.padding, size, dilation), layer.stride
+    x = pad(x, padding, layer.padding_mode)
+    for d in dims:
+        x = x.unfold(2 + d, dilation[d] * (size[d] - 1) + 1, stride[d])[..., :: dilation[d]]
+    if layer.transposed:
+        x = x.flip([2 + len(size) + d for d in dims])
+    x = x.unflatten(1, (layer.groups, -1))  # (batch, groups, in/groups, *positions, *size)
+    n = len(size)
+    ordered = x.permute(1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
+    return ordered.reshape(layer.groups, prod(ordered.shape[1 : 2 + n]), -1)
+
+
+def _spread(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Put ``stride - 1`` zeros between neighbours in every spatial dimension."""
+    extents = [(extent - 1) * s + 1 for extent, s in zip(x.shape[2:], stride, strict=True)]
+    spread = x.new_zeros(*x.shape[:2], *extents)
+    spread[(slice(None), slice(None), *[slice(None, None, s) for s in stride])] = x
+    return spread

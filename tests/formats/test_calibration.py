@@ -1,0 +1,194 @@
+"""Approximations that keep outputs: the closed form, its regularization, and alternating least squares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from factorized.formats.calibration import Moment, added, calibrated_factors, output_error, regularized
+from factorized.formats.format import Format
+from factorized.formats.kernel import KernelShape
+from factorized.formats.kronecker import Kronecker
+from factorized.formats.monarch import Monarch
+from factorized.formats.product import LowRank, Product
+from factorized.formats.residual import Residual
+from factorized.formats.scheme import Scheme
+from factorized.formats.tensor_train import TensorTrain
+from factorized.formats.tucker import Tucker
+
+
+def draw(*extents: int, seed: int = 0) -> Tensor:
+    return torch.randn(*extents, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def moment_of(n: int, groups: int = 1, transposed: bool = False, samples: int = 0) -> Moment:
+    """A moment whose eigenvalues fall by six orders of magnitude, of rank ``samples`` if that is given."""
+    x = draw(groups, samples or 2 * n, n, seed=1) * torch.logspace(0, -3, n, dtype=torch.float64)
+    x = x @ torch.linalg.qr(draw(groups, n, n, seed=2)).Q
+    return Moment(x.mT @ x, transposed)
+
+
+def optimum(W: Tensor, C: Tensor, rank: int) -> Tensor:
+    """The smallest error by Eckart-Young: the tail of the singular values of ``W C^½``."""
+    values, Q = torch.linalg.eigh(C)
+    root = Q * values.clamp(min=0).sqrt().unsqueeze(-2)
+    return torch.linalg.svdvals(W @ root)[..., rank:].square().sum()
+
+
+@pytest.mark.parametrize("extents", [(12, 30), (30, 12), (20, 20)])
+@pytest.mark.parametrize("rank", [1, 4, 11])
+def test_the_closed_form_reaches_the_optimum(extents: tuple[int, int], rank: int) -> None:
+    W, C = draw(1, *extents), moment_of(extents[1]).sums
+    U, V = calibrated_factors(W, C, rank)
+    D = W - U @ V.mT
+    torch.testing.assert_close((D @ C * D).sum(), optimum(W, C, rank), rtol=1e-8, atol=0)
+    torch.testing.assert_close(U.mT @ U, V.mT @ V)  # balanced, like spectral factors
+
+
+def test_a_moment_that_is_the_identity_gives_the_truncated_svd() -> None:
+    W = draw(2, 9, 14)
+    U, V = calibrated_factors(W, torch.eye(14, dtype=torch.float64).expand(2, 14, 14), 3)
+    A, S, B = torch.linalg.svd(W, full_matrices=False)
+    torch.testing.assert_close(U @ V.mT, A[..., :3] * S[..., None, :3] @ B[..., :3, :])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_products_of_any_depth_and_groups_reach_the_optimum(depth: int, groups: int) -> None:
+    format = Product(KernelShape.of((groups * 8, 10), groups), 3, depth)
+    W, moment = draw(groups * 8, 10), moment_of(10, groups)
+    cores = format.calibrate(W, [moment])
+    assert [tuple(core.shape) for core in cores] == list(format.cores.values())
+    error = output_error(W - format.compose(cores), [moment], format.shape)
+    torch.testing.assert_close(error, optimum(W.view(groups, 8, 10), moment.sums, 3), rtol=1e-4, atol=0)
+
+
+def test_a_table_of_rows_reaches_the_optimum_for_counts_and_for_a_transposed_weight() -> None:
+    format, W = Product(KernelShape.of((40, 6)), 2), draw(40, 6)
+    counts = torch.arange(40, dtype=torch.float64).unsqueeze(0)
+    for moment, C in (
+        (Moment(counts, True), torch.diag(counts[0])),
+        (full := moment_of(40, transposed=True), full.sums),
+    ):
+        error = output_error(W - format.compose(format.calibrate(W, [moment])), [moment], format.shape)
+        torch.testing.assert_close(error, optimum(W.mT, C.view(1, 40, 40), 2), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 7])
+def test_directions_without_inputs_are_kept_by_the_size_of_their_weights(samples: int) -> None:
+    W, moment = draw(12, 20), moment_of(20, samples=samples)
+    format = Product(KernelShape.of((12, 20)), 7)
+    kept = format.compose(format.calibrate(W, [moment]))
+    scale = output_error(W, [moment], format.shape)
+    assert output_error(W - kept, [moment], format.shape) <= 1e-7 * scale  # every sample is reproduced
+    # and what is left of the rank approximates the rest of W as well as it can beside the outputs
+    outputs = torch.linalg.qr(W @ torch.linalg.eigh(moment.sums[0]).eigenvectors[:, -samples:]).Q
+    rest = W - outputs @ (outputs.mT @ W)
+    best = torch.linalg.svdvals(rest)[7 - samples :].square().sum()
+    torch.testing.assert_close((W - kept).square().sum(), best, rtol=1e-3, atol=0)
+
+
+def test_inputs_that_are_all_zero_give_spectral_factors() -> None:
+    W, format = draw(12, 20), Product(KernelShape.of((12, 20)), 4)
+    cores = format.calibrate(W, [Moment(torch.zeros(1, 20, 20, dtype=torch.float64))])
+    torch.testing.assert_close(format.compose(cores), format.compose(format.decompose(W)))
+    assert regularized(Moment(torch.zeros(1, 5, dtype=torch.float64))).sums.eq(1).all()
+
+
+def test_a_weight_of_zeros_gives_finite_factors_that_can_learn() -> None:
+    format = Product(KernelShape.of((6, 8)), 2)
+    U, V = format.calibrate(torch.zeros(6, 8), [moment_of(8)])
+    assert not U.any()
+    assert V.isfinite().all()
+    assert V.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_factors_have_the_type_of_the_weight_and_only_its_rounding(dtype: torch.dtype) -> None:
+    W, moment = draw(12, 20).to(dtype), moment_of(20)
+    format = Product(KernelShape.of((12, 20)), 5)
+    cores = format.calibrate(W, [moment])
+    assert {core.dtype for core in cores} == {dtype}
+    exact = format.compose(format.calibrate(W.double(), [moment]))
+    scale = torch.finfo(dtype).eps * exact.norm()
+    assert (format.compose([core.double() for core in cores]) - exact).norm() < scale
+
+
+FORMATS: list[tuple[Scheme, float]] = [
+    (LowRank(), 0.2),
+    (LowRank("channel"), 0.3),
+    (Monarch(), 0.3),
+    (Kronecker(), 0.3),
+    (TensorTrain(), 0.4),
+    (Tucker(), 0.4),
+    (Tucker(separable=True), 0.3),
+]
+SHAPES: list[tuple[tuple[int, ...], int, bool]] = [
+    ((16, 12), 1, False),
+    ((16, 12), 1, True),
+    ((16, 12, 3), 1, False),
+    ((16, 12, 3, 3), 1, False),
+    ((16, 12, 3, 3), 1, True),
+    ((16, 6, 3, 3), 2, False),
+    ((16, 6, 3, 3), 2, True),
+    ((8, 4, 2, 3, 3), 1, False),
+]
+
+
+def formats() -> list[Any]:
+    made = []
+    for scheme, scale in FORMATS:
+        for extents, groups, transposed in SHAPES:
+            try:
+                format = scheme.at_scale(scheme.kernel(extents, groups), scale)
+            except ValueError:
+                continue  # the scheme has no format for this shape
+            made.append(pytest.param(format, transposed, id=f"{scheme}-{extents}-{groups}-{transposed}"))
+    return made
+
+
+@pytest.mark.parametrize(("format", "transposed"), formats())
+def test_every_format_has_a_smaller_output_error_than_its_decomposition(format: Format, transposed: bool) -> None:
+    shape = format.shape
+    out, inputs, *size = shape.weight_shape
+    n = (out // shape.groups if transposed else inputs) * torch.Size(size).numel()
+    W, moment = draw(*shape.weight_shape), moment_of(n, shape.groups, transposed)
+    spectral, ours = (
+        output_error(W - format.compose(cores), [moment], shape)
+        for cores in (format.decompose(W), format.calibrate(W, [moment]))
+    )
+    assert ours < 0.95 * spectral
+
+
+def test_a_residual_calibrates_its_part_and_keeps_the_weight() -> None:
+    W, moment = draw(12, 20).bfloat16(), moment_of(20)
+    scheme = Residual(dtype=torch.float32)
+    format = scheme.at_rank(scheme.kernel((12, 20)), 3)
+    cores = format.calibrate(W, [moment])
+    part = LowRank().at_rank(KernelShape.of((12, 20)), 3).calibrate(W, [moment])
+    assert all(torch.equal(a, b) for a, b in zip(cores[:2], part, strict=True))
+    torch.testing.assert_close(format.compose(cores), W, rtol=0, atol=0.02)
+
+
+def test_weights_on_both_sides_share_one_error() -> None:
+    """A table tied to an output layer: rows are looked up, columns are multiplied."""
+    W, format = draw(40, 10), Product(KernelShape.of((40, 10)), 3)
+    rows, columns = Moment(torch.logspace(0, -2, 40, dtype=torch.float64).unsqueeze(0), True), moment_of(10)
+    both = [rows, columns]
+    ours, *alone, spectral = (
+        output_error(W - format.compose(cores), both, format.shape)
+        for cores in (*[format.calibrate(W, moments) for moments in (both, [rows], [columns])], format.decompose(W))
+    )
+    assert ours < 0.98 * min(*alone, spectral)
+
+
+def test_moments_of_one_kind_add_up_and_others_stay() -> None:
+    a, b, c = moment_of(6), moment_of(6, samples=2), Moment(draw(1, 6).square(), True)
+    first, second = added([a, c, b])
+    torch.testing.assert_close(first.sums, a.sums + b.sums)
+    assert not first.transposed
+    assert second.transposed
+    torch.testing.assert_close(second.sums, c.sums)

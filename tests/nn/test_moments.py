@@ -1,0 +1,122 @@
+"""What is collected while a model runs equals what its layers multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from factorized.nn import moments
+from factorized.nn.moments import InputMoments, collecting, patches
+
+CONVOLUTIONS: list[tuple[type[Any], dict[str, Any]]] = [
+    (nn.Conv1d, {"kernel_size": 3}),
+    (nn.Conv1d, {"kernel_size": 4, "padding": "same", "padding_mode": "circular"}),
+    (nn.Conv2d, {"kernel_size": 3, "padding": 1}),
+    (nn.Conv2d, {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0), "groups": 2}),
+    (nn.Conv2d, {"kernel_size": 3, "padding": 2, "dilation": 2, "padding_mode": "reflect"}),
+    (nn.Conv2d, {"kernel_size": 4, "padding": "same", "dilation": (1, 2), "padding_mode": "replicate", "groups": 4}),
+    (nn.Conv2d, {"kernel_size": 1, "stride": 2}),
+    (nn.Conv3d, {"kernel_size": (1, 2, 3), "padding": 1, "stride": 2}),
+    (nn.ConvTranspose1d, {"kernel_size": 3}),
+    (nn.ConvTranspose2d, {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1}),
+    (nn.ConvTranspose2d, {"kernel_size": (2, 3), "stride": (3, 1), "padding": (0, 3), "dilation": 2, "groups": 2}),
+    (nn.ConvTranspose3d, {"kernel_size": 2, "stride": 2, "groups": 4}),
+]
+
+
+def images(conv: Any) -> Tensor:
+    return torch.randn(3, 4, *(6, 7, 8)[: len(conv.kernel_size)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("kind", "settings"), CONVOLUTIONS)
+def test_patches_times_the_weight_are_the_outputs(kind: type[Any], settings: dict[str, Any]) -> None:
+    conv = kind(4, 8, bias=False, dtype=torch.float64, **settings)
+    x = images(conv)
+    expected = conv(x).movedim(1, -1).flatten(0, -2)  # (positions, out)
+    weight = conv.weight.unflatten(0, (conv.groups, -1))
+    if conv.transposed:
+        weight = weight.transpose(1, 2)
+    outputs = patches(x, conv) @ weight.flatten(2).mT  # (groups, positions, out/groups)
+    torch.testing.assert_close(outputs.movedim(0, 1).flatten(1), expected)
+
+
+@pytest.mark.parametrize(("kind", "settings"), CONVOLUTIONS)
+def test_the_moment_of_a_convolution_gives_the_energy_of_its_outputs(
+    kind: type[Any], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments, "PATCH_ENTRIES", 1)  # one example at a time
+    from factorized.formats.kernel import KernelShape
+
+    conv = kind(4, 8, bias=False, dtype=torch.float64, **settings)
+    shape = KernelShape.of(conv.weight.shape, conv.groups)
+    x = images(conv)
+    collected = InputMoments(conv)
+    with collecting({conv: collected}), torch.no_grad():
+        energy = conv(x).square().sum() + conv(x[0]).square().sum()  # also without a batch dimension
+    weight = conv.weight.detach()
+    torch.testing.assert_close((weight * collected.moment.apply(weight, shape)).sum(), energy)
+    assert collected.directions == weight.numel() // (8 if not conv.transposed else 8 // conv.groups) // (
+        1 if not conv.transposed else conv.groups
+    )
+
+
+def test_linear_inputs_of_any_shape_are_counted_and_given_by_keyword() -> None:
+    layer = nn.Linear(5, 3)
+    x = torch.randn(4, 2, 5)
+    found = {layer: InputMoments(layer)}
+    with collecting(found):
+        layer(x)
+        layer(input=x[0, 0])
+    rows = torch.cat([x.reshape(-1, 5), x[0, :1]]).double()
+    torch.testing.assert_close(found[layer].moment.sums, (rows.mT @ rows).unsqueeze(0), rtol=1e-6, atol=1e-6)
+    assert (found[layer].samples, found[layer].directions) == (9, 5)
+    layer(x)
+    assert found[layer].samples == 9  # the hooks are gone
+
+
+def test_a_centered_moment_is_that_around_the_mean() -> None:
+    conv = nn.Conv2d(4, 6, 3, groups=2).double()
+    x = images(conv) + 2
+    centered = InputMoments(conv, centered=True)
+    with collecting({conv: centered}):
+        conv(x)
+        conv(x[:1])
+    seen = torch.cat([patches(x, conv), patches(x[:1], conv)], dim=1)
+    torch.testing.assert_close(centered.mean, seen.mean(1))
+    around = seen - seen.mean(1, keepdim=True)
+    torch.testing.assert_close(centered.moment.sums, around.mT @ around)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_inputs_neither_overflow_nor_lose_small_ones(dtype: torch.dtype) -> None:
+    layer = nn.Linear(2, 3, dtype=dtype)
+    x = torch.tensor([[300.0, 0.0], *[[1.0, 1.0]] * 5000], dtype=dtype)
+    collected = InputMoments(layer)
+    collected(layer, (x,), {})
+    assert collected.moment.sums.dtype == torch.float64
+    torch.testing.assert_close(collected.moment.sums[0, 0, 0].item(), 95000.0)
+    torch.testing.assert_close(collected.moment.sums[0, 1, 1].item(), 5000.0)
+
+
+def test_lookups_are_counted_and_bags_leave_padding_out() -> None:
+    table, bag = nn.Embedding(5, 3, padding_idx=0), nn.EmbeddingBag(5, 3, padding_idx=0)
+    indices = torch.tensor([[0, 1, 1], [4, 1, 0]])
+    found = {one: InputMoments(one) for one in (table, bag)}
+    with collecting(found):
+        table(indices)
+        bag(indices)
+        bag(indices.reshape(-1), offsets=torch.tensor([0, 2]))
+    assert found[table].moment.sums.tolist() == [[2, 3, 0, 0, 1]]
+    assert found[bag].moment.sums.tolist() == [[0, 6, 0, 0, 2]]
+    assert found[table].moment.transposed
+    assert (found[table].samples, found[table].directions) == (6, 3)
+
+
+def test_an_error_while_running_removes_the_hooks() -> None:
+    layer = nn.Linear(5, 3)
+    with pytest.raises(RuntimeError), collecting({layer: InputMoments(layer)}):
+        layer(torch.randn(2, 4))
+    assert not layer._forward_pre_hooks

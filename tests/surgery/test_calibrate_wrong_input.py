@@ -1,0 +1,103 @@
+"""Batches that do not fit, reach too little or give too little, and wrong arguments of ``fz.Calibrated``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import factorized as fz
+from tests.models.unchanged import unchanged
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.lstm = nn.Linear(12, 12), nn.Linear(12, 12), nn.LSTM(12, 12, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(self.used(x))[0]
+        return out
+
+
+def test_layers_that_never_run_are_named_and_spectral() -> None:
+    dense, x = Unused(), torch.randn(30, 4, 12)
+    plan = fz.plan(dense, rank=3, keep_first_and_last=False)
+    with pytest.warns(UserWarning, match=r"no batch reaches unused, lstm\.weight_ih_l0, lstm\.weight_hh_l0") as caught:
+        ours = fz.factorize(copy.deepcopy(dense), plan, init=fz.Calibrated([x]))
+    assert caught[0].filename == __file__
+    spectral = fz.factorize(copy.deepcopy(dense), plan)
+    torch.testing.assert_close(ours.unused.state_dict(), spectral.unused.state_dict())
+    torch.testing.assert_close(ours.lstm.state_dict(), spectral.lstm.state_dict())
+    assert not torch.allclose(ours.used.weight, spectral.used.weight)
+
+
+def test_fewer_samples_than_directions_are_a_warning_with_the_number_needed() -> None:
+    dense, x = nn.Sequential(nn.Linear(20, 16)), torch.randn(6, 20)
+    message = r"fewer samples than directions in the inputs of 0: 6 where at least 20 are needed.*give 4 times as many"
+    with pytest.warns(UserWarning, match=message):
+        model = fz.factorize(copy.deepcopy(dense), rank=8, keep_first_and_last=False, init=fz.Calibrated([x]))
+    torch.testing.assert_close(model(x), dense(x), rtol=0, atol=1e-3)  # six outputs fit into rank 8
+
+
+def test_a_table_warns_only_if_fewer_rows_are_looked_up_than_it_is_wide() -> None:
+    table = nn.Sequential(nn.Embedding(50, 8))
+    fz.factorize(copy.deepcopy(table), rank=3, keep_first_and_last=False, init=fz.Calibrated([torch.arange(9)]))
+    with pytest.warns(UserWarning, match="4 where at least 8"):
+        fz.factorize(table, rank=3, keep_first_and_last=False, init=fz.Calibrated([torch.arange(4)]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batches": torch.randn(4, 20)}, r"iterable of batches, such as a DataLoader, got Tensor; put .* \[batch\]"),
+        ({"batches": {"x": torch.randn(4, 20)}}, r"iterable of batches.*got dict"),
+        ({"batches": 3}, "iterable of batches.*got int"),
+        ({"batches": "data"}, "iterable of batches.*got str"),
+        ({"batches": [], "samples": 0}, "samples must be a whole number of at least 1, got 0"),
+        ({"batches": [], "samples": 2.5}, "samples must be a whole number"),
+        ({"batches": [], "layers_per_pass": -1}, "layers_per_pass must be a whole number of at least 1, got -1"),
+        ({"batches": iter([]), "layers_per_pass": 1}, "layers_per_pass runs the batches several times.*pass a list"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fz.Calibrated(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "batches holds no examples"),
+        (iter([]), "batches holds no examples.*used before"),
+        (
+            [torch.randn(8, 20), torch.randn(8, 19)],
+            r"batch 1 of init=Calibrated\(batches\) does not run through Sequential",
+        ),
+        ([{"y": torch.randn(8, 20)}], "batch 0 of .* does not run through Sequential.*a dict of keywords"),
+        ([torch.randn(30, 20), torch.full((1, 20), torch.nan)], "0: its inputs on the batches .* hold NaN"),
+        ([torch.randn(8, 20, device="meta")], "batch 0 of"),
+        (["text"], "batch 0 of"),
+        ([3], "batch 0 of"),
+    ],
+)
+def test_batches_that_do_not_fit_leave_the_model_unchanged(batches: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 16))
+    with unchanged(model), pytest.raises(ValueError, match=message):
+        fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated(batches))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_weights_on_the_meta_device_cannot_be_calibrated() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(20, 16))
+    with pytest.raises(ValueError, match=r"0: weight is on the meta device.*load the weights first"):
+        fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated([torch.randn(8, 20)]))
+
+
+def test_a_single_layer_takes_no_calibration_of_a_model() -> None:
+    with pytest.raises(ValueError, match=r"init must be one of .* got Calibrated\(list, samples=None"):
+        fz.FactorizedLinear.from_dense(nn.Linear(4, 4), 2, init=fz.Calibrated([torch.randn(8, 4)]))  # type: ignore[arg-type]
