@@ -50,11 +50,11 @@ def same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("same_inputs")
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "smoothing"),
+    [(task, smoothing) for task in TASKS for smoothing in ((0.0,) if task == "questions" else (0.0, 0.1))],
+)
 def test_a_batch_in_four_parts_gives_the_updates_of_a_whole_one(tmp_path: Path, task: str, smoothing: float) -> None:
-    if task == "questions" and smoothing:
-        pytest.skip("questions have no label smoothing")
     results, models = [], []
     for parts in (1, 4):
         recipe, corpus = prepare(task, tmp_path, accumulate=parts, label_smoothing=smoothing)
