@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -44,6 +45,7 @@ class Recorder:
         # A run that was killed may have written a row after its last checkpoint: begin with what that one knows.
         with writing(self.folder):
             (self.folder / METRICS).write_text("".join(map(_line, self.history)))
+            _wait_for_another_second(self.folder)
             self.board = SummaryWriter(
                 str(self.folder), purge_step=self.history[-1][self.by] + 1 if self.history else 1
             )
@@ -64,6 +66,14 @@ class Recorder:
                 if name != self.by:
                     self.board.add_scalar(name, value, row[self.by])
             self.board.flush()
+
+
+def _wait_for_another_second(folder: Path) -> None:
+    """Wait until no file of TensorBoard is from this second: it reads them in the order of the seconds they name."""
+    seconds = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+    left = max(seconds, default=0) + 1 - time.time()
+    if left > 0:
+        time.sleep(min(left, 1.0))
 
 
 def product_row(network: nn.Module, lr: float) -> Row:

@@ -5,14 +5,13 @@ import math
 import signal
 import subprocess
 import sys
-import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 import factorized as fz
 from factorized.experiments.training import record
@@ -145,10 +144,8 @@ def test_tensorboard_shows_every_number_of_every_epoch_once(run: Path) -> None:
 
 
 def test_curves_of_an_epoch_that_is_trained_again_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # TensorBoard orders its files by the second they were begun in
-    began = time.time()
-    clock = (began + seconds for seconds in count())
-    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time.time", lambda: next(clock))
+    # files of one second are ordered by this number as text: 9 comes after 10
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(9))
 
     def row(epoch: int, loss: float) -> dict[str, Any]:
         return {"epoch": epoch, "loss": loss}
