@@ -30,11 +30,12 @@ from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
 from factorized.nn.model import check_model, named
 from factorized.planning.budget import BUDGETS
+from factorized.planning.calibration import Calibrated
 from factorized.planning.plan import Entry, Plan
 from factorized.planning.planner import PlanOptions
 from factorized.planning.planner import plan as make_plan
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
-from factorized.surgery.calibrate import Calibrated, calibrate_all
+from factorized.surgery.calibrate import calibrate_all
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.progress import Count, Progress
@@ -68,9 +69,10 @@ def factorize(
 
     Takes a plan, or a scheme and the keyword arguments of ``fz.plan``, which then plans first. ``init`` fills the
     factors: ``"spectral"`` from the weights of the layers, random or trained (the default except for
-    ``Overcomplete``); ``fz.Calibrated(batches)`` from trained weights and data; ``"default"``, ``"kaiming"``,
-    ``"normal"`` or a callable draws them (``"default"`` is the default for ``Overcomplete``; the cores of tensors are
-    drawn so that the weight has the variance of a dense one). Every new layer is built before the first is installed,
+    ``Overcomplete``); ``fz.Calibrated(batches)`` from trained weights and data, which then also choose the ranks for
+    ``allocate="spectrum"`` and ``energy``; ``"default"``, ``"kaiming"``, ``"normal"`` or a callable draws them
+    (``"default"`` is the default for ``Overcomplete``; the cores of tensors are drawn so that the weight has the
+    variance of a dense one). Every new layer is built before the first is installed,
     so that a failure leaves the model unchanged. A model that is itself one layer cannot be changed in place: use what
     is returned. Attributes set on a layer are copied to the new one, and plain values set on its weight
     (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
@@ -82,6 +84,10 @@ def factorize(
     if isinstance(plan, Plan):
         _refuse_options(options)
     else:
+        if isinstance(init, Calibrated) and (
+            options.get("allocate") == "spectrum" or options.get("energy") is not None
+        ):
+            options.setdefault("calibration", init)
         plan = make_plan(model, plan, **options)
     init = init if init is not None else plan.scheme.init
     if not isinstance(init, Calibrated):
