@@ -109,7 +109,6 @@ def compress(
     from factorized.experiments.training.folder import claimed
     from factorized.experiments.training.progress import Reporter
 
-    subject = open_subject(model, data, pick_device(device), trust_model=trust_model)
     settings = Settings(
         ratio=ratio,
         ranks=ranks.value,
@@ -119,6 +118,7 @@ def compress(
         samples=samples,
         layers_per_pass=layers_per_pass,
     )
+    subject = open_subject(model, data, pick_device(device), trust_model=trust_model)
     recipe = _recovery(subject, recover, settings.factorize)
     folder = out or default_folder(model, ratio)
 
@@ -143,8 +143,9 @@ def _recovery(subject: Subject, name: str | None, factorize: Factorize) -> AnyRe
 
     if name == NO_RECOVERY or (name is None and subject.recipe is None):
         return None
-    given = None if name is None else load_any_recipe(name)
-    return subject.fit(recovery_recipe(subject.recipe, given, factorize))
+    own = None if subject.recipe is None else subject.fit(subject.recipe)
+    given = None if name is None else subject.fit(load_any_recipe(name))
+    return recovery_recipe(own, given, factorize)
 
 
 def _report(state: dict[str, Any]) -> None:

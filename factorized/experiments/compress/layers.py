@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,29 +56,34 @@ def layer_rows(plan: Plan, spectra: dict[str, list[float]]) -> list[dict[str, An
                 "params": entry.params,
                 "params_after": entry.params_after,
                 "tied_to": entry.tied_to,
-                "lost": sum(spectrum[rank:]) if spectrum else None,
                 "spectrum": spectrum[::step] if spectrum else None,
             }
         )
     return rows
 
 
-def layer_outputs(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str, Tensor]:
-    """Return the outputs of some layers while the model runs on one batch, on the CPU; layers that never run have none.
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer: what it was called with, and its output, on the CPU."""
 
-    Of a layer that runs several times, the last output counts.
-    """
-    seen: dict[str, Tensor] = {}
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Tensor
+
+
+def layer_calls(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str, LayerCall]:
+    """Return the last call of some layers while the model runs on one batch; layers that never run have none."""
+    seen: dict[str, LayerCall] = {}
 
     def keep(name: str) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
             if isinstance(output, Tensor):
-                seen[name] = output.detach().float().cpu()
+                seen[name] = LayerCall(_on_cpu(arguments), _on_cpu(keywords), output.detach().cpu())
 
         return hook
 
     modules = dict(model.named_modules())
-    hooks = [modules[name].register_forward_hook(keep(name)) for name in names if name in modules]
+    hooks = [modules[name].register_forward_hook(keep(name), with_kwargs=True) for name in names if name in modules]
     try:
         run_once(model, batch[0] if isinstance(batch, (tuple, list)) else batch, "the first batch")
     finally:
@@ -86,10 +92,34 @@ def layer_outputs(model: nn.Module, names: Sequence[str], batch: Any) -> dict[st
     return seen
 
 
-def differences(dense: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """Return ``‖y' - y‖² / ‖y‖²`` of every layer's outputs."""
+@torch.no_grad()
+def losses_alone(model: nn.Module, calls: dict[str, LayerCall]) -> dict[str, float]:
+    """Return ``‖y' - y‖² / ‖y‖²`` of layers that are called as the dense ones were: what each loses by itself."""
+    device = next(model.parameters()).device
+    model.eval()
     return {
-        name: ((other[name] - y).square().sum() / y.square().sum().clamp(min=torch.finfo().tiny)).item()
-        for name, y in dense.items()
-        if name in other
+        name: _relative(model.get_submodule(name)(*_moved(one.arguments, device), **_moved(one.keywords, device)), one)
+        for name, one in calls.items()
     }
+
+
+def differences(calls: dict[str, LayerCall], now: dict[str, LayerCall]) -> dict[str, float]:
+    """Return ``‖y' - y‖² / ‖y‖²`` of layers in two networks: what they and the layers before them changed."""
+    return {name: _relative(now[name].output, one) for name, one in calls.items() if name in now}
+
+
+def _relative(output: Tensor, dense: LayerCall) -> float:
+    y = dense.output.float()
+    return ((output.float().cpu() - y).square().sum() / y.square().sum().clamp(min=torch.finfo().tiny)).item()
+
+
+def _on_cpu(values: Any) -> Any:
+    return _moved(values, torch.device("cpu"))
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    if isinstance(values, dict):
+        return {key: _moved(value, device) for key, value in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_moved(value, device) for value in values)
+    return values.detach().to(device) if isinstance(values, Tensor) else values

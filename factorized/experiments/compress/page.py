@@ -62,24 +62,19 @@ def compress_page(state: Mapping[str, Any]) -> str:
 
 def _with_differences(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = state["differences"]
+    columns = {"lost": "alone", "differs": "compressed", "differs_now": "recovered"}
     return [
-        {
-            **row,
-            "differs": found["compressed"].get(row["name"]),
-            "differs_now": found.get("recovered", {}).get(row["name"]),
-        }
+        {**row, **{column: found.get(key, {}).get(row["name"]) for column, key in columns.items()}}
         for row in state["plan"]["layers"]
     ]
 
 
 def _won_back(state: Mapping[str, Any]) -> float | None:
-    """Return the share of what compression lost of the score that recovery won back; None where nothing was lost."""
+    """Return how much better the score is after recovery; None without it."""
     if "recovered" not in state:
         return None
-    before, after, now = (state[name]["scores"][state["score"]] for name in ("before", "compressed", "recovered"))
-    lost = after - before if state["lower_is_better"] else before - after
-    won = after - now if state["lower_is_better"] else now - after
-    return won / lost if lost > 0 else None
+    after, now = (float(state[name]["scores"][state["score"]]) for name in ("compressed", "recovered"))
+    return after - now if state["lower_is_better"] else now - after
 
 
 def _charts(state: Mapping[str, Any]) -> list[str]:
@@ -134,7 +129,7 @@ def _drawing(row: Mapping[str, Any]) -> str:
         points.append(f"{last * wide:.1f},{HEIGHT}")
         if last > first:
             parts.append(f'<polygon class="{style}" points="{" ".join(points)}"/>')
-    told = f"{row['name']}: rank {row['rank']} of {full} keeps {_percent(1 - row['lost'])} of the outputs"
+    told = f"{row['name']}: rank {row['rank']} of {full}"
     return (
         f'<svg class="spectrum" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(told)}">'
         f"<title>{escape(told)}</title>{''.join(parts)}</svg>"

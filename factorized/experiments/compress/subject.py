@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Subject(ABC):
 
     score: str  # the figure that it is judged by
     lower_is_better: bool
+    forms: ClassVar[tuple[str, ...]] = ("lowered", "composed")  # the plain forms that it can be written in
 
     def __init__(
         self, name: str, identity: Sequence[str], device: torch.device, recipe: AnyRecipe | None = None, seed: int = 0

@@ -31,12 +31,16 @@ BATCH = 16
 class TextSubject(Subject):
     """A transformers model with the corpus of its task.
 
+    It is composed to be written as plain modules: transformers opens no folder of a model whose layers are two.
+
     Args:
         make: returns the trained network, read anew.
         recipe: of the run; for a model of others, one with its task and how its text is read.
         corpus: the text, in the model's own tokens.
         own: whether the recipe is the one that the model was trained with.
     """
+
+    forms = ("composed",)
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from factorized.experiments.compress.layers import differences, layer_outputs, layer_rows, output_spectra
+from factorized.experiments.compress.layers import differences, layer_calls, layer_rows, losses_alone, output_spectra
 from factorized.experiments.compress.subject import AnyRecipe, Subject
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.progress import Progress, silent
@@ -50,6 +50,12 @@ class Settings:
     multiple_of: int | None = None
     samples: int = SAMPLES  # examples to calibrate with
     layers_per_pass: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio < 1:
+            raise ValueError(
+                f"--ratio must be above 0 and below 1, the share of parameters to keep, got {self.ratio:g}"
+            )
 
     @property
     def factorize(self) -> Factorize:
@@ -95,6 +101,12 @@ class Work:
 
     def run(self, recipe: AnyRecipe | None, plain: Sequence[Plain] = ()) -> dict[str, Any]:
         """Do every stage that is not done, and return what is known; ``recipe`` recovers the network, if given."""
+        for form in plain:
+            if form not in self.subject.forms:
+                raise ValueError(
+                    f"{self.subject.name} cannot be written as {form}: transformers would not open it. Ask for "
+                    f"{' or '.join(self.subject.forms)}, or lower it in Python: fz.lower(fz.from_pretrained(...))"
+                )
         self._stage("before", self._evaluate_dense)
         self._stage("plan", self._plan)
         self._stage("compressed", self._factorize)
@@ -104,7 +116,7 @@ class Work:
         for form in plain:
             self._stage(form, lambda form=form: self._write_plain(form))  # type: ignore[misc]  # bound early
         wanted = ["compressed", *(["recovered"] if "recovered" in self.state else [])]
-        if set(self.state.get("differences", ())) != set(wanted):
+        if not set(wanted).issubset(self.state.get("differences", ())):
             self.state.pop("differences", None)
             self._stage("differences", lambda: self._differences(wanted))
         return self.state
@@ -250,14 +262,19 @@ class Work:
         return {"scores": scores, "parameters": count_parameters(plain)}
 
     def _differences(self, wanted: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Return how the outputs of every layer differ from the dense network's; one network is held at a time."""
+        """Return how the outputs of every layer differ from the dense network's, also by itself.
+
+        One network is held at a time, with the calls of its layers on one batch.
+        """
         batch, names = self.batches[0], [entry.name for entry in self.plan.layers]
-        dense = layer_outputs(self.dense, names, batch)
+        calls = layer_calls(self.dense, names, batch)
         del self.dense
         found = {}
         for stage in wanted:
             network = self.subject.load(self.folder / COMPRESSED) if stage == "compressed" else self.final()
-            found[stage] = differences(dense, layer_outputs(network, names, batch))
+            if stage == "compressed":
+                found["alone"] = losses_alone(network, calls)
+            found[stage] = differences(calls, layer_calls(network, names, batch))
         return found
 
     def told(self, scores: dict[str, float]) -> str:
