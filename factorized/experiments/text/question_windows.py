@@ -97,7 +97,7 @@ class QuestionWindows(Dataset[dict[str, Any]]):
     def _write(self, file: Path) -> None:
         """Write all windows one after the other, with the number of tokens of each."""
         names = self.inputs[0]
-        arrays = {
+        arrays: dict[str, Any] = {
             "windows": np.array([(*where, *answer) for where, answer in zip(self.context, self.answers, strict=True)]),
             "question_of": np.array(self.question_of),
             "tokens": np.array([len(inputs["input_ids"]) for inputs in self.inputs]),

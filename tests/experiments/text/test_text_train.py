@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,16 @@ import torch
 import transformers
 
 import factorized as fz
+from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text import trainer
+from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
 from factorized.experiments.text.train import train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.text.trainer import TextTrainer
 from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.progress import Reporter
 from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files, small
 
 
@@ -76,8 +80,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
         nonlocal steps
         steps += 1
         if steps == 4:
-            import signal
-
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, *arguments, **keywords)
 
@@ -92,6 +94,51 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
     assert [row["update"] for row in resumed["history"]] == [row["update"] for row in whole["history"]]
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TextRecipe, Corpus, Path]:
+    """A run that was stopped at its second update of four, with its recipe and corpus."""
+    recipe, corpus = small("language", tmp_path)
+    real = TextTrainer.training_step
+
+    def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if self.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextTrainer, "training_step", stopped)
+        with pytest.raises(Interrupted):
+            train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    return recipe, corpus, tmp_path / "run"
+
+
+def test_a_run_of_another_number_of_processes_is_not_resumed_unless_that_is_allowed(
+    stopped_run: tuple[TextRecipe, Corpus, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, corpus, folder = stopped_run
+    begun = folder / "seed-0" / "begun.json"
+    state = json.loads(begun.read_text())
+    assert state["ran_on"] == ["1 process (cpu)"]
+    begun.write_text(json.dumps({**state, "ran_on": ["4 processes (cuda)"]}))
+    with pytest.raises(ValueError, match=r"was trained by 4 processes \(cuda\), and this is 1 process \(cpu\)"):
+        train_text(recipe, corpus, folder, device="cpu", resume=True)
+    how: dict[str, Any] = {"device": "cpu", "resume": True, "allow_other_devices": True, "reporter": Reporter()}
+    (result,) = train_text(recipe, corpus, folder, **how)
+    assert "goes on with 1 process (cpu); it was trained by 4 processes (cuda) before" in capsys.readouterr().out
+    assert result["ran_on"] == ["4 processes (cuda)", "1 process (cpu)"]
+    begun.write_text(json.dumps({**state, "ran_on": ["4 processes (cuda)"]}))
+    (again,) = train_text(recipe, corpus, folder, device="cpu", resume=True)  # it has ended
+    assert again["scores"] == result["scores"]
+
+
+def test_a_damaged_note_of_what_is_trained_is_named(stopped_run: tuple[TextRecipe, Corpus, Path]) -> None:
+    recipe, corpus, folder = stopped_run
+    for content in ("{", "[]", '{"seed": "x"}'):
+        (folder / "seed-0" / "begun.json").write_text(content)
+        with pytest.raises(ValueError, match=r"begun\.json is damaged; start this run anew with --overwrite"):
+            train_text(recipe, corpus, folder, device="cpu", resume=True)
 
 
 def test_a_finished_run_is_not_repeated_and_another_recipe_is_not_resumed(tmp_path: Path) -> None:
