@@ -110,6 +110,19 @@ def test_spectral_initialization_balances_ov_alone_and_keeps_the_function(name: 
         assert same == (after.kind == "qk"), after.name
 
 
+@pytest.mark.parametrize(("name", "is_spectral"), [("-lowrank-0.5-si", True), ("-lowrank-0.5", False)])
+def test_a_recipe_without_spectral_initialization_draws_the_factors(name: str, is_spectral: bool) -> None:
+    changes = ("model.hidden=32", "model.layers=1", "model.feed_forward=48")
+    dense = build_text_model(recipe_of("language/tiny", *changes), TOKENIZER, 0)
+    model = build_text_network(recipe_of(f"language/tiny{name}", *changes), TOKENIZER, 0)
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert isinstance(layer, fz.FactorizedLinear)
+    weight = dense.get_submodule("model.layers.0.mlp.up_proj").weight
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    best = (left * values)[:, : layer.rank] @ right[: layer.rank]
+    assert torch.allclose(layer.weight, best, atol=1e-5) == is_spectral
+
+
 @pytest.mark.parametrize(
     ("optimizer", "moment", "joins_the_gradient"),
     [

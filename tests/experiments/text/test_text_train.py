@@ -33,6 +33,10 @@ def test_a_task_is_trained_scored_saved_and_read_back(tmp_path: Path, task: str)
     (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
     assert result["scores"][result["score"]] >= 0
     assert [row["update"] for row in result["history"] if "validation_loss" in row] == [2, 4]
+    rates = {row["update"]: row["learning_rate"] for row in result["history"] if "learning_rate" in row}
+    assert len(rates) == 4
+    for update, rate in rates.items():
+        assert rate == pytest.approx(recipe.optimizer.lr * recipe.schedule.factor(update - 1)), update
     read, written, model, tokenizer = load_text_run(tmp_path / "run" / "seed-0")
     assert read == recipe
     assert written["scores"] == result["scores"]
