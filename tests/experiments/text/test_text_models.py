@@ -123,6 +123,25 @@ def test_a_recipe_without_spectral_initialization_draws_the_factors(name: str, i
     assert torch.allclose(layer.weight, best, atol=1e-5) == is_spectral
 
 
+@pytest.mark.parametrize("name", ["translation/iwslt14-0.5", "translation/tatoeba-0.25"])
+def test_without_spectral_initialization_a_translators_products_are_no_larger_than_its_dense_matrices(
+    name: str,
+) -> None:
+    changes = ("model.hidden=64", "model.feed_forward=96")
+    dense = build_text_model(recipe_of(name, *changes), TOKENIZER, 0)
+    model = build_text_network(recipe_of(name, *changes), TOKENIZER, 0)
+    deviation = dense.get_input_embeddings().weight.std()
+    found = [m for m in model.modules() if isinstance(m, fz.FactorizedEmbedding | fz.FactorizedLinear)]
+    assert {type(m) for m in found} == {fz.FactorizedEmbedding, fz.FactorizedLinear}
+    for layer in found:
+        for factor in layer.factors:
+            assert factor.std().item() == pytest.approx(deviation.item(), rel=0.1)
+        assert layer.weight.std() < 1.1 * deviation
+    for form in fz.forms(model):
+        if form.kind in ("ov", "qk"):  # heads that were cut are drawn alike
+            assert form.values[0].std().item() == pytest.approx(deviation.item(), rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "moment", "joins_the_gradient"),
     [

@@ -48,23 +48,27 @@ def test_a_task_is_trained_scored_saved_and_read_back(tmp_path: Path, task: str)
     assert not (tmp_path / "run" / "seed-0" / "checkpoints").exists()
 
 
-def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "slow", "checkpoint_every"), [(LanguageTask, "validate", 1000), (TextTrainer, "_save", 7)]
+)
+def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluations_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, slow: str, checkpoint_every: int
 ) -> None:
-    recipe, corpus = small("language", tmp_path, "schedule.updates=40", "run.evaluate_every=20")
+    changes = ("schedule.updates=40", "run.evaluate_every=20", f"run.checkpoint_every={checkpoint_every}")
+    recipe, corpus = small("language", tmp_path, *changes)
     clock = 0.0
 
     def after(seconds: float, real: Any) -> Any:
-        def slow(*arguments: Any) -> Any:
+        def slowed(*arguments: Any, **keywords: Any) -> Any:
             nonlocal clock
             clock += seconds
-            return real(*arguments)
+            return real(*arguments, **keywords)
 
-        return slow
+        return slowed
 
     monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: clock))
     monkeypatch.setattr(TextTrainer, "training_step", after(2.0, TextTrainer.training_step))
-    monkeypatch.setattr(LanguageTask, "validate", after(1000.0, LanguageTask.validate))
+    monkeypatch.setattr(owner, slow, after(1000.0, getattr(owner, slow)))
     (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
     assert result["tokens"] == 40 * 4 * 16
     assert result["tokens_per_second"] == 4 * 16 / 2.0
