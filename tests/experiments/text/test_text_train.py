@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from factorized.experiments.text import trainer
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
-from factorized.experiments.text.train import train_text
+from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.text.trainer import TextTrainer
 from factorized.experiments.training.interrupt import Interrupted
@@ -41,8 +42,7 @@ def test_a_task_is_trained_scored_saved_and_read_back(tmp_path: Path, task: str)
     assert read == recipe
     assert written["scores"] == result["scores"]
     assert tokenizer.get_vocab() == corpus.tokenizer.get_vocab()
-    from factorized.experiments.text.train import TASKS
-
+    assert [row["name"] for row in written["layers"]] == [form.name for form in fz.forms(model)] != []
     again = TASKS[task](recipe, corpus).test(model)
     assert again[result["score"]] == pytest.approx(result["scores"][result["score"]], rel=1e-5)
     assert not (tmp_path / "run" / "seed-0" / "checkpoints").exists()
@@ -139,6 +139,23 @@ def test_a_run_of_another_number_of_processes_is_not_resumed_unless_that_is_allo
     begun.write_text(json.dumps({**state, "ran_on": ["4 processes (cuda)"]}))
     (again,) = train_text(recipe, corpus, folder, device="cpu", resume=True)  # it has ended
     assert again["scores"] == result["scores"]
+
+
+def test_what_was_written_after_the_last_checkpoint_is_forgotten(
+    stopped_run: tuple[TextRecipe, Corpus, Path],
+) -> None:
+    recipe, corpus, folder = stopped_run
+    run = folder / "seed-0"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert checkpoint.name == "checkpoint-2"
+    with (run / "metrics.jsonl").open("a") as rows:  # as a process leaves them that is killed at update 4
+        rows.writelines(f'{{"update": {update}, "loss": 1000.0}}\n' for update in (3, 4))
+    (run / "checkpoints" / "checkpoint-1").mkdir()
+    shutil.copy(checkpoint / "trainer_state.json", run / "checkpoints" / "checkpoint-1")  # older
+    (run / "checkpoints" / "checkpoint-4").mkdir()  # not complete
+    (result,) = train_text(recipe, corpus, folder, device="cpu", resume=True)
+    assert [row["update"] for row in result["history"] if "loss" in row] == [1, 2, 3, 4]
+    assert all(row["loss"] < 100 for row in result["history"] if "loss" in row)
 
 
 def test_a_damaged_note_of_what_is_trained_is_named(stopped_run: tuple[TextRecipe, Corpus, Path]) -> None:
