@@ -207,6 +207,14 @@ def test_figures_show_decay_compression_and_curves(results: Path) -> None:
     decay, compression = panels_of("translation", results)
     assert (decay.lines, decay.levels) == ({"FD-OV": [(1e-4, 34.0)]}, {"no decay": 33.0})
     assert compression.lines == {"with SI": [(0.25, 29.0), (0.5, 31.0), (1.0, 33.0)]}
+    for ratio, bleu in ((0.5, 25.0), (0.25, 19.0)):  # of another kind than the others
+        taken(results, f"translation/tatoeba-{ratio}", "factorize.init=default", scores={"bleu": bleu})
+    _, compression = panels_of("translation", results)
+    assert list(compression.lines) == ["with SI", "factors drawn by torch"]
+    assert compression.lines["factors drawn by torch"] == [(0.25, 19.0), (0.5, 25.0), (1.0, 33.0)]
+    assert "at 1 more strength, `translation/tatoeba-0.5`, `translation/tatoeba-0.25`." in text_results.translation(
+        results
+    )
     taken(results, "language/small-narrow-0.5")
     (curves,) = panels_of("language", results)
     assert curves.lines == {"language/small-narrow-0.5": [(100, 90.0)]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,3 +156,11 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder / 'tokenizer.json'} is missing; train the run again, or save the model's tokenizer there"
         )
     return need("transformers", "transformers", "text", "text").PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def state_of(tokenizer: Any) -> str:
+    """Return a checksum of all that decides which tokens a text becomes."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for setting in ("truncation", "padding"):  # of the latest call
+        del state[setting]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
