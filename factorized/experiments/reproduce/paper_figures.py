@@ -217,23 +217,27 @@ def _kind(variant: Variant) -> str:
 
 
 def _decay(variant: Variant) -> str:
-    return DECAYS[_kind(variant)][0]
+    return f"{DECAYS[_kind(variant)][0]}{_mark(variant)}"
 
 
 def _decay_and_init(variant: Variant) -> str:
     init = variant.recipe["factorize"].get("init")
-    return f"{_decay(variant)}, {'SI' if init in ('spectral', None) else init}"
+    return f"{DECAYS[_kind(variant)][0]}, {'SI' if init in ('spectral', None) else init}{_mark(variant)}"
 
 
 def _forms(variant: Variant) -> str:
-    forms = variant.recipe["decay"].get("forms")
-    return f"{_decay(variant)} of {' and '.join(form.upper() for form in forms)}" if forms else _decay(variant)
+    forms = " and ".join(form.upper() for form in variant.recipe["decay"].get("forms") or ())
+    return f"{DECAYS[_kind(variant)][0]}{f' of {forms}' if forms else ''}{_mark(variant)}"
 
 
 def _budget(variant: Variant) -> str:
     fields = variant.recipe["factorize"]
-    init = fields.get("init") or "spectral"
+    init = f"{fields.get('init') or 'spectral'}{_mark(variant)}"
     return next((f"{name.replace('_', ' ')} {fields[name]:g}, {init}" for name in BUDGETS if fields.get(name)), init)
+
+
+def _mark(variant: Variant) -> str:
+    return f" (shortened: {variant.shortened})" if variant.shortened else ""
 
 
 def _figure(panels: Sequence[Panel]) -> Figure:

@@ -160,6 +160,21 @@ def test_sweeps_of_the_same_network_say_what_tells_them_apart() -> None:
     ]
 
 
+def test_shortened_runs_are_marked_in_every_legend() -> None:
+    short = [("decay.strength=1e-3", "schedule.epochs=2"), ("decay.strength=1e-4", "schedule.epochs=2")]
+    found = variants(*((name, *changes) for name in ("wd", "si-fd") for changes in short))
+    found += variants(("wd", "factorize.rank_scale=0.5", "schedule.epochs=2"), parameters=9000)
+    for variant in found:
+        for run in variant.runs:
+            for row in run.result["history"]:
+                row["effective_step"] = 0.1
+    found += translators(("-wd", 31.0, 9, ("schedule.updates=2",)), ("-0.5-si", 30.0, 5, ("schedule.updates=2",)))
+    for draw in (norm_panels, sweep_panels, step_panels, translation_panels):
+        labels = [label for lines in drawn(draw(found)).values() for label in lines]
+        assert labels
+        assert all("(shortened: 2 of " in label for label in labels), labels
+
+
 def test_figures_are_png_and_svg_and_the_same_each_time(tmp_path: Path) -> None:
     found = variants(("wd",), ("si",))
     files = draw_figures(found, tmp_path / "a")
