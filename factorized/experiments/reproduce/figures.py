@@ -28,7 +28,6 @@ SCORES = {
     "validation_loss": ("Validation loss", True),
     "loss": ("Training loss", True),
 }
-PRODUCTS = {"nuclear": "nuclear norm", "nuclear_bound": "bound"}
 
 
 @dataclass(frozen=True)
