@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def test_write_report_writes_the_page_and_every_table_as_csv_and_markdown(tmp_pa
     assert files == {"paper", "variants", "runs", "machines", "data", "missing", f"layers-{SI.replace('/', '-')}", grid}
     assert files == {path.stem for path in (tmp_path / "report/tables").glob("*.md")}
     assert all(f'download="{name}.csv"' in page and f'id="{name}"' in page for name in files)
+    for chart in ("Ours against the paper", "Differences in the paper's deviations", "Test accuracy, % of resnet32x2"):
+        assert f'aria-label="{escape(chart)}' in page
     (row,) = read_csv(tmp_path / "report/tables/paper.csv")
     assert (row["recipe"], row["n"], row["paper"], row["paper deviation"]) == (SI, "2", "92.52", "0.66")
     assert float(row["ours"]) == 93.34
