@@ -26,6 +26,17 @@ class NormMatcher:
     the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it;
     factors that products share are rescaled for all of them at once. Sharded factors are gathered to be measured, so
     all ranks must take part.
+
+    Raises:
+        ValueError: the model holds no products; in ``match``, if a norm is missing or a product is zero; in a step, if
+            fewer norms were recorded than steps are taken.
+
+    Examples:
+        >>> decayed = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> recorded = [fz.NormMatcher(decayed).record()]  # once a step
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> matcher = fz.NormMatcher(model).attach(optimizer, recorded)
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -40,8 +40,17 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
 
     Wrappers of ``torch.compile`` and ``DistributedDataParallel`` are not saved, only the model inside. For a sharded
     model (``fully_shard``) every rank must call this: the shards are gathered one tensor at a time, rank 0 writes, and
-    all ranks return when it has finished, or raise its error. Weights that are not finite raise, unless
-    ``allow_nonfinite``.
+    all ranks return when it has finished, or raise its error.
+
+    Raises:
+        ValueError: the model has no factorized layer, something in it cannot be saved without pickle, or weights are
+            not finite; ``allow_nonfinite=True`` saves those too.
+        OSError: the files could not be written; an earlier checkpoint is kept.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> fz.save(model, "saved")
+        >>> model = fz.load("saved", nn.Sequential(nn.Linear(64, 64)))  # a fresh dense model
     """
     check_model(model)
     model = unwrapped(model)
@@ -77,6 +86,15 @@ def load(
 
     The weights end up on ``device`` and in ``dtype``, by default those of the model; a model on the meta device gets
     real weights. The file is compared with the model before anything is changed.
+
+    Raises:
+        ValueError: the folder holds no checkpoint, its files are damaged, or it does not fit the model.
+
+    Examples:
+        >>> fz.save(fz.factorize(nn.Sequential(nn.Linear(64, 64)), rank=8, keep_first_and_last=False), "saved")
+        >>> model = fz.load("saved", nn.Sequential(nn.Linear(64, 64)), dtype=torch.bfloat16)
+        >>> model[0].U.dtype, model[0].rank
+        (torch.bfloat16, 8)
     """
     check_model(model)
     refuse_wrapped(model)

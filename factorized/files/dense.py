@@ -22,6 +22,16 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the
     best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
     accepted; tied weights need only one of their names. Names, shapes and values are checked before anything changes.
+
+    Raises:
+        ValueError: the model has no factorized layer, is sharded or on the meta device, or ``state_dict`` does not fit.
+
+    Examples:
+        >>> dense = nn.Sequential(nn.Linear(64, 64))  # with trained weights
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 64))
+        >>> model = fz.load_dense(model, dense.state_dict())
+        >>> torch.allclose(model[0].weight, dense[0].weight, atol=1e-5)
+        True
     """
     check_model(model)
     inside = unwrapped(model)

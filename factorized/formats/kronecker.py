@@ -123,6 +123,15 @@ class Kronecker(Scheme):
 
     ``outer`` is the shape of the small matrices. It must divide outputs and inputs; the default is the largest divisors
     up to their square roots. At a rank scale there are ``round(scale · full rank)`` products, at least 1.
+
+    Raises:
+        ValueError: ``outer`` is not a pair of whole numbers of at least 1.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> model = fz.factorize(model, fz.Kronecker(outer=(8, 8)), rank=4, keep_first_and_last=False)
+        >>> {name: tuple(core.shape) for name, core in model[0].named_parameters()}
+        {'A': (4, 8, 8), 'B': (4, 8, 8), 'bias': (64,)}
     """
 
     outer: tuple[int, int] | None = None

@@ -14,6 +14,14 @@ def drop_connect(model: nn.Module, share: float) -> nn.Module:
 
     DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion suggests. The layers compose their
     weight for it in training; in evaluation they run as before. ``share=0`` turns it off.
+
+    Raises:
+        ValueError: ``share`` is not in [0, 1), or ``model`` has no factorized layer.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> fz.drop_connect(model, 0.1)[0].drop_connect
+        0.1
     """
     check_model(model)
     if not (is_number(share) and 0 <= share < 1):

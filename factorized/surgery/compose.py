@@ -45,7 +45,18 @@ def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
 
     The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunk attention gets its dense head size
     back, padded with zeros, in the class it came from. The given model is not changed, and the copy holds nothing of
-    this package. Weights that are not finite raise, unless ``allow_nonfinite``.
+    this package.
+
+    Raises:
+        ValueError: the model has no factorized layer, is sharded over processes, or has weights that are not finite;
+            ``allow_nonfinite=True`` converts those too.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> fz.compose(model)
+        Sequential(
+          (0): Linear(in_features=64, out_features=64, bias=True)
+        )
     """
     return convert(model, _dense_layer, _dense_attention, allow_nonfinite=allow_nonfinite)
 

@@ -66,17 +66,33 @@ def factorize(
 ) -> nn.Module:
     """Replace layers of ``model`` by factorized ones, in place, and return it.
 
-    Takes a plan, or a scheme and the keyword arguments of ``fz.plan``, which then plans first. ``init`` fills the
-    factors: ``"spectral"`` from the weights of the layers, random or trained (the default except for
-    ``Overcomplete``); ``fz.Calibrated(batches)`` from trained weights and data; ``"default"``, ``"kaiming"``,
-    ``"normal"`` or a callable draws them (``"default"`` is the default for ``Overcomplete``; the cores of tensors are
-    drawn so that the weight has the variance of a dense one). Every new layer is built before the first is installed,
-    so that a failure leaves the model unchanged. A model that is itself one layer cannot be changed in place: use what
-    is returned. Attributes set on a layer are copied to the new one, and plain values set on its weight
-    (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
+    Every new layer is built before the first is installed, so that a failure leaves the model unchanged. A model that
+    is itself one layer cannot be changed in place: use what is returned. Attributes set on a layer are copied to the
+    new one, and plain values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops
+    the latter.
 
-    ``progress`` is called with the number of layers decomposed so far and the total; without it a tqdm bar appears
-    after two seconds, in a terminal or a notebook.
+    Args:
+        model: any ``nn.Module``.
+        plan: a plan, or a scheme, for which ``fz.plan`` is called first; ``LowRank()`` unless given.
+        init: how the factors are filled. ``"spectral"`` decomposes the weights of the layers, random or trained: the
+            default except for ``Overcomplete``. ``fz.Calibrated(batches)`` uses trained weights and data.
+            ``"default"`` (the default for ``Overcomplete``), ``"kaiming"``, ``"normal"`` or a callable draws them; the
+            cores of tensors are drawn so that the weight has the variance of a dense one.
+        progress: is called with the number of layers decomposed so far and the total; without it a tqdm bar appears
+            after two seconds, in a terminal or a notebook.
+        options: the keyword arguments of ``fz.plan`` (``ratio=0.1``, ``exclude=["head"]``, ...), if no plan is given.
+
+    Raises:
+        ValueError: what ``fz.plan`` raises, or the plan was made for another model, or a weight is not finite.
+
+    Examples:
+        >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        >>> fz.factorize(model, fz.LowRank(), ratio=0.8)
+        Sequential(
+          (0): Linear(in_features=64, out_features=64, bias=True)
+          (1): FactorizedLinear(64, 64, bias=True, execution=chain, rank=12, params=1,536 of 4,096)
+          (2): Linear(in_features=64, out_features=64, bias=True)
+        )
     """
     check_model(model)
     if isinstance(plan, Plan):

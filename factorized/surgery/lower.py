@@ -48,6 +48,18 @@ def lower(
         exclude: names or globs of layers and attention modules to compose, or of containers of them.
         example_input: what the model's forward takes; the lowered model is run on it once.
         allow_nonfinite: also convert weights that are not finite, instead of raising.
+
+    Raises:
+        ValueError: the model has no factorized layer, is sharded over processes or has weights that are not finite;
+            a pattern of ``exclude`` matches nothing; or the lowered model does not run on ``example_input``.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedConv2d(16, 32, 3, 8, padding=1))
+        >>> fz.lower(model)[0]
+        Sequential(
+          (0): Conv2d(16, 8, kernel_size=(1, 3), stride=(1, 1), padding=(0, 1), bias=False)
+          (1): Conv2d(8, 32, kernel_size=(3, 1), stride=(1, 1), padding=(1, 0))
+        )
     """
     check_model(model)
     composed = _excluded(model, exclude)

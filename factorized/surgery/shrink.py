@@ -42,6 +42,16 @@ def factorize_attention(
         init: as for ``fz.factorize``.
         forms: which forms are shrunk; under rotary embeddings only ``"ov"`` can be.
         example_input: what the model's forward takes, to check how classes were registered.
+
+    Raises:
+        ValueError: the model holds no attention of a known class, one of its modules cannot be read or shrunk, or an
+            argument has a wrong value.
+
+    Examples:
+        >>> model = nn.TransformerEncoderLayer(32, nhead=2, batch_first=True)  # heads of 16 dimensions
+        >>> model = fz.factorize_attention(model, rank_scale=0.25)
+        >>> model.self_attn.q_proj
+        Linear(in_features=32, out_features=8, bias=True)
     """
     check_init(init)
     chosen = _checked_forms(forms)
@@ -68,6 +78,20 @@ def spectral_init_attention(model: nn.Module, forms: Sequence[FormName] = FORMS)
 
     The model computes the same function: only the split of each form into its two factors changes (section 3.1). Value
     biases move into the output bias.
+
+    Args:
+        model: as for ``fz.factorize_attention``.
+        forms: which forms are rebalanced; under rotary embeddings only ``"ov"`` can be.
+
+    Raises:
+        ValueError: as for ``fz.factorize_attention``.
+
+    Examples:
+        >>> model = nn.TransformerEncoderLayer(32, nhead=2, batch_first=True).eval()
+        >>> x = torch.randn(1, 5, 32)
+        >>> before = model(x)
+        >>> torch.allclose(fz.spectral_init_attention(model)(x), before, atol=1e-5)
+        True
     """
     chosen = _checked_forms(forms)
     units = _units(model, chosen)

@@ -69,6 +69,14 @@ def truncate(
         rank_scale: share of every rank that stays.
         rank: the highest rank that stays.
         energy: share of each product's squared singular values to keep.
+
+    Raises:
+        ValueError: not exactly one of them is given, a value is out of reach, or the model has no factorized layer.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 16))
+        >>> fz.truncate(model, rank_scale=0.5)[0].rank
+        8
     """
     check_model(model)
     refuse_wrapped(model)
