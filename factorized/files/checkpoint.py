@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from factorized.files.checksum import in_file_order
 from factorized.files.folder import read_checkpoint, write_checkpoint
 from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model
+from factorized.nn.model import Model, check_model
 from factorized.planning.plan import Entry, Plan, PlanEntry
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import build_layers, install
@@ -77,11 +78,11 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
 
 def load(
     folder: str | Path,
-    model: nn.Module,
+    model: Model,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> Model:
     """Factorize ``model``, a fresh dense one, like the checkpoint in ``folder``, fill it, and return it.
 
     The weights end up on ``device`` and in ``dtype``, by default those of the model; a model on the meta device gets
@@ -113,7 +114,7 @@ def load(
     if filled is inside:
         return model
     wrapped = next(name for name, module in model.named_modules() if module is inside)
-    return replace_module(model, wrapped, filled)
+    return cast(Model, replace_module(model, wrapped, filled))
 
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from factorized.attention.matrices import write_matrices
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model, module_names
+from factorized.nn.model import Model, check_model, module_names
 from factorized.surgery.decompose import decompose_all
 from factorized.surgery.heads import DenseAttention, shrunk_attention
 from factorized.surgery.progress import Count
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
 
-def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
+def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import nn
 
 from factorized.files.checkpoint import load, save
 from factorized.files.folder import MANIFEST, read_plan_of_transformers, write_plan
-from factorized.nn.model import check_model
+from factorized.nn.model import Model, check_model
 from factorized.planning.plan import Plan
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import build_layers, install
@@ -77,8 +77,20 @@ def save_plan(model: nn.Module, folder: str | Path) -> None:
     write_plan(Path(folder), describe(unwrapped(model)))
 
 
+@overload
 def from_pretrained(
-    cls: Any,
+    cls: type[Model], folder: str | Path, *, device: torch.device | str | None = ..., dtype: torch.dtype | None = ...
+) -> Model: ...
+
+
+@overload  # an auto class
+def from_pretrained(
+    cls: type[object], folder: str | Path, *, device: torch.device | str | None = ..., dtype: torch.dtype | None = ...
+) -> nn.Module: ...
+
+
+def from_pretrained(
+    cls: type[Any],
     folder: str | Path,
     *,
     device: torch.device | str | None = None,

@@ -24,7 +24,7 @@ from factorized.planning.schemes import read_format
 from factorized.surgery.replace import replace_module
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 else:
     Trainer = object  # the mixin comes before the real one, so this file does not need transformers
 
@@ -116,7 +116,7 @@ class FactorizedTrainerMixin(Trainer):
 
 
 def resize_token_embeddings(
-    model: Any,
+    model: PreTrainedModel,
     new_num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,

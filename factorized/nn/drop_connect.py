@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from factorized._checks import is_number
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model
+from factorized.nn.model import Model, check_model
 
 
-def drop_connect(model: nn.Module, share: float) -> nn.Module:
+def drop_connect(model: Model, share: float) -> Model:
     """Drop each entry of every product with probability ``share`` in training, scaling up the others; return the model.
 
     DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion suggests. The layers compose their

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,7 @@ from factorized.nn.held_weight import ExpertWeights, RecurrentWeight, named_laye
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
-from factorized.nn.model import check_model, named
+from factorized.nn.model import Model, check_model, named
 from factorized.planning.budget import BUDGETS
 from factorized.planning.plan import Entry, Plan
 from factorized.planning.planner import PlanOptions
@@ -57,13 +57,13 @@ LAYERS: dict[type[nn.Module], Any] = {
 
 
 def factorize(
-    model: nn.Module,
+    model: Model,
     plan: Plan | Scheme | None = None,
     *,
     init: Init | Calibrated | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
-) -> nn.Module:
+) -> Model:
     """Replace layers of ``model`` by factorized ones, in place, and return it.
 
     Every new layer is built before the first is installed, so that a failure leaves the model unchanged. A model that
@@ -102,7 +102,7 @@ def factorize(
     init = init if init is not None else plan.scheme.init
     if not isinstance(init, Calibrated):
         check_init(init)
-    return install(model, plan, build_layers(model, plan, init, progress))
+    return cast(Model, install(model, plan, build_layers(model, plan, init, progress)))
 
 
 def _refuse_options(options: PlanOptions) -> None:

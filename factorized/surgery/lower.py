@@ -11,7 +11,7 @@ from torch import nn
 from factorized.attention.resize import lowered_module, plain_size
 from factorized.attention.unit import AttentionUnit
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model, module_names
+from factorized.nn.model import Model, check_model, module_names
 from factorized.nn.running import ExampleInput, count_parameters, run_once
 from factorized.surgery.compose import SharedWeights, convert, dense_layer
 from factorized.surgery.heads import plain_attention, shrunk_attention
@@ -21,12 +21,12 @@ Reasons = dict[str, str]
 
 
 def lower(
-    model: nn.Module,
+    model: Model,
     *,
     exclude: Sequence[str] = (),
     example_input: ExampleInput | None = None,
     allow_nonfinite: bool = False,
-) -> nn.Module:
+) -> Model:
     """Return a copy of ``model`` whose low-rank layers are pairs of plain layers in ``nn.Sequential``.
 
     Two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a factor. A
