@@ -86,7 +86,7 @@ def register_attention(
             the two matrices, so that QK is not a single form.
 
     Raises:
-        ValueError: ``cls`` is not a class of ``nn.Module``, or another argument is not a dotted name.
+        ValueError: ``cls`` is not a subclass of ``nn.Module``, or another argument is not a dotted name.
 
     Examples:
         >>> class Attention(nn.Module):
@@ -99,7 +99,7 @@ def register_attention(
         ['0.qk', '0.ov']
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise ValueError(f"cls must be a class of nn.Module, got {cls!r}")
+        raise ValueError(f"cls must be a subclass of nn.Module, got {cls!r}")
     names = {"query": query, "key": key, "value": value, "output": output, "heads": heads}
     optional = {"kv_heads": kv_heads, "head_size": head_size, "scale": scale}
     for argument, name in {**names, **optional}.items():

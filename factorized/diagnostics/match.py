@@ -115,7 +115,10 @@ class NormMatcher:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._step >= len(self._recorded):
-            raise ValueError(f"only {len(self._recorded)} steps were recorded, and this is step {self._step + 1}")
+            raise ValueError(
+                f"only {len(self._recorded)} steps were recorded, and this is step {self._step + 1}; record every step "
+                "of the other run, or call detach()"
+            )
         self.match(self._recorded[self._step])
         self._step += 1
 

@@ -34,6 +34,11 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
         True
     """
     check_model(model)
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            f"state_dict must map names to tensors, got {type(state_dict).__name__}; of a model, pass "
+            "model.state_dict()"
+        )
     inside = unwrapped(model)
     state = {plain_name(key): value for key, value in state_dict.items()}
     layers = {

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from factorized._checks import check_whole
+from factorized._checks import check_whole, is_whole
 from factorized.formats.cost import POSITIONS
 from factorized.formats.format import Cores, Format, Rank, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
@@ -125,7 +125,7 @@ class Kronecker(Scheme):
     up to their square roots. At a rank scale there are ``round(scale · full rank)`` products, at least 1.
 
     Raises:
-        ValueError: ``outer`` is not a pair of whole numbers of at least 1.
+        ValueError: ``outer`` is not a tuple of two whole numbers of at least 1.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -138,6 +138,11 @@ class Kronecker(Scheme):
 
     name: ClassVar[str] = "kronecker"
     formats: ClassVar[tuple[type[Format], ...]] = (KroneckerFormat,)
+
+    def __post_init__(self) -> None:
+        outer: object = self.outer
+        if outer is not None and not (isinstance(outer, tuple) and len(outer) == 2 and all(map(is_whole, outer))):
+            raise ValueError(f"outer must be a tuple of two whole numbers of at least 1, got {outer!r}")
 
     def at_scale(self, shape: KernelShape, scale: float) -> KroneckerFormat:
         """Return the format at a rank scale, at most full."""

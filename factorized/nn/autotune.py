@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from factorized._checks import check_whole
 from factorized.formats.format import Way
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
@@ -36,7 +37,8 @@ def autotune(
             takes longer, and often chooses differently.
 
     Raises:
-        ValueError: the model has no factorized linear or convolution, or does not run on ``example_input``.
+        ValueError: the model has no factorized linear or convolution, or does not run on ``example_input``; or
+            ``rounds`` is not a whole number of at least 1.
 
     Examples:
         >>> model = nn.Sequential(fz.FactorizedConv2d(8, 8, 3, 4), nn.ReLU())
@@ -45,6 +47,7 @@ def autotune(
         ['chain', 'composed', 'products']
     """
     check_model(model)
+    check_whole("rounds", rounds)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, FactorizedLayer)}
     names = {module: name for name, module in layers.items() if module.tunable}
     if not names:
