@@ -34,8 +34,8 @@ def lower(
     two plain layers, a Tucker tensor three (1×1, k×k, 1×1) and a separable convolution its depthwise one before them;
     where its dimensions mix outputs and inputs, the tensor is composed. Heads of shrunk attention keep their sizes,
     padded by plain layers where their class has one size for all; ``nn.MultiheadAttention`` gets its dense head size
-    back. A tied embedding and output layer keep sharing ``U``; ``V`` is transposed in one of them, and
-    so is copied.
+    back. A tied embedding and output layer keep sharing ``U``; ``V`` is transposed in one of them, and so is
+    copied.
 
     A pair has the settings of its dense layer (``in_features``, ``stride``) as attributes, and no ``weight``. Layers
     whose weight the model's own code reads are composed: without ``example_input`` those that the source of its classes
