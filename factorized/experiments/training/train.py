@@ -85,7 +85,7 @@ def train(
     calls this and trains on its share of each batch; the first one writes.
     """
     if not seeds or len(set(seeds)) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**63:
-        raise ValueError(f"seeds must be different whole numbers from 0 to 2**63 - 1, one at least, got {list(seeds)}")
+        raise ValueError(f"seeds must be different whole numbers from 0 to 2**63 - 1, at least one, got {list(seeds)}")
     folders = [folder / f"seed-{seed}" for seed in seeds]
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:
