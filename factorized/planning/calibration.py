@@ -45,6 +45,17 @@ class Calibrated:
             ``(inputs, labels)``, ``lambda outputs: outputs.loss`` for a dict with labels. With it,
             ``allocate="spectrum"`` weighs the layers by their effect on this loss, found in one backward pass; else an
             equal share of any layer's outputs counts the same.
+
+    Raises:
+        ValueError: an argument has a wrong value; when used, also if the batches hold no examples, or do not run
+            through the model, or the loss is not one finite number.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4))
+        >>> batches = [torch.randn(32, 16) for _ in range(10)]
+        >>> model = fz.factorize(model, fz.LowRank(), rank=4, init=fz.Calibrated(batches, samples=256))
+        >>> model[2].rank
+        4
     """
 
     def __init__(

@@ -136,6 +136,39 @@ def test_a_corpus_has_one_checksum_however_it_is_stored(tmp_path: Path, corpus: 
     assert load_corpus(recipe_of(), folder, tmp_path / "cache").checksum != corpus.checksum
 
 
+def test_windows_are_tokenized_once_for_one_text_tokenizer_length_and_stride(tmp_path: Path) -> None:
+    folder = write_squad(tmp_path / "squad")
+
+    def load(changes: dict[str, Any] | None = None, tokenizer: Any = None) -> tuple[Corpus, list[str]]:
+        stages: list[str] = []
+        loaded = load_corpus(
+            recipe_of(changes), folder, tmp_path / "cache", lambda stage, *_: stages.append(stage), tokenizer
+        )
+        return loaded, [stage for stage in stages if stage.startswith("tokenizing")]
+
+    first, told = load()
+    assert told == ["tokenizing train", "tokenizing validation"]
+    for tokenizer in (None, first.tokenizer):  # learned, and as a run has it after training
+        again, told = load(tokenizer=tokenizer)
+        assert not told
+        for part, windows in first.questions.items():
+            found = again.questions[part]
+            assert (found.question_of, found.context, found.answers) == (
+                windows.question_of,
+                windows.context,
+                windows.answers,
+            )
+            assert [rows.tolist() for rows in found.offsets] == [rows.tolist() for rows in windows.offsets]
+            for row, expected in zip(found.inputs, windows.inputs, strict=True):
+                assert {name: ids.tolist() for name, ids in row.items()} == {
+                    name: ids.tolist() for name, ids in expected.items()
+                }
+    for data in ({"length": 47}, {"stride": 7}, {"vocabulary": 110}):
+        assert load({"data": data})[1] == ["tokenizing train", "tokenizing validation"]
+    (folder / "dev.json").write_text(json.dumps(table(paragraph(5))))
+    assert load()[1] == ["tokenizing train", "tokenizing validation"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -158,7 +191,7 @@ def test_a_shrunk_encoder_is_fine_tuned_evaluated_and_composed(
 ) -> None:
     before = pretrained_run(tmp_path, lambda model: factorize_attention(model, 0.5))
     changes = ('data.train=["train.json"]', "data.length=48", "data.stride=8", "schedule.updates=2", "run.batch=4")
-    recipe: Any = load_any_recipe("squad/bert", (*changes, f"model.from_run={before}"))
+    recipe: Any = load_any_recipe("squad/bert-small", (*changes, f"model.from_run={before}"))
     folder = tmp_path / "squad"
     corpus = load_corpus(recipe, folder, tmp_path / "cache")
     (result,) = train_text(recipe, corpus, tmp_path / "out", device=CPU)
@@ -182,8 +215,13 @@ def test_a_shrunk_encoder_is_fine_tuned_evaluated_and_composed(
     assert load_corpus(composed, folder, tmp_path / "cache").tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
-def test_the_shipped_recipe_is_that_of_the_paper() -> None:
-    recipe: Any = load_any_recipe("squad/bert")
+def test_the_recipe_of_bert_base_is_that_of_the_paper() -> None:
+    recipe: Any = load_any_recipe("squad/bert-base")
     assert (recipe.task, recipe.optimizer.lr, recipe.run.batch) == ("questions", 3e-5, 32)
     assert (recipe.data.length, recipe.data.stride, recipe.schedule.warmup) == (384, 128, 0.1)
-    assert recipe.schedule.updates == 2 * (4457 // recipe.run.batch)  # two epochs of the sample's windows
+    assert recipe.schedule.updates == 5530  # two epochs
+
+
+def test_the_sample_is_read_four_times() -> None:
+    recipe: Any = load_any_recipe("squad/bert-small")
+    assert recipe.schedule.updates == 4 * (4457 // recipe.run.batch)  # windows of the sample
