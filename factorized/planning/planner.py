@@ -29,7 +29,7 @@ from factorized.planning.projections import AttentionOption, read_option
 from factorized.planning.ranks import Choices, lowest_cost
 from factorized.planning.select import find_candidates
 from factorized.planning.solve import Problem, pose, solve
-from factorized.planning.spectrum import spectra_of
+from factorized.planning.spectrum import noise_spectrum, spectra_of
 
 TINY = 50_000  # a layer with less than the model's parameters over this is not worth factorizing
 Allocate = Literal["uniform", "spectrum"]
@@ -149,7 +149,10 @@ def plan(
     changes = _changes(scheme, options)
     if budget.is_share and problem.target < lowest_cost(problem.items):
         raise ValueError(out_of_reach(model, problem, changes, posed))
-    choices = solve(problem, spectra_of(model, problem.weights, calibration) if by_spectrum else None)
+    spectra = spectra_of(model, problem.weights, calibration) if by_spectrum else None
+    if spectra is not None and allocate == "spectrum" and calibration is not None and calibration.loss is not None:
+        spectra = [noise_spectrum(spectrum) for spectrum in spectra]
+    choices = solve(problem, spectra)
     if budget.is_share and (message := above_reach(model, problem, choices)) is not None:
         raise ValueError(message)
     if all(choice is None for choice in choices):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,17 @@ def squared_spectrum(candidate: Selected) -> Tensor:  # (full rank,)
     matrix = to_matrix(_checked_weight(candidate), candidate.shape)
     matrix = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
     return torch.linalg.svdvals(matrix).double().square().sum(dim=0)
+
+
+def noise_spectrum(spectrum: Sequence[float]) -> list[float]:
+    """Return by how much every rank lowers the noise of a layer's outputs, what is lost over what is kept.
+
+    Gradients tell the effect of losing a little of the outputs. Lost over kept is the same for a little, and grows
+    without bound, so that no layer is left with next to nothing. The first rank is always bought.
+    """
+    total, kept = sum(spectrum), list(accumulate(spectrum))
+    noise = [total * max(0.0, total - part) / part if part > 0 else 0.0 for part in kept]
+    return [0.0, *(before - after for before, after in pairwise(noise))]
 
 
 def rank_for_energy(energies: Sequence[float], share: float) -> int:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.planning.spectrum import noise_spectrum
 from tests.models.unchanged import unchanged
 from tests.planning.models_for_planning import ConvNet, Mlp, TiedReader
 
@@ -231,3 +232,18 @@ def test_a_loss_that_cannot_be_used_says_why(loss: Any, message: str) -> None:
 def test_a_loss_is_a_function() -> None:
     with pytest.raises(ValueError, match=r"loss must be a function of outputs and labels, .* got 'cross_entropy'"):
         fz.Calibrated([], loss="cross_entropy")  # type: ignore[arg-type]
+
+
+def test_no_layer_is_left_with_next_to_nothing_by_its_small_gradients() -> None:
+    model = Branches(importance=0.3)
+    torch.manual_seed(1)
+    batches = [((torch.randn(200, 32), torch.randn(200, 32)), torch.randn(200, 64))]
+    made = fz.plan(model, ratio=0.4, calibration=fz.Calibrated(batches, loss=F.mse_loss), **WHOLE)
+    assert 1 < ranks(made)["right"] < ranks(made)["left"]  # by what is lost alone it would be 1
+
+
+def test_noise_is_what_is_lost_over_what_is_kept() -> None:
+    assert noise_spectrum([6.0, 3.0, 1.0]) == pytest.approx([0.0, 10 * (4 / 6 - 1 / 9), 10 * (1 / 9)])
+    assert noise_spectrum([0.0, 0.0]) == [0.0, 0.0]
+    small = [1000.0, 1e-3, 1e-3]  # little is lost: the same as the spectrum
+    assert noise_spectrum(small)[1:] == pytest.approx(small[1:], rel=1e-3)
