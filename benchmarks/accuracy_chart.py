@@ -11,7 +11,7 @@ from factorized.experiments.reproduce.compare import Comparison
 
 PATH = ROOT / "docs" / "figures" / "accuracy.svg"
 NETWORKS = {"cifar10/resnet32x2": "ResNet-32x2 on CIFAR-10", "cifar10/vgg19": "VGG-19 on CIFAR-10"}
-WAYS = {"-si-fd": "spectral init and Frobenius decay", "": "neither"}
+WAYS = {"-si-fd": "both ideas", "": "neither"}
 
 
 def panels() -> list[Panel]:
@@ -42,4 +42,4 @@ def _papers(point: Comparison) -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    draw(panels(), PATH)
+    draw(panels(), PATH, width=3.7)  # small enough for a phone

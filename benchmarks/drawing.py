@@ -41,8 +41,8 @@ def drawn_from(path: Path) -> str | None:
     return found[1] if found else None
 
 
-def draw(panels: list[Panel], path: Path) -> None:
-    """Write the panels side by side; a figure of the same data is left as it is."""
+def draw(panels: list[Panel], path: Path, width: float = 5) -> None:
+    """Write the panels side by side, ``width`` inches each; a figure of the same data is left as it is."""
     if drawn_from(path) == checksum(panels):
         return
     import matplotlib as mpl
@@ -50,7 +50,7 @@ def draw(panels: list[Panel], path: Path) -> None:
 
     # letters stay letters, and the same data gives the same file
     with mpl.rc_context({"svg.hashsalt": "factorized", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(5 * len(panels), 3.4), layout="constrained")
+        figure = Figure(figsize=(width * len(panels), 3.4), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             for label, points in panel.lines.items():
                 (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=label)
