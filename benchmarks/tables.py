@@ -42,8 +42,8 @@ def accuracy() -> str:
         [
             "![Test accuracy against parameters, ours and the paper's](docs/figures/accuracy.svg)",
             "",
-            "Low-rank networks trained with both ideas of the paper, which are explained below, and with neither; dense at "
-            f"the right end. Solid lines are ours (n = {min(seeds)} to {max(seeds)}), dotted ones the paper's (n = 3). "
+            "Low-rank networks trained with both ideas of the paper, explained below, and with neither; dense at the "
+            f"right end. Solid lines are ours (n = {min(seeds)} to {max(seeds)}), dotted ones the paper's (n = 3). "
             f"{_conditions([large])}",
             "",
             f"- **Smaller:** ResNet-32x2 with {smaller.parameters:,} of its {large.parameters:,} parameters reaches "

@@ -11,7 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 STAGES = {
@@ -41,6 +43,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, content in report_files().items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that would load something from elsewhere when it is viewed."""
+    if loaded := elsewhere(output):
+        raise PluginError(f"{page.file.src_uri} would load {', '.join(loaded)}; keep such files under docs/")
+    return output
+
+
+def elsewhere(html: str) -> list[str]:
+    """Return the addresses of scripts, style sheets and images that are not on the site."""
+    sources: list[str] = re.findall(r'<(?:script|img|iframe)\b[^>]*\ssrc="(https?:[^"]*)"', html)
+    links = re.findall(r"<link\b[^>]*>", html)
+    return sources + [
+        url for link in links if "stylesheet" in link for url in re.findall(r'href="(https?:[^"]*)"', link)
+    ]
 
 
 def from_the_root(text: str) -> str:
