@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from factorized.experiments.text.guesses import guess_alone, guessing_alone
 from factorized.experiments.text.task import (
-    IGNORED,
     Batch,
     Example,
     RunningText,
@@ -36,6 +36,10 @@ class MaskedTask(RunningText):
         (train,) = self.corpus.texts["train"]
         return Windows(train, self.recipe.data.length - 2, self.recipe.data.length - 2, "training")
 
+    def prepare(self, model: nn.Module) -> None:
+        """Let the model compute the logits of the tokens to guess alone."""
+        guess_alone(model)
+
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Stack sequences and mask some of their tokens."""
         return self._masked(examples, None)
@@ -46,14 +50,14 @@ class MaskedTask(RunningText):
         length = min(self.recipe.data.length - 2, len(texts.tokens))
         draws = torch.Generator().manual_seed(0)
         total, right, count = torch.zeros((), dtype=torch.float64), 0, 0
-        with evaluation_mode(model), torch.no_grad():
+        with evaluation_mode(model), guessing_alone(model), torch.no_grad():
             for some in in_batches(Windows(texts, length, length, part), self.recipe.run.batch):
                 batch = {name: tensor.to(device_of(model)) for name, tensor in self._masked(some, draws).items()}
                 labels = batch.pop("labels")
                 logits = model(**batch).logits
                 total += sum_of_losses(logits, labels).double().cpu()
                 right += int((logits.argmax(-1) == labels).sum())
-                count += int(labels.ne(IGNORED).sum())
+                count += labels.numel()
         return {"loss": total.item() / count, "accuracy": 100 * right / count}
 
     def _masked(self, examples: Sequence[Example], draws: torch.Generator | None) -> Batch:
@@ -65,17 +69,21 @@ class MaskedTask(RunningText):
 
 
 def mask_tokens(
-    tokens: Tensor,  # (batch, length)
+    tokens: Tensor,  # (batch, length), which begin with [CLS] and end with [SEP]
     tokenizer: Any,
     share: float,
     draws: torch.Generator | None = None,
 ) -> Batch:
-    """Choose ``share`` of the tokens to be guessed: of these, 80 % become [MASK], 10 % another token, 10 % stay."""
-    ordinary = ~torch.isin(tokens, torch.tensor([tokenizer.cls_token_id, tokenizer.sep_token_id]))
-    guessed = ordinary & (torch.rand(tokens.shape, generator=draws) < share)
-    guessed[:, 1] |= ~guessed.any(dim=1)  # one at least, or the loss of a short sequence is not a number
-    fate = torch.rand(tokens.shape, generator=draws)
-    drawn = torch.randint(len(tokenizer), tokens.shape, generator=draws)
-    inputs = torch.where(guessed & (fate < REPLACED), torch.full_like(tokens, tokenizer.mask_token_id), tokens)
-    inputs = torch.where(guessed & (fate >= REPLACED + KEPT), drawn, inputs)
-    return {"input_ids": inputs, "labels": torch.where(guessed, tokens, torch.full_like(tokens, IGNORED))}
+    """Choose ``share`` of every sequence to be guessed: of these, 80 % become [MASK], 10 % another token, 10 % stay.
+
+    As in BERT, sequences have the same number of tokens to guess, so that ``positions`` and ``labels`` are matrices.
+    """
+    count = max(1, round(share * (tokens.shape[1] - 2)))
+    scores = torch.rand(tokens[:, 1:-1].shape, generator=draws)
+    positions = 1 + scores.topk(count, dim=1).indices.sort(dim=1).values  # (batch, count)
+    labels = tokens.gather(1, positions)
+    fate = torch.rand(labels.shape, generator=draws)
+    drawn = torch.randint(len(tokenizer), labels.shape, generator=draws)
+    shown = torch.where(fate < REPLACED, tokenizer.mask_token_id, labels)
+    shown = torch.where(fate >= REPLACED + KEPT, drawn, shown)
+    return {"input_ids": tokens.scatter(1, positions, shown), "positions": positions, "labels": labels}

@@ -36,6 +36,9 @@ class TextTask(ABC):
     def examples(self) -> Dataset[Example]:
         """The training examples."""
 
+    def prepare(self, model: nn.Module) -> None:  # noqa: B027
+        """Change how the model is called, where the task's batches need it."""
+
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Return training examples as one batch."""

@@ -69,6 +69,7 @@ class TextTrainer(Trainer):
 
     def __init__(self, task: TextTask, model: nn.Module, arguments: TrainingArguments, watch: TrainerCallback) -> None:
         self.task, self.network, self.sharded = task, model, task.recipe.run.shard
+        task.prepare(model)
         loss = torch.compile(task.loss) if task.recipe.run.compile else task.loss
         super().__init__(
             model=model,

@@ -7,31 +7,33 @@ import torch
 
 from factorized.experiments.text.masked import MaskedTask, mask_tokens
 from factorized.experiments.text.models import build_text_model
-from factorized.experiments.text.task import IGNORED
 from tests.experiments.text.small import small
 
 
 def test_tokens_are_masked_in_the_shares_of_bert(tmp_path: Path) -> None:
     _, corpus = small("masked", tmp_path)
     tokenizer = corpus.tokenizer
-    tokens = torch.randint(5, len(tokenizer), (400, 100))
+    tokens = torch.randint(5, len(tokenizer), (400, 102))
     tokens[:, 0], tokens[:, -1] = tokenizer.cls_token_id, tokenizer.sep_token_id
     torch.manual_seed(0)
     batch = mask_tokens(tokens, tokenizer, 0.15)
-    guessed = batch["labels"] != IGNORED
-    assert torch.equal(batch["labels"][guessed], tokens[guessed])
-    assert torch.equal(batch["input_ids"][~guessed], tokens[~guessed])
+    positions, labels, inputs = batch["positions"], batch["labels"], batch["input_ids"]
+    assert positions.shape == labels.shape == (400, 15)
+    assert torch.equal(labels, tokens.gather(1, positions))
+    guessed = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, positions, True)
+    assert (guessed.sum(dim=1) == 15).all()
     assert not guessed[:, [0, -1]].any()
-    assert guessed[:, 1:-1].float().mean().item() == pytest.approx(0.15, abs=0.01)
-    inputs = batch["input_ids"][guessed]
-    assert (inputs == tokenizer.mask_token_id).float().mean().item() == pytest.approx(0.8, abs=0.02)
-    assert (inputs == tokens[guessed]).float().mean().item() == pytest.approx(0.1, abs=0.02)
+    assert guessed[:, 1:-1].any(dim=0).all()
+    assert torch.equal(inputs[~guessed], tokens[~guessed])
+    shown = inputs.gather(1, positions)
+    assert (shown == tokenizer.mask_token_id).float().mean().item() == pytest.approx(0.8, abs=0.02)
+    assert (shown == labels).float().mean().item() == pytest.approx(0.1, abs=0.02)
 
 
 def test_a_sequence_always_has_a_token_to_guess(tmp_path: Path) -> None:
     _, corpus = small("masked", tmp_path)
     tokens = torch.full((50, 4), 7)
-    assert (mask_tokens(tokens, corpus.tokenizer, 0.001)["labels"] != IGNORED).any(dim=1).all()
+    assert mask_tokens(tokens, corpus.tokenizer, 0.001)["labels"].shape == (50, 1)
 
 
 def test_validation_masks_in_one_fixed_way_and_leaves_the_random_state_alone(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""Time training runs that share one process and one GPU: a stream for each run, against one run after another.
+
+    python -m benchmarks.together --out benchmarks/results/together-h200.json
+
+Every run has its own network, optimizer, decay, data and captured step, as ``factorized train`` makes them; runs of a
+recipe share the compiled code. ``one_by_one`` finishes a run before it starts the next, ``one_thread`` replays the
+graphs of all runs in turn, each on its own stream, and ``threads`` replays each run's graph from its own thread. Images
+are random. Times are medians of interleaved rounds. Runs captured like this share cuBLAS' workspace and the state of
+the random numbers, so what they learn together is not to be trusted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from benchmarks.epoch import random_images
+from factorized.experiments.data.images import Images
+from factorized.experiments.recipes.find import load_recipe
+from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.training.processes import Processes
+from factorized.experiments.training.record import describe_machine
+from factorized.experiments.training.train import Trainer
+
+RECIPES = ("cifar10/resnet32", "cifar10/resnet32-full-fd")
+Row = dict[str, str | int | float]
+
+
+class Run:
+    """A training run and, on a GPU, the stream that its steps go to."""
+
+    def __init__(self, recipe: Recipe, images: Images, device: torch.device, seed: int) -> None:
+        self.trainer = Trainer(recipe, images, Processes(device), seed)
+        self.trainer.source.start(seed, 0)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def train(self, steps: int) -> None:
+        """Issue steps to the run's stream, without waiting for them."""
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            for _ in range(steps):
+                self.trainer.step()
+
+
+def one_by_one(runs: Sequence[Run], steps: int) -> None:
+    """Train one run after another."""
+    for run in runs:
+        run.train(steps)
+        if run.stream is not None:
+            run.stream.synchronize()
+
+
+def one_thread(runs: Sequence[Run], steps: int) -> None:
+    """Issue a step of each run in turn."""
+    for _ in range(steps):
+        for run in runs:
+            run.train(1)
+
+
+def threads(runs: Sequence[Run], steps: int) -> None:
+    """Issue the steps of each run from its own thread."""
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(lambda run: run.train(steps), runs))
+
+
+WAYS: tuple[Callable[[Sequence[Run], int], None], ...] = (one_by_one, one_thread, threads)
+
+
+def measure(runs: Sequence[Run], counts: Sequence[int], steps: int, rounds: int) -> list[Row]:
+    """Return a row for each number of runs: steps a second of all of them, by every way."""
+    wait = torch.cuda.synchronize if runs[0].stream is not None else lambda: None
+    times: dict[tuple[int, str], list[float]] = {(count, way.__name__): [] for count in counts for way in WAYS}
+    issuing: dict[int, list[float]] = {count: [] for count in counts}
+    for round_ in range(rounds + 1):
+        for count in counts:
+            for way in WAYS:
+                wait()
+                began = time.perf_counter()
+                way(runs[:count], steps)
+                issued = time.perf_counter() - began
+                wait()
+                if round_:  # the first one warms up
+                    times[count, way.__name__].append(time.perf_counter() - began)
+                    if way is one_thread:
+                        issuing[count].append(issued)
+    rows: list[Row] = []
+    for count in counts:
+        seconds = {way.__name__: statistics.median(times[count, way.__name__]) for way in WAYS}
+        rows.append(
+            {"runs": count, "ms_to_issue_a_step": round(1e3 * statistics.median(issuing[count]) / (count * steps), 3)}
+            | {f"{name}_steps_per_second": round(count * steps / taken, 2) for name, taken in seconds.items()}
+            | {f"{name}_gain": round(seconds["one_by_one"] / seconds[name], 3) for name in ("one_thread", "threads")}
+        )
+    return rows
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Parse the command line, time every recipe and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--set", action="append", default=[], help="section.field=value, for every recipe")
+    parser.add_argument("--runs", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="how many at once")
+    parser.add_argument("--images", type=int, default=12_800)
+    parser.add_argument("--steps", type=int, default=10, help="of each run in a round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", type=torch.device, default="cuda")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args(given)
+    images, rows = random_images(arguments.images), []
+    for name in arguments.recipes:
+        began = time.perf_counter()
+        torch.compiler.reset()
+        recipe = load_recipe(name, arguments.set)
+        runs = [Run(recipe, images, arguments.device, seed) for seed in range(max(arguments.runs))]
+        started = round(time.perf_counter() - began, 1)
+        print(f"{name}: {len(runs)} runs made in {started} s", flush=True)
+        for row in measure(runs, arguments.runs, arguments.steps, arguments.rounds):
+            rows.append({"recipe": name, **row})
+            print(rows[-1], flush=True)
+    report = {"machine": describe_machine(arguments.device), "steps": arguments.steps, "rounds": arguments.rounds}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({**report, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
