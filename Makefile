@@ -30,8 +30,9 @@ format: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Not --quiet: it would hide warnings from --strict.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "the site is site/index.html"
 
 env: $(STAMP)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import yaml
 
 import factorized as fz
+from tests.browser import Browser
 from tests.notebooks import NOTEBOOKS
 
 ROOT = Path(__file__).parents[1]
@@ -68,3 +72,20 @@ def test_lists_and_tables_follow_a_blank_line_without_which_the_site_shows_them_
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")]:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         assert re.findall(r"^(?![-#|<]|\d\. |  ).+\n(?:- |\d\. |\| ).*", text, flags=re.MULTILINE) == [], page
+
+
+@pytest.mark.nightly
+def test_the_site_is_built_without_a_warning_and_shown_without_a_network(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert built.returncode == 0, built.stderr
+    with Browser(tmp_path / "profile") as browser:
+        for page in NAV:
+            browser.open(tmp_path / "site" / page.replace(".md", ".html"), width=390, dark=page.startswith("guide"))
+            assert browser.errors == []
+            assert {request.partition(":")[0] for request in browser.requests} <= {"file", "data"}
+            assert browser.run("document.documentElement.scrollWidth") <= 390, f"{page} is wider than a phone"
+        for dark, scheme in ((True, "slate"), (False, "default")):
+            browser.open(tmp_path / "site" / "index.html", dark=dark)
+            assert browser.run("document.body.dataset.mdColorScheme") == scheme
