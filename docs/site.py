@@ -23,10 +23,19 @@ STAGES = {
     "planning": "Which layers are factorized, at which ranks.",
     "surgery": "Changing models: factorize, cut, compose, lower.",
     "decay": "Penalties on products.",
-    "optim": "Optimizers.",
+    "optim": "LAMB, and LAMB with Frobenius decay.",
     "files": "Saving and loading.",
     "diagnostics": "Looking inside a model.",
     "integrations": "Adapters to other packages.",
+}
+
+
+TITLES = {"nn": "Layers", "optim": "Optimizers"}
+BASES = {
+    "formats": [
+        f"::: factorized.formats.{home}\n    options:\n      heading_level: 3"
+        for home in ("format.Format", "scheme.Scheme")
+    ]
 }
 
 
@@ -68,9 +77,16 @@ def from_the_root(text: str) -> str:
 
 
 def api_page(stage: str) -> str:
-    """Return the page of a stage: its public names, in their order there."""
-    names = "\n\n".join(f"::: {home}.{name}" for name, home in public_names().items() if home.split(".")[1] == stage)
-    return f"# {stage.capitalize() if stage != 'nn' else 'Layers'}\n\n{STAGES[stage]}\n\n{names}\n"
+    """Return the page of a stage: its public names in their order, then what extensions are made of."""
+    title = TITLES.get(stage, stage.capitalize())
+    parts = [f"# {title}", STAGES[stage]]
+    prefix = "fz.integrations" if stage == "integrations" else "fz"
+    for name, home in public_names().items():
+        if home.split(".")[1] == stage:
+            parts.append(f"::: {home}.{name}\n    options:\n      heading: {prefix}.{name}\n      toc_label: {name}")
+    if stage in BASES:
+        parts += ["## Base classes", "For [formats of your own](../guide/extending.md).", *BASES[stage]]
+    return "\n\n".join(parts) + "\n"
 
 
 def public_names() -> dict[str, str]:

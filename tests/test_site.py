@@ -42,7 +42,7 @@ def test_every_document_is_in_the_navigation_once() -> None:
 
 
 def test_every_public_name_is_on_one_page_of_the_api() -> None:
-    pages = "".join(SITE.api_page(stage) for stage in SITE.STAGES)
+    pages = "".join(SITE.api_page(stage).partition("## Base classes")[0] for stage in SITE.STAGES)
     shown = re.findall(r"^::: (\S+)\.(\w+)$", pages, flags=re.MULTILINE)
     names = {*fz.__all__, *dir(fz.integrations)} - {"__version__"}
     assert sorted(name for _, name in shown) == sorted(names)
