@@ -15,31 +15,50 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from factorized.experiments.recipes.find import paper_cells
+from factorized.experiments.reproduce.compare import Comparison
 from factorized.experiments.reproduce.report import Report, make_report
 from factorized.experiments.reproduce.runs import read_runs
+from factorized.experiments.reproduce.summary import Summary
 from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("calibrated", "frobenius_decay", "low_rank", "monarch")),
+    ROOT / "docs" / "guide" / "limits.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("calibrated", "frobenius_decay", "low_rank", "monarch", "overcomplete", "spectral_initialization")
+    ),
 )
 
 
+def accuracy() -> str:
+    """Return the README's chart with what it shows in words."""
+    smaller, large = _row("cifar10/resnet32x2-lowrank-0.1-si-fd"), _row("cifar10/resnet32x2")
+    better, plain = _row("cifar10/resnet32-full-fd"), _row("cifar10/resnet32")
+    composed = Summary.of([run.result["composed"]["accuracy"] for run in better.runs if "composed" in run.result])
+    seeds = [row.score.n for row in _rows(table=1) if row.name.startswith("cifar10/")]
+    return "\n".join(
+        [
+            "![Test accuracy against parameters, ours and the paper's](docs/figures/accuracy.svg)",
+            "",
+            "Low-rank networks trained with both ideas of the paper, explained below, and with neither; dense at the "
+            f"right end. Solid lines are ours (n = {min(seeds)} to {max(seeds)}), dotted ones the paper's (n = 3). "
+            f"{_conditions([large])}",
+            "",
+            f"- **Smaller:** ResNet-32x2 with {smaller.parameters:,} of its {large.parameters:,} parameters reaches "
+            f"{_score(smaller.score)}, dense {_score(large.score)}.",
+            f"- **Better at the same size:** ResNet-32, trained as products and multiplied out, reaches "
+            f"{_score(composed)}, trained dense {_score(plain.score)}; both have {better.deployed:,} parameters.",
+        ]
+    )
+
+
 def low_rank() -> str:
-    """Return the table of ResNet-32x2 on CIFAR-10 with fewer parameters, beside the paper's figures."""
-    rows = [row for row in _rows(table=1) if row.name.startswith("cifar10/resnet32x2")]
-    return _low_rank_table(sorted(rows, key=lambda row: -row.score.mean))
-
-
-def all_low_rank() -> str:
     """Return the table of every network trained for Table 1 of the paper."""
-    rows = _rows(table=1)
-    return _low_rank_table(sorted(rows, key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name)))
-
-
-def _low_rank_table(rows: Sequence[Variant]) -> str:
+    rows = sorted(_rows(table=1), key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name))
     lines = [
         "| recipe | parameters | test accuracy | n | the paper (n = 3) | seconds per run |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -64,6 +83,24 @@ def distillation() -> str:
             f"| `{row.name}` | {row.parameters:,} | {_beside_the_paper(row)} | {row.deployed:,} | {deployed:.2f} |"
         )
     return "\n".join([*lines, "", _conditions(rows)])
+
+
+def sparsity() -> str:
+    """Return the paper's figures for sparse and low-rank VGG-19."""
+    names = ("Pruning", "Dynamic Sparsity", "Lottery (w. hybrid/rewind)", "Fixed Sparsity", "Low-Rank (SI & FD)")
+    lines = []
+    for grid in ("VGG-19 NFC on CIFAR-10", "VGG-19 NFC on CIFAR-100"):
+        cells = {
+            (cell.row, cell.column): cell.figure for cell in paper_cells() if cell.grid == grid and cell.table == 1
+        }
+        columns = ("0.1", "0.05", "0.02")
+        if not lines:
+            lines = [f"| network | method | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
+        for row in names:
+            figures = [f"{cells[row, column]:.2f}" for column in columns]
+            lines.append(f"| {grid} | {row} | {' | '.join(figures)} |")
+    note = "Test accuracy in percent by the share of parameters that are not zero; figures of the paper, not ours."
+    return "\n".join([*lines, "", note])
 
 
 def epoch() -> str:
@@ -166,9 +203,10 @@ def calibrated() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy,
     "low-rank": low_rank,
-    "all-low-rank": all_low_rank,
     "distillation": distillation,
+    "sparsity": sparsity,
     "epoch": epoch,
     "training-step": training_step,
     "decomposition": decomposition,
@@ -195,9 +233,21 @@ def _report() -> Report:
     return make_report(read_runs([ROOT / "results"]))
 
 
+def compared(table: int) -> list[Comparison]:
+    """Return what was trained, whole, for a table of the paper, beside its figures."""
+    return [c for c in _report().judged if c.cell.table == table and c.variant is not None]
+
+
 def _rows(table: int) -> list[Variant]:
-    """Return what was trained, whole, for a table of the paper."""
-    return [c.variant for c in _report().judged if c.cell.table == table and c.variant is not None]
+    return [c.variant for c in compared(table) if c.variant is not None]
+
+
+def _row(name: str) -> Variant:
+    return next(row for table in (1, 3) for row in _rows(table) if row.name == name)
+
+
+def _score(score: Summary) -> str:
+    return f"{score} % (n = {score.n})"
 
 
 def _beside_the_paper(row: Variant) -> str:
