@@ -21,17 +21,17 @@ SMALLEST_GRAM, SMALLEST_RANDOMIZED = 128, 256
 GRAM_UP_TO = 0.75
 # From this size on, a Gram matrix is computed in blocks, those above the diagonal left out.
 SMALLEST_HALVED = 512
-# The rounding of the Gram matrix may raise the squared error by at most this share, by a bound that is ten thousand times
-# what was measured; else the decomposition is exact.
+# The rounding of the Gram matrix may raise the squared error by at most this share; else the decomposition is exact. What
+# was measured is ten thousand times below the bound.
 HARMLESS = 0.01
-# Eigenvectors of the Gram matrix are rotated to the singular ones if the smallest kept eigenvalue is below this share of
-# the largest. Above it, they are singular vectors to 1e-5.
+# Eigenvectors of the Gram matrix are rotated into singular vectors if the smallest kept eigenvalue is below this share
+# of the largest. Above it, they are singular vectors to 1e-5.
 RESOLVED = 0.01
 # Iterations of the randomized SVD, and the end of the damped interval as a multiple of the smallest eigenvalue seen. On
 # Gaussian matrices, the hardest case, they leave the error within 0.4 % of the optimum (docs/log.md has the grids that
 # were measured).
 ITERATIONS, CUT = 3, 1.4
-# Time of an eigendecomposition and of the randomized SVD in multiplications of matrices of the same size, by measurement.
+# Times of an eigendecomposition and of the randomized SVD on a CPU, in matrix products of the same size.
 EIGENDECOMPOSITION, RANDOMIZED = 6.5, 20
 # The randomized SVD is used where it is at least this many times faster than the Gram matrix.
 WORTHWHILE = 2
@@ -59,7 +59,7 @@ def truncated_svd(
     if W.is_meta:
         raise ValueError("a matrix on the meta device has no values to decompose; move the weights to a real device")
     W = computable(W)
-    largest = torch.maximum(W.amax(dim=(-2, -1)), -W.amin(dim=(-2, -1)))  # (...); NaN if any is
+    largest = _largest(W)
     if not torch.isfinite(largest).all():
         raise ValueError("weight holds NaN or infinite values; a singular value decomposition needs finite ones")
     if method == "auto":
@@ -68,16 +68,33 @@ def truncated_svd(
         return _exact_svd(W, rank)
     if method not in METHODS:
         raise ValueError(f'method must be "auto", "exact", "gram" or "randomized", got {method!r}')
-    tall = W if m >= n else W.mT
-    scale = largest.clamp(min=torch.finfo(W.dtype).tiny).unsqueeze(-1)  # (..., 1)
-    if extreme := bool(((scale < 1 / IN_RANGE) | (scale > IN_RANGE)).any()):
-        tall = tall / scale.unsqueeze(-1)
-    if rounds_products(W):
-        tall = tall.double()
+    tall, scale = _tall(W, largest)
     with without_autocast(W.device):
         long, S, short = (part.to(W.dtype) for part in METHODS[method](tall, rank))
-    S = S * scale if extreme else S
-    return (long, S, short) if m >= n else (short, S, long)
+    return (long, S * scale, short) if m >= n else (short, S * scale, long)
+
+
+def method_of(exact: bool) -> Method:
+    """Return the method for ``exact=`` of a format's ``decompose``."""
+    return "exact" if exact else "auto"
+
+
+def squared_singular_values(
+    W: Tensor,  # (..., m, n)
+    *,
+    precise: bool,
+) -> Tensor:  # (..., min(m, n)), in float64
+    """Return the squared singular values of ``W``, largest first, to 1e-13 of the largest if ``precise``, else to 1e-5.
+
+    Those of large matrices in float32 are the eigenvalues of ``WᵀW``, computed in float64 if ``precise``.
+    """
+    W = computable(W)
+    if W.dtype == torch.float64 or min(W.shape[-2:]) < SMALLEST_GRAM:
+        return torch.linalg.svdvals(W).double().square()
+    tall, scale = _tall(W, _largest(W))
+    with without_autocast(W.device):
+        energies = torch.linalg.eigvalsh(_gram(tall.double() if precise else tall))  # ascending
+    return energies.double().clamp(min=0).flip(-1) * scale.double().square()
 
 
 def spectral_factors(
@@ -166,6 +183,24 @@ def _fastest(m: int, n: int, rank: int, dtype: torch.dtype) -> Method:
         return "randomized"
     suits = dtype == torch.float32 and short >= SMALLEST_GRAM and rank <= GRAM_UP_TO * short
     return "gram" if suits else "exact"
+
+
+def _largest(W: Tensor) -> Tensor:  # (...)
+    """Return the largest absolute entry of every matrix; NaN if it holds one."""
+    return torch.maximum(W.amax(dim=(-2, -1)), -W.amin(dim=(-2, -1)))
+
+
+def _tall(
+    W: Tensor,  # (..., m, n)
+    largest: Tensor,  # (...)
+) -> tuple[Tensor, Tensor]:  # (..., long, short), (..., 1)
+    """Return matrices whose Gram matrix is precise and within range, and the scales they were divided by."""
+    tall = W if W.shape[-2] >= W.shape[-1] else W.mT
+    extreme = (largest < 1 / IN_RANGE) | (largest > IN_RANGE)
+    exponent = torch.frexp(largest.clamp(min=torch.finfo(W.dtype).tiny)).exponent - 1
+    scale = torch.ldexp(torch.ones_like(largest), torch.where(extreme, exponent, 0)).unsqueeze(-1)  # rounds nothing
+    tall = tall / scale.unsqueeze(-1) if extreme.any() else tall
+    return tall.double() if rounds_products(W) else tall, scale
 
 
 def _sketch_width(rank: int, smallest: int) -> int:
