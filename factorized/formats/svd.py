@@ -21,8 +21,8 @@ SMALLEST_GRAM, SMALLEST_RANDOMIZED = 128, 256
 GRAM_UP_TO = 0.75
 # From this size on, a Gram matrix is computed in blocks, those above the diagonal left out.
 SMALLEST_HALVED = 512
-# The rounding of the Gram matrix may raise the squared error by at most this share; else the decomposition is exact. What
-# was measured is ten thousand times below the bound.
+# The rounding of the Gram matrix may raise the squared error by at most this share; else the decomposition is exact.
+# Measured errors are ten thousand times below this bound.
 HARMLESS = 0.01
 # Eigenvectors of the Gram matrix are rotated into singular vectors if the smallest kept eigenvalue is below this share
 # of the largest. Above it, they are singular vectors to 1e-5.
