@@ -15,7 +15,7 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from torch import Tensor, nn
 import factorized as fz
 from factorized.experiments.training.record import describe_machine
 from factorized.formats.svd import Method, spectral_factors, truncated_svd
+from factorized.surgery.factorize import build_layers
 
 METHODS: tuple[Method, ...] = ("exact", "gram", "randomized")
 MATRICES = [(256, 16, 10), (576, 32, 10), (1024, 64, 1), (1024, 256, 1), (2048, 128, 1), (2048, 256, 1)]
+MODELS = ["BERT-base", "GPT-2", "BERT-large"]
 Row = dict[str, Any]
 Ways = dict[str, Callable[[], Any]]
 
@@ -41,18 +43,20 @@ def clock(device: torch.device) -> float:
     return time.process_time()
 
 
-def timed(ways: Ways, device: torch.device, rounds: int) -> Row:
-    """Return the median, least and largest seconds of every way, measured in turn."""
+def timed(ways: Ways, device: torch.device, rounds: int) -> tuple[Row, dict[str, Any]]:
+    """Return the median, least and largest seconds of every way, measured in turn, and what each returned."""
     times: dict[str, list[float]] = {name: [] for name in ways}
+    results: dict[str, Any] = {}
     for _ in range(rounds):
         for name, way in ways.items():
             start = clock(device)
-            way()
+            results[name] = way()
             times[name].append(clock(device) - start)
-    return {
+    spread = {
         name: {"median": round(statistics.median(t), 4), "least": round(min(t), 4), "largest": round(max(t), 4)}
         for name, t in times.items()
     }
+    return spread, results
 
 
 def matrices(device: torch.device, rounds: int) -> Iterable[Row]:
@@ -62,13 +66,14 @@ def matrices(device: torch.device, rounds: int) -> Iterable[Row]:
         ways: Ways = {method: partial(truncated_svd, W, rank, method) for method in METHODS}
         ways["exact"]()  # the first call loads libraries
         best = product(*truncated_svd(W.double(), rank, "exact"))
-        found = {method: product(*truncated_svd(W, rank, method)) for method in METHODS}
+        seconds, results = timed(ways, device, rounds)
+        found = {method: product(*result) for method, result in results.items()}
         yield {
             "size": size,
             "rank": rank,
             "batch": batch,
             "rounds": rounds,
-            "seconds": timed(ways, device, rounds),
+            "seconds": seconds,
             "error_over_optimum": {m: round(float((W - P).norm() / (W - best).norm()), 6) for m, P in found.items()},
             "from_the_best_product": {m: float(f"{(P - best).norm() / best.norm():.1e}") for m, P in found.items()},
         }
@@ -92,20 +97,19 @@ def transformer(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return BertModel(BertConfig(**sizes)), {"rank": 256, "exclude": ["*embeddings*"]}
 
 
-def models(device: torch.device, rounds: int) -> Iterable[Row]:
-    """Time ``fz.factorize`` of whole transformers, by default and exactly, and ``fz.plan`` by spectrum."""
-    for name in ("BERT-base", "GPT-2", "BERT-large"):
+def models(device: torch.device, rounds: int, names: list[str]) -> Iterable[Row]:
+    """Time what ``fz.factorize`` does before it changes a transformer, by default and exactly; a plan by spectrum."""
+    for name in names:
         dense, budget = transformer(name)
         dense = dense.to(device)
         plan = fz.plan(dense, **budget)
-        made: dict[str, nn.Module] = {}
         ways: Ways = {
-            "default": partial(factorize_copy, made, "default", dense, plan, exact=False),
-            "exact": partial(factorize_copy, made, "exact", dense, plan, exact=True),
+            "default": partial(build_layers, dense, plan, "spectral"),
+            "exact": partial(build_layers, dense, plan, "spectral", exact=True),
             "plan by spectrum": partial(fz.plan, dense, ratio=0.5, allocate="spectrum"),
         }
-        seconds = timed(ways, device, rounds)
-        error = {way: lost(dense, model, plan) for way, model in made.items()}
+        seconds, results = timed(ways, device, rounds)
+        error = {way: lost(dense, results[way]) for way in ("default", "exact")}
         yield {
             "model": name,
             "budget": {key: value for key, value in budget.items() if key != "exclude"},
@@ -116,16 +120,11 @@ def models(device: torch.device, rounds: int) -> Iterable[Row]:
         }
 
 
-def factorize_copy(made: dict[str, nn.Module], way: str, dense: nn.Module, plan: fz.Plan, *, exact: bool) -> None:
-    """Factorize a copy of a model, and keep it."""
-    made[way] = fz.factorize(copy.deepcopy(dense), plan, exact=exact)
-
-
 @torch.no_grad()
-def lost(dense: nn.Module, model: nn.Module, plan: fz.Plan) -> float:
-    """Return the distance between all weights of two models that a plan selects."""
-    pairs = ((dense.get_submodule(e.name).weight, model.get_submodule(e.name)) for e in plan.selected)
-    squares = [(weight - layer.weight.reshape(weight.shape)).double().square().sum() for weight, layer in pairs]
+def lost(dense: nn.Module, layers: Mapping[str, nn.Module]) -> float:
+    """Return the distance between the weights of a model and those of the layers that would replace its own."""
+    pairs = [(dense.get_submodule(name).weight, layer.weight) for name, layer in layers.items()]
+    squares = [(old - new).double().square().sum() for old, new in pairs]
     return float(torch.stack(squares).sum().sqrt())
 
 
@@ -155,7 +154,6 @@ def peers(device: torch.device, rounds: int, sizes: list[int]) -> Iterable[Row]:
         layer = nn.Sequential(nn.Linear(size, size, bias=False, device=device))
         W = layer[0].weight.detach().normal_()
         for rank in (size // 32, size // 4):
-            best = ours(W, rank, "exact")
             ways: Ways = {
                 "factorized": partial(ours, W, rank, "auto"),
                 "factorized, exact": partial(ours, W, rank, "exact"),
@@ -165,15 +163,15 @@ def peers(device: torch.device, rounds: int, sizes: list[int]) -> Iterable[Row]:
                 "peft pissa_niter_16": partial(pissa, layer, rank, "pissa_niter_16"),
             }
             with torch.no_grad():
-                yield {
-                    "size": size,
-                    "rank": rank,
-                    "rounds": rounds,
-                    "error_over_optimum": {
-                        name: round(float((W - way()).norm() / (W - best).norm()), 5) for name, way in ways.items()
-                    },
-                    "seconds": timed(ways, device, rounds),
-                }
+                seconds, results = timed(ways, device, rounds)
+                errors = {name: float((W - found).norm()) for name, found in results.items()}
+            yield {
+                "size": size,
+                "rank": rank,
+                "rounds": rounds,
+                "seconds": seconds,
+                "error_over_optimum": {name: round(e / errors["factorized, exact"], 5) for name, e in errors.items()},
+            }
 
 
 def main() -> None:
@@ -182,6 +180,7 @@ def main() -> None:
     parser.add_argument("part", choices=["matrices", "models", "peers"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2048], help="of the matrices of peers")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -190,7 +189,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     parts: dict[str, Callable[[], Iterable[Row]]] = {
         "matrices": lambda: matrices(device, arguments.rounds),
-        "models": lambda: models(device, arguments.rounds),
+        "models": lambda: models(device, arguments.rounds, arguments.models),
         "peers": lambda: peers(device, arguments.rounds, arguments.sizes),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,10 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("calibrated", "frobenius_decay", "low_rank", "monarch")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("calibrated", "frobenius_decay", "low_rank", "monarch", "spectral_initialization")
+    ),
 )
 
 
@@ -97,21 +100,67 @@ def training_step() -> str:
 
 
 def decomposition() -> str:
-    """Return the table of randomized against exact decompositions."""
+    """Return the table of exact decompositions against those by Gram matrix and randomized ones."""
     report = _read("svd-cpu")
     lines = [
-        "| Gaussian matrix | rank | exact SVD | randomized | times faster "
-        "| error relative to the best rank-r approximation |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| Gaussian matrix | rank | exact SVD | Gram matrix | its distance from the best product | randomized "
+        "| its error over the optimum | its distance from the best product |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["rows"]:
         batch = f"{row['batch']} of " if row["batch"] > 1 else ""
-        exact, randomized = row["exact_seconds"], row["randomized_seconds"]
+        exact, gram, randomized = (row["seconds"][way]["median"] for way in ("exact", "gram", "randomized"))
+        distance = row["from_the_best_product"]
         lines.append(
-            f"| {batch}{row['size']}×{row['size']} | {row['rank']} | {exact:.3f} s | {randomized:.3f} s "
-            f"| {row['times_faster']:.1f} | {row['error_over_optimum']:.4f} |"
+            f"| {batch}{row['size']}×{row['size']} | {row['rank']} | {exact:.3f} s | {gram:.3f} s "
+            f"| {distance['gram']:.0e} | {randomized:.3f} s | {row['error_over_optimum']['randomized']:.4f} "
+            f"| {distance['randomized']:.2f} |"
         )
-    return "\n".join([*lines, "", f"{_machine(report)}; medians of n = {report['rows'][0]['rounds']}, interleaved."])
+    note = f"Distances are relative, ‖P - best‖ / ‖best‖. {_cpu_time(report)}"
+    return "\n".join([*lines, "", note])
+
+
+def surgery() -> str:
+    """Return the table of the spectral initialization of whole transformers."""
+    report = _read("svd-models-cpu")
+    lines = [
+        "| model, budget | layers | `exact=True` | default | times faster | error over the optimum "
+        '| a plan with `allocate="spectrum"` |',
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["rows"]:
+        exact, default, plan = (row["seconds"][way] for way in ("exact", "default", "plan by spectrum"))
+        budget = ", ".join(f"`{key}={value}`" for key, value in row["budget"].items())
+        times = exact["median"] / default["median"]
+        lines.append(
+            f"| {row['model']}, {budget} | {row['layers']} | {_seconds(exact)} | {_seconds(default)} | {times:.1f} "
+            f"| {row['error_over_optimum']:.6f} | {_seconds(plan)} |"
+        )
+    return "\n".join([*lines, "", f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"])
+
+
+def svd_peers() -> str:
+    """Return the table of spectral factors beside those of other packages."""
+    report = _read("svd-peers-cpu")
+    names = list(report["rows"][0]["seconds"])
+    lines = [
+        f"| Gaussian matrix, rank | {' | '.join(f'`{name}`' if '.' in name else name for name in names)} |",
+        f"| --- |{' ---: |' * len(names)}",
+    ]
+    for row in report["rows"]:
+        cells = [f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names]
+        lines.append(f"| {row['size']}×{row['size']}, {row['rank']} | {' | '.join(cells)} |")
+    note = f"Seconds, and the error ‖W - UVᵀ‖ over the optimum. {_cpu_time(report)}"
+    return "\n".join([*lines, "", note])
+
+
+def _seconds(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.1f} ({spread['least']:.1f} to {spread['largest']:.1f})"
+
+
+def _cpu_time(report: dict[str, Any]) -> str:
+    rounds = sorted({row["rounds"] for row in report["rows"]})
+    return f"{_machine(report)}, CPU time; medians of n = {' or '.join(map(str, rounds))}, interleaved."
 
 
 def monarch() -> str:
@@ -172,6 +221,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "epoch": epoch,
     "training-step": training_step,
     "decomposition": decomposition,
+    "surgery": surgery,
+    "svd-peers": svd_peers,
     "monarch": monarch,
     "calibrated": calibrated,
 }
