@@ -79,8 +79,8 @@ def factorize(
             default except for ``Overcomplete``. ``fz.Calibrated(batches)`` uses trained weights and data.
             ``"default"`` (the default for ``Overcomplete``), ``"kaiming"``, ``"normal"`` or a callable draws them; the
             cores of tensors are drawn so that the weight has the variance of a dense one.
-        exact: take ``torch.linalg.svd`` for spectral factors. Other decompositions are several times faster; at low ranks
-            of large matrices they are randomized, with an error within 0.5 % of the best approximation's.
+        exact: take ``torch.linalg.svd`` for spectral factors. Other decompositions are several times faster; at low
+            ranks of large matrices they are randomized, with an error within 0.5 % of the best approximation's.
             docs/spectral_initialization.md says what differs.
         progress: is called with the number of layers decomposed so far and the total; without it a tqdm bar appears
             after two seconds, in a terminal or a notebook.
