@@ -154,7 +154,8 @@ class FrobeniusDecay(AttachedDecay):
 
     def _numbers(self) -> dict[Factor, Number]:
         if isinstance(self.strength, float):  # the same as ``strengths``, five times faster
-            return dict.fromkeys(self._engine.form_of, self.strength)
+            number = self.strength
+            return {factor: 0.0 if form.kind == "qk" else number for factor, form in self._engine.form_of.items()}
         numbers = strengths(self.strength, self.forms, self.steps)
         of = dict(zip(self.forms, numbers, strict=True))
         return {factor: of[form] for factor, form in self._engine.form_of.items()}
