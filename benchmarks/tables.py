@@ -202,6 +202,58 @@ def calibrated() -> str:
     return "\n".join([*lines, "", note])
 
 
+def ranks() -> str:
+    """Return the table of scores by the way ranks were chosen."""
+    report = _read("ranks-cpu")
+    found = {(row["network"], row["ratio"], row["ranks"]): row for row in report["rows"]}
+    ways = list(dict.fromkeys(row["ranks"] for row in report["rows"] if row["ranks"] != "dense"))
+    titles = {"uniform": "uniform", "weights": "by weights", "outputs": "by outputs", "loss": "by outputs and loss"}
+    lines = [
+        f"| network | parameters kept | {' | '.join(titles[way] for way in ways)} |",
+        f"| --- | ---: |{' ---: |' * len(ways)}",
+    ]
+    for network, ratio in dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1):
+        cells = [_mean(found[network, ratio, way]) for way in ways]
+        lines.append(f"| {network} | {ratio:.0%} | {' | '.join(cells)} |")
+    dense = [f"{row['network']} {row['mean']:.2f}" for row in report["rows"] if row["ranks"] == "dense"]
+    note = (
+        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
+        f"{_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense: {', '.join(dense)}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def compression() -> str:
+    """Return the table of scores of this library and of others, before and after recovery."""
+    report = _read("compression-cpu")
+    rows = [row for row in report["rows"] if row["method"] != "dense"]
+    found = {(row["network"], row["method"], row["recovery"], row["ratio"]): row for row in rows}
+    ratios = sorted({row["ratio"] for row in rows}, reverse=True)
+    after = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
+    lines = [
+        f"| network | method | {' | '.join(f'{ratio:.0%}' for ratio in ratios)} |",
+        f"| --- | --- |{' ---: |' * len(ratios)}",
+    ]
+    order = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(after).index(key[2]))
+    for network in dict.fromkeys(key[0] for key in found):
+        for _, method, recovery in (key for key in order if key[0] == network):
+            cells = [_mean(found[network, method, recovery, ratio]) for ratio in ratios]
+            lines.append(f"| {network} | {method}{after[recovery]} | {' | '.join(cells)} |")
+    dense = [row for row in report["rows"] if row["method"] == "dense"]
+    told = ", ".join(f"{row['network']} {row['mean']:.2f} (n = {row['n']})" for row in dense)
+    note = (
+        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
+        f"{_machine(report)}; means and deviations over seeds. Dense: {told}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _mean(row: dict[str, Any]) -> str:
+    digits = 1 if row["score"] == "accuracy" else 2
+    spread = "" if row["deviation"] is None else f" ± {row['deviation']:.{digits}f}"
+    return f"{row['mean']:.{digits}f}{spread}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "low-rank": low_rank,
@@ -212,6 +264,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "decomposition": decomposition,
     "monarch": monarch,
     "calibrated": calibrated,
+    "ranks": ranks,
+    "compression": compression,
 }
 
 
