@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
 from benchmarks.drawing import Panel, Points, draw
 from benchmarks.tables import ROOT
-from benchmarks.text_runs import DECODER, RESULTS, TATOEBA, TINY, Row, by_series, lowest, read_rows, rows_of
+from benchmarks.text_runs import (
+    DECODER,
+    RESULTS,
+    TATOEBA,
+    TINY,
+    Row,
+    by_series,
+    comparable,
+    lowest,
+    read_rows,
+    rows_of,
+)
 
 FOLDER = ROOT / "docs" / "figures"
 DECAYS = {"WD": "-wd", "FD-OV": "-fd-ov", "FD-OV+QK": "-fd-ov-qk"}
 
 
 def translation_panels(results: Path) -> list[Panel]:
-    """Return BLEU against the strength of the decay, and against the compression, as in figure 5 of the paper.
+    """Return BLEU against the strength of the decay, and against the compression, as in figure 4 of the paper.
 
     Rows are compared that have the same changes, apart from the strength: those that most rows have.
     """
-    rows = rows_of("translation", TATOEBA, results)
-    common = [others for others, _ in Counter(row.others for row in rows).most_common(1)]
-    rows = [row for row in rows if row.others in common]
+    every = rows_of("translation", TATOEBA, results)
+    alike = comparable(every)
 
-    def points(recipe: str, x: float | None = None) -> Points:
+    def points(recipe: str, x: float | None = None, rows: Sequence[Row] = alike) -> Points:
         """Return BLEU of a recipe's rows at ``x``, or by their strength."""
         return [(x or row.strength or 0.0, mean(row.scores("bleu"))) for row in rows if row.recipe == recipe]
 
     dense = points(TATOEBA, 1.0)
     decays = {label: points(TATOEBA + way) for label, way in DECAYS.items()}
+    other_scale = [row for row in every if row not in alike and row.others == ("factorize.init=default",)]
     ratios = {
-        label: [*points(f"{TATOEBA}-0.25{way}", 0.25), *points(f"{TATOEBA}-0.5{way}", 0.5), *dense]
-        for label, way in (("with SI", "-si"), ("without SI", ""))
+        label: [*points(f"{TATOEBA}-0.25{way}", 0.25, rows), *points(f"{TATOEBA}-0.5{way}", 0.5, rows), *dense]
+        for label, way, rows in (
+            ("with SI", "-si", alike),
+            ("without SI", "", alike),
+            ("factors drawn by torch", "", other_scale),
+        )
     }
     levels = {"no decay": dense[0][1]} if dense else {}
     return [

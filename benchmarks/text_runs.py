@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,12 @@ def by_series(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
     return found
 
 
+def comparable(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that have the same changes, apart from the strength: those that most rows have."""
+    common = [others for others, _ in Counter(row.others for row in rows).most_common(1)]
+    return [row for row in rows if row.others in common]
+
+
 def lowest(rows: Sequence[Row], score: str) -> Row:
     """Return the row with the lowest mean of a score."""
     return min(rows, key=lambda row: mean(row.scores(score)))
@@ -147,7 +154,7 @@ def missing(expected: dict[str, int], rows: Sequence[Row]) -> str:
     """Return which recipes have no run, or runs at fewer strengths than expected, as a sentence."""
     lacking = []
     for recipe, wanted in expected.items():
-        held = len({row.strength for row in rows if row.recipe == recipe})
+        held = len({row.strength for row in comparable(rows) if row.recipe == recipe})
         if held < wanted:
             more = "more " if held else ""
             count = f" at {wanted - held} {more}strength{'s' if wanted - held > 1 else ''}" if wanted > 1 else ""

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from factorized._checks import check_whole
+from factorized._checks import check_whole, is_whole
 from factorized.formats.cost import POSITIONS
 from factorized.formats.format import Cores, Format, Rank, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
@@ -123,12 +123,26 @@ class Kronecker(Scheme):
 
     ``outer`` is the shape of the small matrices. It must divide outputs and inputs; the default is the largest divisors
     up to their square roots. At a rank scale there are ``round(scale · full rank)`` products, at least 1.
+
+    Raises:
+        ValueError: ``outer`` is not a tuple of two whole numbers of at least 1.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> model = fz.factorize(model, fz.Kronecker(outer=(8, 8)), rank=4, keep_first_and_last=False)
+        >>> {name: tuple(core.shape) for name, core in model[0].named_parameters()}
+        {'A': (4, 8, 8), 'B': (4, 8, 8), 'bias': (64,)}
     """
 
     outer: tuple[int, int] | None = None
 
     name: ClassVar[str] = "kronecker"
     formats: ClassVar[tuple[type[Format], ...]] = (KroneckerFormat,)
+
+    def __post_init__(self) -> None:
+        outer: object = self.outer
+        if outer is not None and not (isinstance(outer, tuple) and len(outer) == 2 and all(map(is_whole, outer))):
+            raise ValueError(f"outer must be a tuple of two whole numbers of at least 1, got {outer!r}")
 
     def at_scale(self, shape: KernelShape, scale: float) -> KroneckerFormat:
         """Return the format at a rank scale, at most full."""

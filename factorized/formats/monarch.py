@@ -143,6 +143,14 @@ class Monarch(Scheme):
 
     ``blocks`` must divide outputs and inputs. By default it is the largest with rank steps of at most 3 % of the layer.
     At a rank scale, the rank of a block is ``round(scale · full rank of a block)``, at least 1.
+
+    Raises:
+        ValueError: ``blocks`` is not a whole number of at least 1.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> fz.factorize(model, fz.Monarch(blocks=4), rank=2, keep_first_and_last=False)[0]
+        FactorizedLinear(64, 64, bias=True, execution=chain, format=monarch, blocks=4, rank=2, params=1,024 of 4,096)
     """
 
     blocks: int | None = None

@@ -293,6 +293,14 @@ class LowRank(_Products):
     """``W = U Vᵀ`` with a rank below full, for smaller and faster layers (section 2).
 
     ``kind="spatial"`` is the paper's pair of one-dimensional convolutions; ``"channel"`` is k×k then 1×1.
+
+    Raises:
+        ValueError: ``kind`` is neither of them.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Conv2d(32, 64, 3), nn.Flatten())
+        >>> fz.factorize(model, fz.LowRank(), rank_scale=0.1, keep_first_and_last=False)[0]
+        FactorizedConv2d(32, 64, kernel_size=(3, 3), execution=chain, rank=19, params=5,472 of 18,432)
     """
 
     kind: Kind = "spatial"
@@ -323,6 +331,18 @@ class Overcomplete(_Products):
 
     Trained as a product and deployed as its composition: ``"full"`` and ``"deep"`` have rank scale 1, ``"wide"`` has
     ``width``.
+
+    Raises:
+        ValueError: ``variant``, ``width`` or ``kind`` has a wrong value.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> fz.factorize(model, fz.Overcomplete("deep"), keep_first_and_last=False)[0]
+        FactorizedLinear(64, 64, bias=True, execution=composed, rank=64, depth=1, params=12,288 of 4,096)
+        >>> fz.compose(model)  # after training
+        Sequential(
+          (0): Linear(in_features=64, out_features=64, bias=True)
+        )
     """
 
     variant: Variant = "full"

@@ -281,6 +281,15 @@ class Tucker(TensorScheme):
     and a convolution is by default decomposed on its channels alone: 1×1, a k×k core, 1×1. ``refinements`` rounds of
     HOOI follow the HOSVD. ``core`` is ``"whole"``, or ``"train"`` as in the paper's experiments, the default with
     ``separable=True`` (docs/tensor.md).
+
+    Raises:
+        ValueError: ``dims`` and ``order`` are both given, or an argument has a wrong value.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Conv2d(32, 64, 3))
+        >>> model = fz.factorize(model, fz.Tucker(), rank_scale=0.25, keep_first_and_last=False)
+        >>> model[0].format.dims, model[0].rank
+        ((64, 32, 3, 3), (16, 8))
     """
 
     core: CoreKind | None = None

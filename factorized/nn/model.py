@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torch import Tensor, nn
+
+# The class of a model, which a changed model keeps. Only a model that is itself one layer is returned as another class.
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_model(model: object) -> None:

@@ -30,6 +30,16 @@ class Flambe(Lamb, DecaysProducts):
         model: holds the products.
         frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the step; for
             attention a number means only OV, see ``FrobeniusDecay``.
+
+    Raises:
+        ValueError: as for ``Lamb``; or the model holds no products, or ``params`` none of their factors.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8), nn.Linear(64, 10))
+        >>> groups = fz.parameter_groups(model, weight_decay=0.01)
+        >>> optimizer = fz.Flambe(groups, model, lr=1e-3, frobenius_decay=0.01)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
     """
 
     penalizes = FrobeniusDecay.penalizes

@@ -102,6 +102,18 @@ def plan(
             heads of every attention module fewer dimensions (the paper), in both forms (only OV under rotary
             embeddings) or in those given, ``("qk", "ov")`` or one of them; ``False`` leaves attention as it is, except
             for projections that ``include`` names.
+
+    Raises:
+        ValueError: not exactly one budget is given, a budget is out of reach (the message names the arguments that
+            would reach it), a pattern matches no layer, or an argument has a wrong value.
+
+    Examples:
+        >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        >>> plan = fz.plan(model, fz.LowRank(), ratio=0.8)
+        >>> [(entry.name, entry.rank, entry.reason) for entry in plan.entries][:2]
+        [('0', None, 'first layer (keep_first_and_last=True)'), ('1', 12, None)]
+        >>> fz.plan(model, energy=0.5, include=["1", "2"]).params_after < plan.params
+        True
     """
     check_model(model)
     scheme = LowRank() if scheme is None else scheme

@@ -44,6 +44,17 @@ class Calibrated:
         layers_per_pass: hold the moments of so many layers at a time, and run the batches once for each such part of
             the model; None runs them once. A layer with n inputs (for a convolution: in channels times taps) takes
             8 n² bytes.
+
+    Raises:
+        ValueError: an argument has a wrong value; when used, also if the batches hold no examples or do not run
+            through the model.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4))
+        >>> batches = [torch.randn(32, 16) for _ in range(10)]
+        >>> model = fz.factorize(model, fz.LowRank(), rank=4, init=fz.Calibrated(batches, samples=256))
+        >>> model[2].rank
+        4
     """
 
     def __init__(

@@ -35,7 +35,8 @@ def load_text(recipe: TextRecipe, data: str | None, *, quiet: bool = False, toke
 
     folder = None if data is None else Path(data).expanduser()
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"--data: there is no folder {data}; give the folder of {', '.join(recipe.data.train)}")
+        texts = ", ".join(recipe.data.train) or "the recipe's text"
+        raise ValueError(f"--data: there is no folder {data}; give the folder of {texts}")
     if folder is not None and not recipe.data.train:
         raise ValueError(
             f"--data {data}: {recipe.name} reads the embedded text {recipe.data.name!r}; drop --data, or name files of "
@@ -96,6 +97,8 @@ def plan_recipe(recipe: TextRecipe, html: Path | None) -> None:
     with torch.device("cpu" if needs_weights else "meta"):
         dense = starting_network(recipe, stand_in_tokenizer(recipe.data), seed=0)
     plan = describe(dense) if is_factorized(dense) else plan_text(recipe, dense)
+    if plan is None and html is not None:
+        raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")
     if plan is None:
         say(f"{recipe.name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
         return
@@ -130,7 +133,7 @@ def compose_run(run: Path, out: Path | None, data: str | None, device: torch.dev
     from factorized.experiments.text.train import TASKS
     from factorized.experiments.text.trained import load_text_run
     from factorized.nn.running import count_parameters
-    from factorized.surgery.compose import compose
+    from factorized.surgery.compose import compose, is_factorized
 
     folder = out or run / "composed"
     if folder.exists() and not overwrite:
@@ -138,7 +141,7 @@ def compose_run(run: Path, out: Path | None, data: str | None, device: torch.dev
     recipe, _, model, tokenizer = load_text_run(run)
     task = TASKS[recipe.task](recipe, load_text(recipe, data, tokenizer=tokenizer))
     before, trained = task.validate(model.to(device))["loss"], count_parameters(model)
-    plain: Any = compose(model.cpu())
+    plain: Any = compose(model.cpu()) if is_factorized(model) else model.cpu()
     after = task.validate(plain.to(device))["loss"]
     say(f"validation loss before {before:.5f}, after {after:.5f}")
     if not abs(after - before) <= ROUNDING * max(1.0, before):

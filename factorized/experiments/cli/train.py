@@ -87,7 +87,8 @@ def train(
     if isinstance(recipe, TextRecipe):
         from factorized.experiments.cli.text import train_recipe
 
-        train_recipe(recipe, data, out, where, quiet=quiet, seeds=chosen, resume=how_to_begin, overwrite=overwrite)
+        how: Any = {"resume": how_to_begin, "overwrite": overwrite, "allow_other_devices": allow_other_devices}
+        train_recipe(recipe, data, out, where, quiet=quiet, seeds=chosen, **how)
         return
     recipe, images = load_data(recipe, data, quiet=quiet)
     folder = out / recipe.name

@@ -81,6 +81,13 @@ class TextData(Section):
     stride: Annotated[int, Field(ge=0, le=1_000_000)] = 128
 
 
+class TextFactorize(Factorize):
+    """Which layers become products, as for images."""
+
+    # network: each factor with the deviation of the network's own matrices, as the paper's translators were drawn
+    init: Literal["spectral", "default", "kaiming", "normal", "network"] | None = None  # type: ignore[assignment]
+
+
 class TextDecay(Section):
     """What is decayed: every matrix alike, or products as products."""
 
@@ -167,7 +174,7 @@ class TextRecipe(Named):
     task: Task
     model: TextModel = TextModel()
     data: TextData = TextData()
-    factorize: Factorize = Factorize()
+    factorize: TextFactorize = TextFactorize()
     decay: TextDecay = TextDecay()
     optimizer: TextOptimizer = TextOptimizer()
     schedule: TextSchedule = TextSchedule()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from factorized.experiments.text.question_windows import QuestionWindows
 from factorized.experiments.text.sources import Part, find_parts, find_vocabulary, survey
 from factorized.experiments.text.squad import check_questions
 from factorized.experiments.text.text_files import Pair
-from factorized.experiments.text.tokenizer import has_tokenizer, learn_tokenizer, load_tokenizer
-from factorized.experiments.text.tokens import PackedTexts, pack
+from factorized.experiments.text.tokenizer import has_tokenizer, learn_tokenizer, load_tokenizer, state_of
+from factorized.experiments.text.tokens import PackedTexts, name_of, pack
 from factorized.files.atomic import lock
 
 
@@ -84,7 +83,7 @@ def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progre
     if tokenizer is None:
         training = watched(parts["train"].read(), progress, "learning tokens", counts["train"])
         tokenizer = _learned(recipe, checksum, chain.from_iterable(training), cache)
-    state = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    state = state_of(tokenizer)
     paired = task == "translation"
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
@@ -117,8 +116,17 @@ def _load_questions(
     if tokenizer is None:
         training = (text for paragraph in paragraphs["train"] for text in paragraph.texts)
         tokenizer = _learned(recipe, checksum, training, cache)
+    made_from = {"checksum": checksum, "tokenizer": state_of(tokenizer), "length": data.length, "stride": data.stride}
     questions = {
-        name: QuestionWindows(some, tokenizer, data.length, data.stride, progress=progress, stage=f"tokenizing {name}")
+        name: QuestionWindows(
+            some,
+            tokenizer,
+            data.length,
+            data.stride,
+            file=cache / f"windows-{name_of({**made_from, 'part': name})}.npz",
+            progress=progress,
+            stage=f"tokenizing {name}",
+        )
         for name, some in paragraphs.items()
     }
     return Corpus(data.name, checksum, tokenizer, {}, {}, questions)
@@ -140,5 +148,4 @@ def _learned(recipe: TextRecipe, checksum: str, texts: Iterable[str], cache: Pat
     if isinstance(vocabulary, str):
         vocabulary = hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
     key = {"checksum": checksum, "task": recipe.task, "vocabulary": vocabulary, "lower": recipe.data.lower}
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return learn_tokenizer(recipe.task, recipe.data, texts, cache / f"tokenizer-{name}.json")
+    return learn_tokenizer(recipe.task, recipe.data, texts, cache / f"tokenizer-{name_of(key)}.json")

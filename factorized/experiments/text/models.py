@@ -52,17 +52,20 @@ def text_config(recipe: TextRecipe, tokenizer: Any) -> Any:
         "tie_word_embeddings": sizes.tied,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    one_stack = {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.feed_forward,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+    }
     if recipe.task == "language":
         return transformers.LlamaConfig(
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.feed_forward,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
             num_key_value_heads=sizes.kv_heads or sizes.heads,
             attention_dropout=sizes.dropout,
             max_position_embeddings=length,
             bos_token_id=tokenizer.eos_token_id,
             eos_token_id=tokenizer.eos_token_id,
+            **one_stack,
             **shared,
         )
     if recipe.task == "translation":
@@ -85,13 +88,10 @@ def text_config(recipe: TextRecipe, tokenizer: Any) -> Any:
             **shared,
         )
     return transformers.BertConfig(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.feed_forward,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
         hidden_dropout_prob=sizes.dropout,
         attention_probs_dropout_prob=sizes.dropout,
         max_position_embeddings=sizes.positions or length,
+        **one_stack,
         **shared,
     )
 

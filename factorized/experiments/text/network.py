@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from factorized.experiments.recipes.text import TextDecay, TextRecipe
 from factorized.experiments.text.from_run import build_from_run
 from factorized.experiments.text.models import build_text_model
 from factorized.experiments.training.network import build_scheme, plan_options
+from factorized.nn.init import Init
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
 from factorized.planning.plan import Plan
@@ -64,10 +66,18 @@ def build_text_network(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Modu
     dense = starting_network(recipe, tokenizer, seed)
     plan = None if is_factorized(dense) else plan_text(recipe, dense)
     if plan is not None:
-        return factorize(dense, plan, init=recipe.factorize.init)
+        return factorize(dense, plan, init=_init(recipe, dense))
     if recipe.model.attention_init == "spectral":
         return spectral_init_attention(dense, forms=("ov",))
     return dense
+
+
+def _init(recipe: TextRecipe, dense: Any) -> Init | None:
+    """Return how factors are filled."""
+    if recipe.factorize.init != "network":
+        return recipe.factorize.init
+    # transformers draws embeddings and linear layers alike
+    return partial(nn.init.normal_, std=dense.get_input_embeddings().weight.std().item())
 
 
 def build_text_optimizer(recipe: TextRecipe, model: nn.Module) -> Optimizer:

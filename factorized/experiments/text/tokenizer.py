@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +121,7 @@ def _check_learned(model: Any, size: int, given: int) -> None:
             f"data.vocabulary = {size} is too small: characters and special tokens alone are {learned}; ask for more"
         )
     if learned <= given:
-        raise ValueError("the training text has not a single token to learn; give text with words")
+        raise ValueError("the training text has no tokens to learn; give text with words")
 
 
 @dataclass(frozen=True)
@@ -154,3 +156,11 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder / 'tokenizer.json'} is missing; train the run again, or save the model's tokenizer there"
         )
     return need("transformers", "transformers", "text", "text").PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def state_of(tokenizer: Any) -> str:
+    """Return a checksum of all that decides which tokens a text becomes."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for setting in ("truncation", "padding"):  # of the latest call
+        del state[setting]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()

@@ -42,6 +42,11 @@ class PackedTexts:
         return np.diff(self.offsets)
 
 
+def name_of(key: Any) -> str:
+    """Return the name of a file that is found again by ``key``, which describes what it was made from."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def pack(
     folder: Path,
     key: Any,
@@ -59,7 +64,7 @@ def pack(
     Returns the texts of each side: of pairs, sources and targets. ``key`` describes texts and tokenizer. The token
     ``end`` is put after each text. Items are tokenized and written group by group.
     """
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    name = name_of(key)
     place = folder / name
     if not (place / HEADER).is_file():
         shutil.rmtree(place, ignore_errors=True)
@@ -75,7 +80,7 @@ def pack(
                 count += len(some)
                 progress(stage, count, total)
         if any(packer.tokens.length == count for packer in packers):  # nothing but ends
-            raise ValueError(f"{stage}: the text has not a single token; give text with words")
+            raise ValueError(f"{stage}: the text has no tokens; give text with words")
         (unfinished / HEADER).write_text(json.dumps({"words": [packer.words for packer in packers]}))
         unfinished.rename(place)
     words = json.loads((place / HEADER).read_text())["words"]

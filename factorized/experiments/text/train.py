@@ -25,7 +25,7 @@ from factorized.experiments.text.masked import MaskedTask
 from factorized.experiments.text.network import build_text_network
 from factorized.experiments.text.questions import QuestionsTask
 from factorized.experiments.text.task import TextTask
-from factorized.experiments.text.trained import read_text_result, save_text_model
+from factorized.experiments.text.trained import load_network, read_text_result, save_text_model
 from factorized.experiments.text.trainer import TextTrainer, Watch, training_arguments
 from factorized.experiments.text.translation import TranslationTask
 from factorized.experiments.training.folder import BEGUN, CHECKPOINTS, METRICS, prepare_folders, writing
@@ -33,8 +33,9 @@ from factorized.experiments.training.interrupt import PATIENCE, Interrupted, Sto
 from factorized.experiments.training.processes import Processes, joined_processes
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import Recorder, describe_machine, layer_rows, write_json
-from factorized.experiments.training.state import RunState, check_same_run
+from factorized.experiments.training.state import REMEDY, RunState, check_same_devices, check_same_run, goes_elsewhere
 from factorized.experiments.training.trained import RESULT
+from factorized.files.atomic import write_whole
 from factorized.nn.running import count_parameters
 
 TASKS: dict[str, type[TextTask]] = {
@@ -54,11 +55,13 @@ def train_text(
     device: torch.device | str | None = None,
     resume: bool | Literal["auto"] = False,
     overwrite: bool = False,
+    allow_other_devices: bool = False,
     reporter: Reporter | None = None,
 ) -> list[dict[str, Any]]:
     """Train the recipe's network once for each seed, into ``folder/seed-<seed>``, and return the results.
 
-    ``resume`` and ``overwrite`` are those of ``train`` for images. Under ``torchrun`` every process calls this.
+    ``resume``, ``overwrite`` and ``allow_other_devices`` are those of ``train`` for images. Under ``torchrun`` every
+    process calls this.
     """
     folders = [folder / f"seed-{seed}" for seed in seeds]
     task = TASKS[recipe.task](recipe, corpus)
@@ -75,13 +78,17 @@ def train_text(
         shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)
         with shown, StopRequest(PATIENCE if processes.count > 1 else 0.0) as stop:
             for seed, run in zip(seeds, folders, strict=True):
+                begun = _begun(run, recipe, seed, corpus) if resume else None
                 if resume and (run / RESULT).is_file():
-                    _begin(run, recipe, seed, corpus, resume=True)
                     results.append(read_text_result(run))
                     continue
+                checkpoint = _last_checkpoint(run) if resume else None
+                ran_on = [] if begun is None or checkpoint is None else begun.ran_on
+                if not allow_other_devices:
+                    check_same_devices(ran_on, processes.kind, run)
                 if seed != seeds[0]:
                     model = build_text_network(recipe, corpus.tokenizer, seed)
-                results.append(_train_one(task, model, run, seed, bool(resume), processes, shown, stop))
+                results.append(_train_one(task, model, run, seed, checkpoint, ran_on, processes, shown, stop))
     return results
 
 
@@ -90,14 +97,19 @@ def _train_one(
     model: nn.Module,
     run: Path,
     seed: int,
-    resume: bool,
+    checkpoint: Path | None,
+    ran_on: Sequence[str],
     processes: Processes,
     shown: Reporter,
     stop: StopRequest,
 ) -> dict[str, Any]:
     recipe, updates = task.recipe, task.recipe.schedule.updates
-    processes.from_first(lambda: _begin(run, recipe, seed, task.corpus, resume))
-    checkpoint = _last_checkpoint(run) if resume else None
+    if ran_on[-1:] != [processes.kind]:
+        if ran_on:
+            shown.note(goes_elsewhere(ran_on, processes.kind, run))
+        ran_on = [*ran_on, processes.kind]
+    state = {"recipe": recipe.to_dict(), "seed": seed, "data": task.corpus.checksum, "ran_on": ran_on}
+    processes.from_first(lambda: write_whole(run / BEGUN, lambda path: path.write_text(json.dumps(state))))
     history = _history(run, checkpoint) if checkpoint is not None else []
     shown.begin(f"{recipe.name} seed {seed}", 1, updates, history[-1]["update"] if history else 0)
     with Recorder(run if processes.is_first else None, history, by="update") as recorder:
@@ -127,6 +139,7 @@ def _train_one(
         if watch.stopped:
             raise Interrupted(stop.number or signal.SIGTERM)
     measured = {
+        "ran_on": ran_on,
         "seconds": seconds,
         "tokens": trainer.state.num_input_tokens_seen,
         "tokens_per_second": watch.tokens / watch.seconds if watch.tokens else None,
@@ -157,13 +170,14 @@ def _finish(
             "processes": processes.count,
         },
         "data": {"name": task.corpus.name, "checksum": task.corpus.checksum},
-        "layers": [] if recipe.run.shard else layer_rows(network),  # sharded weights would have to be gathered
         **measured,
     }
     with writing(run), quiet(transformers):
         if processes.is_first or recipe.run.shard:
             result["files"] = save_text_model(network, task.tokenizer, run, first=processes.is_first)
         if processes.is_first:
+            whole = load_network(recipe.task, run) if recipe.run.shard else network  # no process holds a sharded one
+            result["layers"] = layer_rows(whole)
             write_json(run / RESULT, result)  # written last: if it exists, everything else does
             shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
     return result
@@ -183,11 +197,14 @@ def _history(run: Path, checkpoint: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["update"] <= update]
 
 
-def _begin(run: Path, recipe: TextRecipe, seed: int, corpus: Corpus, resume: bool) -> None:
-    """Write down what is trained in ``run``; a resumed run must be of the same recipe, seed and data."""
-    table = recipe.to_dict()
-    began = {"recipe": table, "seed": seed, "data": corpus.checksum}
-    if resume and (run / BEGUN).is_file():
-        state = RunState(**json.loads((run / BEGUN).read_text()))
-        check_same_run(state, table, seed, corpus.checksum, run)
-    (run / BEGUN).write_text(json.dumps(began))
+def _begun(run: Path, recipe: TextRecipe, seed: int, corpus: Corpus) -> RunState | None:
+    """Return what is trained in ``run``, after checking that it is the same recipe, seed and data; None if nothing."""
+    path = run / BEGUN
+    if not path.is_file():
+        return None
+    try:
+        state = RunState(**json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is damaged; {REMEDY}") from None
+    check_same_run(state, recipe.to_dict(), seed, corpus.checksum, run)
+    return state

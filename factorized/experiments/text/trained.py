@@ -66,11 +66,16 @@ def load_text_run(run: Path) -> tuple[TextRecipe, dict[str, Any], nn.Module, Any
     recipe = check_text_recipe(result["recipe"], str(run / RESULT))
     for file, expected in result["files"].items():
         check_file(run / FOLDER / Path(file).name, expected)
-    transformers = need("transformers", "transformers", f"task {recipe.task!r}", "text")
-    auto, folder = getattr(transformers, AUTO[recipe.task]), run / FOLDER
+    return recipe, result, load_network(recipe.task, run), load_tokenizer(run / FOLDER)
+
+
+def load_network(task: str, run: Path) -> nn.Module:
+    """Return the network that ``save_text_model`` wrote into the folder of a run, in evaluation mode."""
+    transformers = need("transformers", "transformers", f"task {task!r}", "text")
+    auto, folder = getattr(transformers, AUTO[task]), run / FOLDER
     with quiet(transformers):
         if (folder / MANIFEST).is_file():
-            model = from_pretrained(auto, folder)
+            model: nn.Module = from_pretrained(auto, folder)
         else:
             model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return recipe, result, model.eval(), load_tokenizer(folder)
+    return model.eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,9 +123,23 @@ def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str
         )
     if state.data != data:
         raise ValueError(
-            f"{folder} holds a run on other images: their checksum was {state.data[:12]}…, and is {data[:12]}… now; "
+            f"{folder} holds a run on other data: their checksum was {state.data[:12]}…, and is {data[:12]}… now; "
             "resume with the same data, or train into another folder"
         )
+
+
+def check_same_devices(ran_on: Sequence[str], kind: str, folder: Path) -> None:
+    """Refuse to go on with other processes than trained the run so far, ``kind`` being those that are there now."""
+    if ran_on and ran_on[-1] != kind:
+        raise ValueError(
+            f"{folder} was trained by {ran_on[-1]}, and this is {kind}: the result would not be that of an "
+            "uninterrupted run. Resume as it began, or give --allow-other-devices"
+        )
+
+
+def goes_elsewhere(ran_on: Sequence[str], kind: str, folder: Path) -> str:
+    """Return a line on a run that goes on with other processes than trained it so far."""
+    return f"{folder} goes on with {kind}; it was trained by {', '.join(ran_on)} before"
 
 
 def check_fits(

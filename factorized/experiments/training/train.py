@@ -45,8 +45,10 @@ from factorized.experiments.training.state import (
     FILE,
     RunState,
     check_fits,
+    check_same_devices,
     check_same_run,
     gather,
+    goes_elsewhere,
     load_state,
     restore,
     restore_random,
@@ -83,7 +85,7 @@ def train(
     calls this and trains on its share of each batch; the first one writes.
     """
     if not seeds or len(set(seeds)) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**63:
-        raise ValueError(f"seeds must be different whole numbers from 0 to 2**63 - 1, one at least, got {list(seeds)}")
+        raise ValueError(f"seeds must be different whole numbers from 0 to 2**63 - 1, at least one, got {list(seeds)}")
     folders = [folder / f"seed-{seed}" for seed in seeds]
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:
@@ -150,11 +152,9 @@ class Trainer:
         if resume and state.epoch == epochs and self.processes.from_first((folder / RESULT).is_file):
             return self.processes.from_first(lambda: read_result(folder))
         self._begin(state)
-        if self._went_elsewhere(state):
-            reporter.note(
-                f"{folder} goes on with {self.processes.kind}; it was trained by {', '.join(state.ran_on)} before"
-            )
         if state.ran_on[-1:] != [self.processes.kind]:
+            if state.ran_on:
+                reporter.note(goes_elsewhere(state.ran_on, self.processes.kind, folder))
             state.ran_on.append(self.processes.kind)
         reporter.begin(f"{self.recipe.name} seed {seed}", epochs, steps, state.epoch * steps + state.step)
         with Recorder(folder if self.processes.is_first else None, state.history) as recorder:
@@ -199,7 +199,8 @@ class Trainer:
             state = load_state(folder)
             check_same_run(state, recipe, seed, data, folder)
             check_fits(state, folder, self.network, self.optimizer, self.step, self.boundless)
-            self._check_devices(state, folder)
+            if state.epoch < self.recipe.schedule.epochs and not self.allow_other_devices:
+                check_same_devices(state.ran_on, self.processes.kind, folder)
             return state
         if resume and (folder / RESULT).is_file():  # a finished run whose checkpoint was deleted
             ended = read_result(folder)
@@ -219,17 +220,6 @@ class Trainer:
     def _factorize(self, dense: nn.Module) -> nn.Module:
         progress = None if self.progress is None else late(self.progress)
         return factorize_network(self.recipe, dense, self.plan, progress)
-
-    def _check_devices(self, state: RunState, folder: Path) -> None:
-        """Refuse to go on where the result would be another one, unless that is allowed."""
-        if self._went_elsewhere(state) and state.epoch < self.recipe.schedule.epochs and not self.allow_other_devices:
-            raise ValueError(
-                f"{folder} was trained by {state.ran_on[-1]}, and this is {self.processes.kind}: the result would not "
-                "be that of an uninterrupted run. Resume as it began, or give --allow-other-devices"
-            )
-
-    def _went_elsewhere(self, state: RunState) -> bool:
-        return bool(state.ran_on) and state.ran_on[-1] != self.processes.kind
 
     def _begin(self, state: RunState) -> None:
         restore(state, self.network, self.optimizer, self.step)

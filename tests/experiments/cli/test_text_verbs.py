@@ -1,10 +1,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, PretrainedConfig
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MptConfig,
+    PretrainedConfig,
+)
 
+from factorized.experiments.text.network import starting_network
+from factorized.experiments.text.trained import read_text_result
+from factorized.experiments.training.record import write_json
+from factorized.surgery.compose import is_factorized
 from tests.experiments.cli.conftest import Cli
 from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files
 
@@ -15,6 +28,9 @@ OWN_SIZES = ("model.hidden=128", "model.layers=4", "model.heads=4", "model.feed_
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+DRAWS = (("--seed", "1"), ("--seed", "1"), ("--seed", "2"), (), ())
 
 
 def _train(cli: Cli, task: str, name: str) -> str:
@@ -34,12 +50,33 @@ def test_a_language_model_is_trained_evaluated_and_heard(cli: Cli) -> None:
     said = cli("generate", "--run", run, "one two", "--tokens", "3", "--device", "cpu")
     assert said.code == 0
     assert said.out.startswith("one two")
+    drawn = [cli("generate", "--run", run, "one", *seed, "--device", "cpu").out for seed in DRAWS]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[3] == drawn[4] not in drawn[:3]
     assert "give a run of a translation recipe" in cli("translate", "--run", run, "one", "--device", "cpu").error
     assert "is a run on text" in cli("compose", run, "--to", "onnx", "--data", "texts").error
+    assert cli("compose", run, "--data", "texts", "--device", "cpu").code == 0  # dense, and written as it is
+    AutoModelForCausalLM.from_pretrained(f"{run}/composed")
 
 
-def test_a_factorized_translator_is_composed_into_a_folder_of_transformers(cli: Cli) -> None:
-    from transformers import AutoModelForSeq2SeqLM
+def test_a_run_is_compared_with_what_it_recorded_on_the_same_text_alone(cli: Cli) -> None:
+    run = _train(cli, "language", NAMES["language"])
+    result = read_text_result(Path(run))
+    worse = {**result, "scores": {**result["scores"], "perplexity": 0.9 * result["scores"]["perplexity"]}}
+    write_json(Path(run) / "result.json", worse)
+    said = cli("evaluate", run, "--data", "texts", "--device", "cpu")
+    assert said.code == 1
+    assert "recorded perplexity" in said.out
+    with Path("texts/train.txt").open("a") as file:
+        file.write("\n\none more")
+    said = cli("evaluate", run, "--data", "texts", "--device", "cpu")
+    assert said.code == 0
+    assert "on other text (pydoc): not comparable" in said.out
+
+
+def test_a_factorized_translator_is_composed_into_a_folder_of_transformers(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     run = _train(cli, "translation", "translation/numbers-0.5-si")
     said = cli("translate", "--run", run, "one two", "three four", "--device", "cpu")
@@ -48,8 +85,16 @@ def test_a_factorized_translator_is_composed_into_a_folder_of_transformers(cli: 
     said = cli("compose", run, "--data", "texts", "--device", "cpu")
     assert said.code == 0, said.err
     assert "validation loss before" in said.out
-    AutoModelForSeq2SeqLM.from_pretrained(f"{run}/composed")
+    composed = AutoModelForSeq2SeqLM.from_pretrained(f"{run}/composed")
+    assert not is_factorized(composed)
+    assert {type(module) for module in composed.modules() if "Linear" in type(module).__name__} == {nn.Linear}
+    assert AutoTokenizer.from_pretrained(f"{run}/composed")("one two")["input_ids"]
     assert "is already there" in cli("compose", run, "--data", "texts", "--device", "cpu").error
+    monkeypatch.setattr("factorized.experiments.cli.text.ROUNDING", -1.0)
+    said = cli("compose", run, "--data", "texts", "--device", "cpu", "--out", "elsewhere")
+    assert said.code == 1
+    assert "more than rounding: elsewhere was not written" in said.out
+    assert not Path("elsewhere").exists()
 
 
 @pytest.mark.parametrize("name", ["bert/large-0.5-flambe", "translation/iwslt14-0.25", "language/small-lowrank-0.5-si"])
@@ -57,6 +102,30 @@ def test_the_plan_of_a_recipe_of_text_needs_no_text(cli: Cli, name: str) -> None
     said = cli("plan", name)
     assert said.code == 0, said.err
     assert "rank" in said.out
+
+
+def test_a_budget_replaces_that_of_a_recipe_and_a_page_is_drawn(cli: Cli) -> None:
+    whole, half = (cli("plan", "language/tiny-lowrank-0.5", *how).out for how in ((), ("--ratio", "0.25")))
+    assert whole != half
+    said = cli("plan", "language/tiny-lowrank-0.5", "--html", "plan.html")
+    assert said.out == f"{whole}drawn on plan.html\n"
+    assert "down_proj" in Path("plan.html").read_text()
+
+
+def test_the_plan_of_a_dense_recipe_says_so_and_a_large_one_takes_no_memory(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[nn.Module] = []
+
+    def noted(*arguments: Any, **keywords: Any) -> nn.Module:
+        made.append(starting_network(*arguments, **keywords))
+        return made[-1]
+
+    monkeypatch.setattr("factorized.experiments.text.network.starting_network", noted)
+    said = cli("plan", "bert/large")
+    assert "bert/large trains a dense network of 335,174,458 parameters; nothing is factorized" in said.out
+    assert all(parameter.is_meta for parameter in made[0].parameters())
+    assert "there is no plan to draw; drop --html" in cli("plan", "bert/large", "--html", "plan.html").error
 
 
 def _trained_on(task: str, *changes: str) -> list[str]:
@@ -82,8 +151,8 @@ def _trained_on(task: str, *changes: str) -> list[str]:
         ),
         ("translation", {"a.tsv": "eins\tone\n\n"}, ['data.train=["a.tsv"]'], "a.tsv:2 is empty; expected source"),
         ("language", {"a.txt": "\n \n"}, ['data.train=["a.txt"]'], "texts/a.txt holds no text; give a file with words"),
-        ("masked", {"a.txt": "\u0007\n\n" * 40}, ['data.train=["a.txt"]'], "the training text has not a single token"),
-        ("masked", {"a.txt": "\u0007"}, ['data.validation=["a.txt"]'], "tokenizing validation: the text has not a"),
+        ("masked", {"a.txt": "\u0007\n\n" * 40}, ['data.train=["a.txt"]'], "the training text has no tokens"),
+        ("masked", {"a.txt": "\u0007"}, ['data.validation=["a.txt"]'], "tokenizing validation: the text has no tokens"),
         ("language", {"a.txt": "one two"}, ['data.train=["a.txt"]'], "data.train has 1 documents, too few to hold out"),
         ("language", {}, ["data.vocabulary=100"], "data.vocabulary = 100 is too small: characters and special tokens"),
         ("language", {}, ['data.train=["hf:some/set"]'], "hf:some/set could not be loaded (train): Couldn't reach"),
@@ -150,7 +219,10 @@ def test_a_run_of_another_task_is_named_and_left_as_it_is(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "language/tiny", "--data", "nowhere"], "there is no folder nowhere"),
+        (
+            ["train", "language/tiny", "--data", "nowhere"],
+            "there is no folder nowhere; give the folder of the recipe's",
+        ),
         (["train", "language/tiny", "--data", "."], "reads the embedded text 'pydoc'; drop --data"),
         (["train", "language/small", "--data", "."], "wikipedia.txt"),
         (["train", "bert/tiny", "--set", "data.name=mine"], "needs data.train"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from factorized.experiments.text import text_files, tokens
 from factorized.experiments.text.corpus import corpus_checksum, load_corpus
 from factorized.experiments.text.tokenizer import BERT
 from tests.experiments.text.small import BY_TASK, SMALL, WORDS, files, small
-from tests.experiments.text.small_squad import recipe_of, write_squad
+from tests.experiments.text.small_squad import paragraph, recipe_of, table, write_squad
 
 MEGABYTE = 2**20
 
@@ -73,3 +74,28 @@ def test_the_checksum_of_a_text_is_known_without_tokenizing_it(tmp_path: Path, n
     folder = write_squad(tmp_path / "squad") if name == "squad/small" else None
     checksum = corpus_checksum(recipe, folder)
     assert checksum == load_corpus(recipe, folder, tmp_path / "cache").checksum
+
+
+def test_a_tokenizer_is_learned_anew_for_another_case_and_for_other_word_pieces(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("\n\n".join(["One TWO three"] * 40))
+    pieces = tmp_path / "pieces.txt"
+
+    def tokens_of(vocabulary: str | int, lower: bool) -> list[str]:
+        changes = ('data.train=["train.txt"]', f"data.vocabulary={vocabulary}", f"data.lower={str(lower).lower()}")
+        recipe: Any = load_any_recipe("bert/tiny", (*SMALL, "data.length=16", "run.batch=4", *changes))
+        corpus = load_corpus(recipe, tmp_path, tmp_path / "packed")
+        return corpus.tokenizer.convert_ids_to_tokens(corpus.texts["train"][0][0])[:-1]
+
+    assert tokens_of(40, lower=False)[0].startswith("O")
+    assert tokens_of(40, lower=True)[0].startswith("o")
+    for word in ("one", "two"):
+        pieces.write_text("\n".join([*BERT.values(), word]))
+        expected = [piece if piece == word else BERT["unk_token"] for piece in ("one", "two", "three")]
+        assert tokens_of('"pieces.txt"', lower=True) == expected
+
+
+def test_a_question_that_is_there_twice_is_named_with_its_part(tmp_path: Path) -> None:
+    folder = write_squad(tmp_path)
+    (folder / "dev.json").write_text(json.dumps(table(paragraph(1), paragraph(1))))
+    with pytest.raises(ValueError, match=r"question 'p1q0' is twice in the validation data"):
+        load_corpus(recipe_of(), folder, tmp_path / "cache")

@@ -1,15 +1,28 @@
-"""The texts that come with the package, and what is held out of the number words."""
+"""The texts that come with the package, and what is held out of them."""
 
 from __future__ import annotations
 
+from pydoc_data.topics import topics
+
 import pytest
 
-from factorized.experiments.text.embedded import number_words, python_documentation
+from factorized.experiments.recipes.text import Task, TextData
+from factorized.experiments.text.embedded import number_words
+from factorized.experiments.text.sources import find_parts
 from factorized.experiments.text.text_files import Pair
 
 
-def test_pythons_documentation_is_there() -> None:
-    assert sum(len(text.split()) for (text,) in python_documentation()) > 20_000
+@pytest.mark.parametrize("task", ["language", "masked"])
+def test_what_is_held_out_of_pythons_documentation_is_spread_over_it_and_nowhere_else(task: Task) -> None:
+    parts = find_parts(TextData(), task, None)
+    train, held = ([text for (text,) in parts[part].read()] for part in ("train", "validation"))
+    assert sum(len(text.split()) for text in train) > 20_000
+    assert sum(len(text.split()) for text in held) > 2_000
+    topics_of_held = {name for name, topic in topics.items() for text in held if text in topic}
+    assert len(topics_of_held) > 12
+    trained_on = {" ".join(paragraph.split()) for text in train for paragraph in text.split("\n\n")}
+    assert not trained_on & {" ".join(paragraph.split()) for text in held for paragraph in text.split("\n\n")}
+    assert held == [text for (text,) in parts["validation"].read()]
 
 
 @pytest.fixture(scope="module")

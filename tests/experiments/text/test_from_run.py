@@ -15,6 +15,7 @@ from torch import nn
 from factorized.experiments.cli.text import plan_recipe, train_recipe
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.text.corpus import load_corpus
+from factorized.experiments.text.from_run import origin
 from factorized.experiments.text.network import build_text_network
 from factorized.experiments.text.trained import load_text_run, read_text_result
 from factorized.experiments.training.record import write_json
@@ -85,7 +86,7 @@ def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
     (folder / "train.json").write_text((folder / "dev.json").read_text())  # another text would give other tokens
     corpus = load_corpus(recipe, folder, tmp_path / "other")
     assert corpus.tokenizer.get_vocab() == load_text_run(run)[3].get_vocab()
-    assert not list((tmp_path / "other").iterdir())  # nothing was learned or packed
+    assert not list((tmp_path / "other").glob("tokenizer-*"))  # nothing was learned
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,17 @@ def test_a_run_that_pretrained_nothing_is_refused(tmp_path: Path) -> None:
     write_json(run / "result.json", {key: value for key, value in result.items() if key != "checksum"})
     with pytest.raises(ValueError, match=r"is a run of task 'language'; give one of task 'masked'"):
         build_text_network(recipe_of({"model": {"from_run": str(run)}}), None, seed=0)
+
+
+def test_the_origin_of_a_run_is_known_back_to_the_first(tmp_path: Path) -> None:
+    run = pretrained_run(tmp_path)
+    result = read_text_result(run)
+    write_json(run / "result.json", {**result, "seed": 3, "from_run": {"recipe": {"name": "phase 1"}, "seed": 7}})
+    assert origin(str(run)) == {
+        "recipe": result["recipe"],
+        "seed": 3,
+        "from_run": {"recipe": {"name": "phase 1"}, "seed": 7},
+    }
 
 
 def test_each_seed_of_a_recipe_goes_on_from_the_run_of_that_seed(

@@ -140,10 +140,19 @@ def test_a_compiled_network_learns_what_an_eager_one_does(tmp_path: Path, task: 
     assert names[0] == names[1]
 
 
-def _compile_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace as ``torch.compile`` does, and run the graphs as they are: guards are the same, and it is quick."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **settings: real(model, **(settings | {"backend": "eager"})))
+def _compile_without_inductor(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Trace as ``torch.compile`` does, and run the graphs as they are: guards are the same, and it is quick.
+
+    Returns a list that what is compiled is added to.
+    """
+    real, compiled = torch.compile, []
+
+    def traced(model: Any, **settings: Any) -> Any:
+        compiled.append(model)
+        return real(model, **(settings | {"backend": "eager"}))
+
+    monkeypatch.setattr(torch, "compile", traced)
+    return compiled
 
 
 @pytest.mark.nightly
@@ -172,9 +181,10 @@ def test_batches_of_many_shapes_compile_a_few_graphs(
 def test_a_compiled_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: Any
 ) -> None:
-    _compile_without_inductor(monkeypatch)
+    compiled = _compile_without_inductor(monkeypatch)
     recipe, corpus = prepare("language", tmp_path, compile=True)
     (whole,) = train_text(recipe, corpus, tmp_path / "whole", device="cpu")
+    assert {getattr(each, "__name__", type(each).__name__) for each in compiled} == {"loss", "LlamaForCausalLM"}
     steps, real = 0, TextTrainer.training_step
 
     def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> Tensor:

@@ -136,6 +136,39 @@ def test_a_corpus_has_one_checksum_however_it_is_stored(tmp_path: Path, corpus: 
     assert load_corpus(recipe_of(), folder, tmp_path / "cache").checksum != corpus.checksum
 
 
+def test_windows_are_tokenized_once_for_one_text_tokenizer_length_and_stride(tmp_path: Path) -> None:
+    folder = write_squad(tmp_path / "squad")
+
+    def load(changes: dict[str, Any] | None = None, tokenizer: Any = None) -> tuple[Corpus, list[str]]:
+        stages: list[str] = []
+        loaded = load_corpus(
+            recipe_of(changes), folder, tmp_path / "cache", lambda stage, *_: stages.append(stage), tokenizer
+        )
+        return loaded, [stage for stage in stages if stage.startswith("tokenizing")]
+
+    first, told = load()
+    assert told == ["tokenizing train", "tokenizing validation"]
+    for tokenizer in (None, first.tokenizer):  # learned, and as a run has it after training
+        again, told = load(tokenizer=tokenizer)
+        assert not told
+        for part, windows in first.questions.items():
+            found = again.questions[part]
+            assert (found.question_of, found.context, found.answers) == (
+                windows.question_of,
+                windows.context,
+                windows.answers,
+            )
+            assert [rows.tolist() for rows in found.offsets] == [rows.tolist() for rows in windows.offsets]
+            for row, expected in zip(found.inputs, windows.inputs, strict=True):
+                assert {name: ids.tolist() for name, ids in row.items()} == {
+                    name: ids.tolist() for name, ids in expected.items()
+                }
+    for data in ({"length": 47}, {"stride": 7}, {"vocabulary": 110}):
+        assert load({"data": data})[1] == ["tokenizing train", "tokenizing validation"]
+    (folder / "dev.json").write_text(json.dumps(table(paragraph(5))))
+    assert load()[1] == ["tokenizing train", "tokenizing validation"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

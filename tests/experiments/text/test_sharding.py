@@ -129,6 +129,10 @@ def test_two_processes_that_share_a_network_end_where_one_does(folder: Path, nam
             two.state_dict()[key], value, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
         )
     assert sharded["parameters"] == plain["parameters"]
+    assert plain["layers"]
+    for row, expected in zip(sharded["layers"], plain["layers"], strict=True):
+        for key, value in expected.items():
+            assert row[key] == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value), (row, key)
 
 
 @pytest.mark.nightly

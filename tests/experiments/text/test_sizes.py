@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.models import build_text_model
 from factorized.experiments.text.network import plan_text
+from factorized.experiments.text.tokenizer import stand_in_tokenizer
 from factorized.nn.running import count_parameters
 from factorized.planning.plan import Plan
 from factorized.surgery.factorize import factorize
@@ -20,19 +20,11 @@ from factorized.surgery.factorize import factorize
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class Tokenizer(SimpleNamespace):
-    """Stands in for a tokenizer of a number of tokens."""
-
-    def __len__(self) -> int:
-        return int(self.tokens)
-
-
 def _dense(name: str) -> tuple[TextRecipe, nn.Module]:
     recipe = load_any_recipe(name)
     assert isinstance(recipe, TextRecipe)
-    tokenizer = Tokenizer(tokens=recipe.data.vocabulary, pad_token_id=0, eos_token_id=1)
     with torch.device("meta"):
-        return recipe, build_text_model(recipe, tokenizer, 0)
+        return recipe, build_text_model(recipe, stand_in_tokenizer(recipe.data), 0)
 
 
 def _low_rank(name: str) -> tuple[TextRecipe, nn.Module, Plan]:

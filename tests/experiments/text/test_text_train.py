@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +15,16 @@ import torch
 import transformers
 
 import factorized as fz
+from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text import trainer
+from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
-from factorized.experiments.text.train import train_text
+from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.text.trainer import TextTrainer
 from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.progress import Reporter
 from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files, small
 
 
@@ -29,34 +34,41 @@ def test_a_task_is_trained_scored_saved_and_read_back(tmp_path: Path, task: str)
     (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
     assert result["scores"][result["score"]] >= 0
     assert [row["update"] for row in result["history"] if "validation_loss" in row] == [2, 4]
+    rates = {row["update"]: row["learning_rate"] for row in result["history"] if "learning_rate" in row}
+    assert len(rates) == 4
+    for update, rate in rates.items():
+        assert rate == pytest.approx(recipe.optimizer.lr * recipe.schedule.factor(update - 1)), update
     read, written, model, tokenizer = load_text_run(tmp_path / "run" / "seed-0")
     assert read == recipe
     assert written["scores"] == result["scores"]
     assert tokenizer.get_vocab() == corpus.tokenizer.get_vocab()
-    from factorized.experiments.text.train import TASKS
-
+    assert [row["name"] for row in written["layers"]] == [form.name for form in fz.forms(model)] != []
     again = TASKS[task](recipe, corpus).test(model)
     assert again[result["score"]] == pytest.approx(result["scores"][result["score"]], rel=1e-5)
     assert not (tmp_path / "run" / "seed-0" / "checkpoints").exists()
 
 
-def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "slow", "checkpoint_every"), [(LanguageTask, "validate", 1000), (TextTrainer, "_save", 7)]
+)
+def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluations_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, slow: str, checkpoint_every: int
 ) -> None:
-    recipe, corpus = small("language", tmp_path, "schedule.updates=40", "run.evaluate_every=20")
+    changes = ("schedule.updates=40", "run.evaluate_every=20", f"run.checkpoint_every={checkpoint_every}")
+    recipe, corpus = small("language", tmp_path, *changes)
     clock = 0.0
 
     def after(seconds: float, real: Any) -> Any:
-        def slow(*arguments: Any) -> Any:
+        def slowed(*arguments: Any, **keywords: Any) -> Any:
             nonlocal clock
             clock += seconds
-            return real(*arguments)
+            return real(*arguments, **keywords)
 
-        return slow
+        return slowed
 
     monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: clock))
     monkeypatch.setattr(TextTrainer, "training_step", after(2.0, TextTrainer.training_step))
-    monkeypatch.setattr(LanguageTask, "validate", after(1000.0, LanguageTask.validate))
+    monkeypatch.setattr(owner, slow, after(1000.0, getattr(owner, slow)))
     (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
     assert result["tokens"] == 40 * 4 * 16
     assert result["tokens_per_second"] == 4 * 16 / 2.0
@@ -76,8 +88,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
         nonlocal steps
         steps += 1
         if steps == 4:
-            import signal
-
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, *arguments, **keywords)
 
@@ -92,6 +102,68 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
     assert [row["update"] for row in resumed["history"]] == [row["update"] for row in whole["history"]]
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TextRecipe, Corpus, Path]:
+    """A run that was stopped at its second update of four, with its recipe and corpus."""
+    recipe, corpus = small("language", tmp_path)
+    real = TextTrainer.training_step
+
+    def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if self.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextTrainer, "training_step", stopped)
+        with pytest.raises(Interrupted):
+            train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    return recipe, corpus, tmp_path / "run"
+
+
+def test_a_run_of_another_number_of_processes_is_not_resumed_unless_that_is_allowed(
+    stopped_run: tuple[TextRecipe, Corpus, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, corpus, folder = stopped_run
+    begun = folder / "seed-0" / "begun.json"
+    state = json.loads(begun.read_text())
+    assert state["ran_on"] == ["1 process (cpu)"]
+    begun.write_text(json.dumps({**state, "ran_on": ["4 processes (cuda)"]}))
+    with pytest.raises(ValueError, match=r"was trained by 4 processes \(cuda\), and this is 1 process \(cpu\)"):
+        train_text(recipe, corpus, folder, device="cpu", resume=True)
+    how: dict[str, Any] = {"device": "cpu", "resume": True, "allow_other_devices": True, "reporter": Reporter()}
+    (result,) = train_text(recipe, corpus, folder, **how)
+    assert "goes on with 1 process (cpu); it was trained by 4 processes (cuda) before" in capsys.readouterr().out
+    assert result["ran_on"] == ["4 processes (cuda)", "1 process (cpu)"]
+    begun.write_text(json.dumps({**state, "ran_on": ["4 processes (cuda)"]}))
+    (again,) = train_text(recipe, corpus, folder, device="cpu", resume=True)  # it has ended
+    assert again["scores"] == result["scores"]
+
+
+def test_what_was_written_after_the_last_checkpoint_is_forgotten(
+    stopped_run: tuple[TextRecipe, Corpus, Path],
+) -> None:
+    recipe, corpus, folder = stopped_run
+    run = folder / "seed-0"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert checkpoint.name == "checkpoint-2"
+    with (run / "metrics.jsonl").open("a") as rows:  # as a process leaves them that is killed at update 4
+        rows.writelines(f'{{"update": {update}, "loss": 1000.0}}\n' for update in (3, 4))
+    (run / "checkpoints" / "checkpoint-1").mkdir()
+    shutil.copy(checkpoint / "trainer_state.json", run / "checkpoints" / "checkpoint-1")  # older
+    (run / "checkpoints" / "checkpoint-4").mkdir()  # not complete
+    (result,) = train_text(recipe, corpus, folder, device="cpu", resume=True)
+    assert [row["update"] for row in result["history"] if "loss" in row] == [1, 2, 3, 4]
+    assert all(row["loss"] < 100 for row in result["history"] if "loss" in row)
+
+
+def test_a_damaged_note_of_what_is_trained_is_named(stopped_run: tuple[TextRecipe, Corpus, Path]) -> None:
+    recipe, corpus, folder = stopped_run
+    for content in ("{", "[]", '{"seed": "x"}'):
+        (folder / "seed-0" / "begun.json").write_text(content)
+        with pytest.raises(ValueError, match=r"begun\.json is damaged; start this run anew with --overwrite"):
+            train_text(recipe, corpus, folder, device="cpu", resume=True)
 
 
 def test_a_finished_run_is_not_repeated_and_another_recipe_is_not_resumed(tmp_path: Path) -> None:

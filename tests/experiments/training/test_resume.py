@@ -239,7 +239,7 @@ def test_resuming_with_another_recipe_names_the_field(whole: Path, change: str, 
 
 
 def test_resuming_on_other_images_or_with_another_seed_is_refused(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a run on other images"):
+    with pytest.raises(ValueError, match="a run on other data"):
         train(recipe(), digits(511), whole, device="cpu", resume=True)
     (tmp_path / "seed-7").symlink_to(whole / "seed-0")
     with pytest.raises(ValueError, match="a run of seed 0, not 7"):
