@@ -91,7 +91,7 @@ def solve(problem: Problem, allocate: str) -> Choices:
     elif budget.name == "rank":
         found = _at_one_rank(scheme, weights, int(budget.value))
     else:
-        kept = [rank_for_energy(squared_spectrum(tied[0]), budget.value) for tied in weights]
+        kept = [rank_for_energy(squared_spectrum(tied[0], precise=True), budget.value) for tied in weights]
         found = [_at_rank(tied[0], scheme, rank) for tied, rank in zip(weights, kept, strict=True)]
     nearest = ceil if budget.name == "energy" else round  # no less energy than was asked for
     return [
@@ -102,7 +102,9 @@ def solve(problem: Problem, allocate: str) -> Choices:
 
 def _spend(problem: Problem, allocate: str) -> Choices:
     """Spend a share on exact ranks, then again in multiples on the layers whose ranks are rounded by default."""
-    energies = [squared_spectrum(t[0]).tolist() for t in problem.weights] if allocate == "spectrum" else None
+    energies = None
+    if allocate == "spectrum":  # compared with one another, so that five digits are enough
+        energies = [squared_spectrum(tied[0], precise=False).tolist() for tied in problem.weights]
 
     def spend(items: Mapping[int, Item], budget: int) -> Choices:
         if energies is not None:
