@@ -24,6 +24,7 @@ from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
+MISSING = "Not measured yet."
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "guide" / "limits.md",
@@ -151,6 +152,53 @@ def decomposition() -> str:
     return "\n".join([*lines, "", f"{_machine(report)}; medians of n = {report['rows'][0]['rounds']}, interleaved."])
 
 
+def surgery() -> str:
+    """Return the table of the spectral initialization of whole transformers."""
+    if not _measured("svd-models-cpu"):
+        return MISSING
+    report = _read("svd-models-cpu")
+    lines = [
+        "| model, budget | layers | `exact=True` | default | times faster | error over the optimum "
+        '| a plan with `allocate="spectrum"` |',
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["rows"]:
+        exact, default, plan = (row["seconds"][way] for way in ("exact", "default", "plan by spectrum"))
+        budget = ", ".join(f"`{key}={value}`" for key, value in row["budget"].items())
+        times = exact["median"] / default["median"]
+        lines.append(
+            f"| {row['model']}, {budget} | {row['layers']} | {_seconds(exact)} | {_seconds(default)} | {times:.1f} "
+            f"| {row['error_over_optimum']:.6f} | {_seconds(plan)} |"
+        )
+    return "\n".join([*lines, "", f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"])
+
+
+def svd_peers() -> str:
+    """Return the table of spectral factors beside those of other packages."""
+    if not _measured("svd-peers-cpu"):
+        return MISSING
+    report = _read("svd-peers-cpu")
+    names = list(report["rows"][0]["seconds"])
+    lines = [
+        f"| Gaussian matrix, rank | {' | '.join(f'`{name}`' if '.' in name else name for name in names)} |",
+        f"| --- |{' ---: |' * len(names)}",
+    ]
+    for row in report["rows"]:
+        cells = [f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names]
+        lines.append(f"| {row['size']}×{row['size']}, {row['rank']} | {' | '.join(cells)} |")
+    note = f"Seconds, and the error ‖W - UVᵀ‖ over the optimum. {_cpu_time(report)}"
+    return "\n".join([*lines, "", note])
+
+
+def _seconds(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.1f} ({spread['least']:.1f} to {spread['largest']:.1f})"
+
+
+def _cpu_time(report: dict[str, Any]) -> str:
+    rounds = sorted({row["rounds"] for row in report["rows"]})
+    return f"{_machine(report)}, CPU time; medians of n = {' or '.join(map(str, rounds))}, interleaved."
+
+
 def monarch() -> str:
     """Return the table of the errors of Monarch matrices and low rank."""
     report = _read("monarch-cpu")
@@ -262,6 +310,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "epoch": epoch,
     "training-step": training_step,
     "decomposition": decomposition,
+    "surgery": surgery,
+    "svd-peers": svd_peers,
     "monarch": monarch,
     "calibrated": calibrated,
     "ranks": ranks,
@@ -313,6 +363,10 @@ def _conditions(rows: Sequence[Variant]) -> str:
     first = rows[0].runs[0]
     epochs, batch = first.length, first.recipe["run"]["batch"]
     return f"Accuracy after the last of {epochs} epochs, batch {batch}; {_machine(first.result)}, bf16."
+
+
+def _measured(name: str) -> bool:
+    return (RESULTS / f"{name}.json").is_file()
 
 
 def _read(name: str) -> dict[str, Any]:
