@@ -15,31 +15,51 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from factorized.experiments.recipes.find import paper_cells
+from factorized.experiments.reproduce.compare import Comparison
 from factorized.experiments.reproduce.report import Report, make_report
 from factorized.experiments.reproduce.runs import read_runs
+from factorized.experiments.reproduce.summary import Summary
 from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
+MISSING = "Not measured yet."
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("calibrated", "frobenius_decay", "low_rank", "monarch")),
+    ROOT / "docs" / "guide" / "limits.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("calibrated", "frobenius_decay", "low_rank", "monarch", "overcomplete", "spectral_initialization")
+    ),
 )
 
 
+def accuracy() -> str:
+    """Return the README's chart with what it shows in words."""
+    smaller, large = _row("cifar10/resnet32x2-lowrank-0.1-si-fd"), _row("cifar10/resnet32x2")
+    better, plain = _row("cifar10/resnet32-full-fd"), _row("cifar10/resnet32")
+    composed = Summary.of([run.result["composed"]["accuracy"] for run in better.runs if "composed" in run.result])
+    seeds = [row.score.n for row in _rows(table=1) if row.name.startswith("cifar10/")]
+    return "\n".join(
+        [
+            "![Test accuracy against parameters, ours and the paper's](docs/figures/accuracy.svg)",
+            "",
+            "Low-rank networks trained with both ideas of the paper, explained below, and with neither; dense at the "
+            f"right end. Solid lines are ours (n = {min(seeds)} to {max(seeds)}), dotted ones the paper's (n = 3). "
+            f"{_conditions([large])}",
+            "",
+            f"- **Smaller:** ResNet-32x2 with {smaller.parameters:,} of its {large.parameters:,} parameters reaches "
+            f"{_score(smaller.score)}, dense {_score(large.score)}.",
+            f"- **Better at the same size:** ResNet-32, trained as products and multiplied out, reaches "
+            f"{_score(composed)}, trained dense {_score(plain.score)}; both have {better.deployed:,} parameters.",
+        ]
+    )
+
+
 def low_rank() -> str:
-    """Return the table of ResNet-32x2 on CIFAR-10 with fewer parameters, beside the paper's figures."""
-    rows = [row for row in _rows(table=1) if row.name.startswith("cifar10/resnet32x2")]
-    return _low_rank_table(sorted(rows, key=lambda row: -row.score.mean))
-
-
-def all_low_rank() -> str:
     """Return the table of every network trained for Table 1 of the paper."""
-    rows = _rows(table=1)
-    return _low_rank_table(sorted(rows, key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name)))
-
-
-def _low_rank_table(rows: Sequence[Variant]) -> str:
+    rows = sorted(_rows(table=1), key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name))
     lines = [
         "| recipe | parameters | test accuracy | n | the paper (n = 3) | seconds per run |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -64,6 +84,24 @@ def distillation() -> str:
             f"| `{row.name}` | {row.parameters:,} | {_beside_the_paper(row)} | {row.deployed:,} | {deployed:.2f} |"
         )
     return "\n".join([*lines, "", _conditions(rows)])
+
+
+def sparsity() -> str:
+    """Return the paper's figures for sparse and low-rank VGG-19."""
+    names = ("Pruning", "Dynamic Sparsity", "Lottery (w. hybrid/rewind)", "Fixed Sparsity", "Low-Rank (SI & FD)")
+    lines = []
+    for grid in ("VGG-19 NFC on CIFAR-10", "VGG-19 NFC on CIFAR-100"):
+        cells = {
+            (cell.row, cell.column): cell.figure for cell in paper_cells() if cell.grid == grid and cell.table == 1
+        }
+        columns = ("0.1", "0.05", "0.02")
+        if not lines:
+            lines = [f"| network | method | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
+        for row in names:
+            figures = [f"{cells[row, column]:.2f}" for column in columns]
+            lines.append(f"| {grid} | {row} | {' | '.join(figures)} |")
+    note = "Test accuracy in percent by the share of parameters that are not zero; figures of the paper, not ours."
+    return "\n".join([*lines, "", note])
 
 
 def epoch() -> str:
@@ -112,6 +150,53 @@ def decomposition() -> str:
             f"| {row['times_faster']:.1f} | {row['error_over_optimum']:.4f} |"
         )
     return "\n".join([*lines, "", f"{_machine(report)}; medians of n = {report['rows'][0]['rounds']}, interleaved."])
+
+
+def surgery() -> str:
+    """Return the table of the spectral initialization of whole transformers."""
+    if not _measured("svd-models-cpu"):
+        return MISSING
+    report = _read("svd-models-cpu")
+    lines = [
+        "| model, budget | layers | `exact=True` | default | times faster | error over the optimum "
+        '| a plan with `allocate="spectrum"` |',
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["rows"]:
+        exact, default, plan = (row["seconds"][way] for way in ("exact", "default", "plan by spectrum"))
+        budget = ", ".join(f"`{key}={value}`" for key, value in row["budget"].items())
+        times = exact["median"] / default["median"]
+        lines.append(
+            f"| {row['model']}, {budget} | {row['layers']} | {_seconds(exact)} | {_seconds(default)} | {times:.1f} "
+            f"| {row['error_over_optimum']:.6f} | {_seconds(plan)} |"
+        )
+    return "\n".join([*lines, "", f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"])
+
+
+def svd_peers() -> str:
+    """Return the table of spectral factors beside those of other packages."""
+    if not _measured("svd-peers-cpu"):
+        return MISSING
+    report = _read("svd-peers-cpu")
+    names = list(report["rows"][0]["seconds"])
+    lines = [
+        f"| Gaussian matrix, rank | {' | '.join(f'`{name}`' if '.' in name else name for name in names)} |",
+        f"| --- |{' ---: |' * len(names)}",
+    ]
+    for row in report["rows"]:
+        cells = [f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names]
+        lines.append(f"| {row['size']}×{row['size']}, {row['rank']} | {' | '.join(cells)} |")
+    note = f"Seconds, and the error ‖W - UVᵀ‖ over the optimum. {_cpu_time(report)}"
+    return "\n".join([*lines, "", note])
+
+
+def _seconds(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.1f} ({spread['least']:.1f} to {spread['largest']:.1f})"
+
+
+def _cpu_time(report: dict[str, Any]) -> str:
+    rounds = sorted({row["rounds"] for row in report["rows"]})
+    return f"{_machine(report)}, CPU time; medians of n = {' or '.join(map(str, rounds))}, interleaved."
 
 
 def monarch() -> str:
@@ -165,15 +250,72 @@ def calibrated() -> str:
     return "\n".join([*lines, "", note])
 
 
+def ranks() -> str:
+    """Return the table of scores by the way ranks were chosen."""
+    report = _read("ranks-cpu")
+    found = {(row["network"], row["ratio"], row["ranks"]): row for row in report["rows"]}
+    ways = list(dict.fromkeys(row["ranks"] for row in report["rows"] if row["ranks"] != "dense"))
+    titles = {"uniform": "uniform", "weights": "by weights", "outputs": "by outputs", "loss": "by outputs and loss"}
+    lines = [
+        f"| network | parameters kept | {' | '.join(titles[way] for way in ways)} |",
+        f"| --- | ---: |{' ---: |' * len(ways)}",
+    ]
+    for network, ratio in dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1):
+        cells = [_mean(found[network, ratio, way]) for way in ways]
+        lines.append(f"| {network} | {ratio:.0%} | {' | '.join(cells)} |")
+    dense = [f"{row['network']} {row['mean']:.2f}" for row in report["rows"] if row["ranks"] == "dense"]
+    note = (
+        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
+        f"{_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense: {', '.join(dense)}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def compression() -> str:
+    """Return the table of scores of this library and of others, before and after recovery."""
+    report = _read("compression-cpu")
+    rows = [row for row in report["rows"] if row["method"] != "dense"]
+    found = {(row["network"], row["method"], row["recovery"], row["ratio"]): row for row in rows}
+    ratios = sorted({row["ratio"] for row in rows}, reverse=True)
+    after = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
+    lines = [
+        f"| network | method | {' | '.join(f'{ratio:.0%}' for ratio in ratios)} |",
+        f"| --- | --- |{' ---: |' * len(ratios)}",
+    ]
+    order = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(after).index(key[2]))
+    for network in dict.fromkeys(key[0] for key in found):
+        for _, method, recovery in (key for key in order if key[0] == network):
+            cells = [_mean(found[network, method, recovery, ratio]) for ratio in ratios]
+            lines.append(f"| {network} | {method}{after[recovery]} | {' | '.join(cells)} |")
+    dense = [row for row in report["rows"] if row["method"] == "dense"]
+    told = ", ".join(f"{row['network']} {row['mean']:.2f} (n = {row['n']})" for row in dense)
+    note = (
+        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
+        f"{_machine(report)}; means and deviations over seeds. Dense: {told}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _mean(row: dict[str, Any]) -> str:
+    digits = 1 if row["score"] == "accuracy" else 2
+    spread = "" if row["deviation"] is None else f" ± {row['deviation']:.{digits}f}"
+    return f"{row['mean']:.{digits}f}{spread}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy,
     "low-rank": low_rank,
-    "all-low-rank": all_low_rank,
     "distillation": distillation,
+    "sparsity": sparsity,
     "epoch": epoch,
     "training-step": training_step,
     "decomposition": decomposition,
+    "surgery": surgery,
+    "svd-peers": svd_peers,
     "monarch": monarch,
     "calibrated": calibrated,
+    "ranks": ranks,
+    "compression": compression,
 }
 
 
@@ -195,9 +337,21 @@ def _report() -> Report:
     return make_report(read_runs([ROOT / "results"]))
 
 
+def compared(table: int) -> list[Comparison]:
+    """Return what was trained, whole, for a table of the paper, beside its figures."""
+    return [c for c in _report().judged if c.cell.table == table and c.variant is not None]
+
+
 def _rows(table: int) -> list[Variant]:
-    """Return what was trained, whole, for a table of the paper."""
-    return [c.variant for c in _report().judged if c.cell.table == table and c.variant is not None]
+    return [c.variant for c in compared(table) if c.variant is not None]
+
+
+def _row(name: str) -> Variant:
+    return next(row for table in (1, 3) for row in _rows(table) if row.name == name)
+
+
+def _score(score: Summary) -> str:
+    return f"{score} % (n = {score.n})"
 
 
 def _beside_the_paper(row: Variant) -> str:
@@ -209,6 +363,10 @@ def _conditions(rows: Sequence[Variant]) -> str:
     first = rows[0].runs[0]
     epochs, batch = first.length, first.recipe["run"]["batch"]
     return f"Accuracy after the last of {epochs} epochs, batch {batch}; {_machine(first.result)}, bf16."
+
+
+def _measured(name: str) -> bool:
+    return (RESULTS / f"{name}.json").is_file()
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ DECAYS = {"WD": "-wd", "FD-OV": "-fd-ov", "FD-OV+QK": "-fd-ov-qk"}
 
 
 def translation_panels(results: Path) -> list[Panel]:
-    """Return BLEU against the strength of the decay, and against the compression, as in figure 5 of the paper.
+    """Return BLEU against the strength of the decay, and against the compression, as in figure 4 of the paper.
 
     Rows are compared that have the same changes, apart from the strength: those that most rows have.
     """

@@ -136,7 +136,7 @@ def bert_squad(results: Path = RESULTS) -> str:
         "the paper's EM",
     ]
     body, lacking = [], [name for name in EXPECTED["masked"] if not any(row.recipe == name for row in rows)]
-    scored: dict[str, tuple[float, float]] = {}
+    scored: dict[tuple[str, ...], dict[str, tuple[float, float]]] = {}  # by settings of the fine-tuning
     for row in rows:
         best = row is lowest(by_series(rows)[row.series], "loss")
         fine = [one for one in tuned if f"{FROM_RUN}={folder_of(row.recipe, list(row.changes))}" in one.changes]
@@ -149,23 +149,30 @@ def bert_squad(results: Path = RESULTS) -> str:
             theirs = ["–" if value is None else f"{value:.2f}" for value in published]
             body.append([name, _marked(strength(row), best), *figures, str(len(one.runs)), *theirs])
             if best and published[0] is not None:
-                scored[label] = (mean(one.scores("f1")), published[0])
-        if best and not fine:
+                scored.setdefault(one.others, {})[label] = (mean(one.scores("f1")), published[0])
+        if best and not any(one.others == () for one in fine):
             lacking.append(f"{row.recipe} at {strength(row)}")
     told = f"Missing: {', '.join(f'`{name}`' for name in lacking)}." if lacking else "Nothing is missing."
     bold = "The strength with the lowest loss on held-out Wikipedia is bold." if body else ""
-    return block(table(columns, body), body, bold, machines(tuned) and f"{machines(tuned)}.", _order(scored), told)
+    return block(table(columns, body), body, bold, machines(tuned) and f"{machines(tuned)}.", _orders(scored), told)
 
 
-def _order(scored: dict[str, tuple[float, float]]) -> str:
-    """Return whether ``scored``, our F1 and the paper's by row, has the paper's order."""
-    if len(scored) < 2:
-        return ""
-    ours = " > ".join(sorted(scored, key=lambda name: -scored[name][0]))
-    theirs = " > ".join(sorted(scored, key=lambda name: -scored[name][1]))
-    pairs = list(combinations(scored.values(), 2))
-    same = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs)
-    return f"By F1, the paper: {theirs}. Here: {ours}. {same} of {len(pairs)} pairs are in the paper's order."
+def _orders(scored: dict[tuple[str, ...], dict[str, tuple[float, float]]]) -> str:
+    """Return whether F1, ours and the paper's by row, has the paper's order; for each way of fine-tuning."""
+    told = []
+    for changes, rows in scored.items():
+        pairs = list(combinations(rows.values(), 2))
+        if not pairs:
+            continue
+        theirs = " > ".join(sorted(rows, key=lambda name: -rows[name][1]))
+        ours = " > ".join(sorted(rows, key=lambda name: -rows[name][0]))
+        same = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs)
+        way = ", ".join(f"`{change}`" for change in changes) or "as the recipe has it"
+        told.append(
+            f"Fine-tuned {way}, by F1, the paper: {theirs}. Here: {ours}. {same} of {len(pairs)} pairs are in the "
+            "paper's order."
+        )
+    return "\n\n".join(told)
 
 
 def language(results: Path = RESULTS) -> str:

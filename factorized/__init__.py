@@ -1,5 +1,11 @@
 """Train neural networks whose weights are products: plan, factorize, train, compose.
 
+``help(fz.plan)``, or that of any other public name, has its arguments, its errors and an example. Examples begin with::
+
+    import factorized as fz
+    import torch
+    from torch import nn
+
 The public names are those of ``factorized.public``. They are imported when one is first used, because torch takes
 seconds to import, and ``factorized --help`` or shell completion do not need it.
 """
@@ -25,4 +31,4 @@ else:  # a type checker would accept any name because of this function
 
 
 def __dir__() -> list[str]:
-    return list(importlib.import_module("factorized.public").__all__)
+    return [*importlib.import_module("factorized.public").__all__, "integrations"]

@@ -38,7 +38,16 @@ EXACT = [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 4e-2), 
 
 @dataclass(frozen=True)
 class Case:
-    """A dense layer, the layer and the format that stand for it, and what to feed it."""
+    """A dense layer, the layer and the format that stand for it, and what to feed it.
+
+    Examples:
+        >>> from factorized.testing import Case
+        >>> format = fz.LowRank().at_rank(fz.LowRank().kernel((8, 12)), 3)
+        >>> vectors = lambda leading: torch.randn(*leading, 12)
+        >>> case = Case("wide", fz.FactorizedLinear, lambda: nn.Linear(12, 8), format, vectors, thorough=True)
+        >>> case.make_layer()(case.make_input(5)).shape
+        torch.Size([5, 8])
+    """
 
     name: str
     layer: type[Any]  # the class of the factorized layer
@@ -105,7 +114,13 @@ def trained_like(weight: Tensor) -> Tensor:
 
 
 class LayerContract:
-    """The tests that every layer passes in every format; ``cases`` is the subclass's."""
+    """The tests that every layer passes in every format; a subclass gives the ``cases``.
+
+    Examples:
+        >>> from factorized.testing import LayerContract
+        >>> class TestMine(LayerContract):  # in a file that pytest collects
+        ...     cases = ()  # each a Case
+    """
 
     cases: ClassVar[Sequence[Case]]
 

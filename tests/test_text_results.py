@@ -43,7 +43,7 @@ def result(name: str, *changes: str, seed: int = 0, **others: Any) -> dict[str, 
     scores = {**SCORES[recipe.task], **others.pop("scores", {})}
     return {
         "task": recipe.task,
-        "recipe": recipe.to_dict(),
+        "recipe": recipe.of_seed(seed).to_dict(),
         "seed": seed,
         "from_run": None,
         "score": "loss",
@@ -95,8 +95,8 @@ def test_a_run_is_added_under_its_recipe_and_its_changes(results: Path) -> None:
 
 def test_a_fine_tuned_run_says_what_it_went_on_from_and_no_path(results: Path) -> None:
     before = result("bert/small-flambe", "decay.strength=0.03", seed=1)
-    path = taken(results, "squad/bert", "model.from_run=/tmp/some/where/seed-1", from_run=before)
-    assert path.parent.name == "bert+model.from_run=bert~small-flambe~decay.strength=0.03~seed-1"
+    path = taken(results, "squad/bert-small", "model.from_run=/tmp/some/where/seed-1", from_run=before)
+    assert path.parent.name == "bert-small+model.from_run=bert~small-flambe~decay.strength=0.03~seed-1"
     found = read_run(path).result
     assert found["from_run"] == {"recipe": "bert/small-flambe", "changes": ["decay.strength=0.03"], "seed": 1}
     assert found["recipe"]["model"]["from_run"] == "bert/small-flambe+decay.strength=0.03/seed-1"
@@ -104,21 +104,22 @@ def test_a_fine_tuned_run_says_what_it_went_on_from_and_no_path(results: Path) -
 
 
 def test_a_run_that_went_on_from_a_changed_one_is_changed_whatever_the_folder_was_called(results: Path) -> None:
-    planned = taken(results, "squad/bert", from_run=result("bert/small"))
-    changed = taken(results, "squad/bert", from_run=result("bert/small", "decay.strength=0.03"))
-    assert planned == results / "squad/bert/seed-0.json"
-    assert changed.parent.name == "bert+model.from_run=bert~small~decay.strength=0.03~seed-0"
+    planned = taken(results, "squad/bert-small", from_run=result("bert/small"))
+    changed = taken(results, "squad/bert-small", from_run=result("bert/small", "decay.strength=0.03"))
+    assert planned == results / "squad/bert-small/seed-0.json"
+    assert changed.parent.name == "bert-small+model.from_run=bert~small~decay.strength=0.03~seed-0"
 
 
 def test_a_shortened_run_may_go_on_from_a_shortened_one_and_a_whole_one_may_not(results: Path) -> None:
     def shortened(name: str) -> dict[str, Any]:
-        return {**result(name), "recipe": shorten(load_any_recipe(name), 200).to_dict()}
+        recipe: Any = shorten(load_any_recipe(name), 200)
+        return {**result(name), "recipe": recipe.of_seed(0).to_dict()}
 
     before = shortened("bert/small")
-    short = taken(results, "squad/bert", **{**shortened("squad/bert"), "from_run": before})
-    whole = taken(results, "squad/bert", from_run=before)
-    assert short.parent.parent == results / "squad/bert"
-    assert whole.parent.name == "bert+model.from_run=bert~small~shortened_from=10000~schedule.updates=200~seed-0"
+    short = taken(results, "squad/bert-small", **{**shortened("squad/bert-small"), "from_run": before})
+    whole = taken(results, "squad/bert-small", from_run=before)
+    assert short.parent.parent == results / "squad/bert-small"
+    assert whole.parent.name == "bert-small+model.from_run=bert~small~shortened_from=5000~schedule.updates=200~seed-0"
 
 
 def test_every_result_names_its_commit() -> None:
@@ -151,11 +152,11 @@ def test_the_best_strength_of_each_optimizer_is_marked_and_fine_tuned(results: P
     assert "| `bert/small-flambe` | 1,000,000 | 2.900 | **2.400** | 2.700 | 1, 1, 1 |" in losses
     for name, f1 in (("bert/small", 60.0), ("bert/small-flambe", 58.0)):
         before = result(name, "decay.strength=0.03")
-        taken(results, "squad/bert", "model.from_run=out/x", from_run=before, scores={"f1": f1})
+        taken(results, "squad/bert-small", "model.from_run=out/x", from_run=before, scores={"f1": f1})
     squad = text_results.bert_squad(results)
     assert "| `bert/small-flambe` | **0.03** | 2.400 | 3.500 | 58.00 | 50.00 | 1 | 88.88 | 81.54 |" in squad
-    assert "By F1, the paper: FLAMBé (SI & FD), 1.0 > LAMB, 1.0. Here: LAMB, 1.0 > FLAMBé (SI & FD), 1.0." in squad
-    assert "0 of 1 pairs are in the paper's order." in squad
+    assert "Fine-tuned as the recipe has it, by F1, the paper: FLAMBé (SI & FD), 1.0 > LAMB, 1.0. Here: " in squad
+    assert "Here: LAMB, 1.0 > FLAMBé (SI & FD), 1.0. 0 of 1 pairs are in the paper's order." in squad
     assert "Missing: `bert/small-lamb-fd`, `bert/small-0.5`, `bert/small-0.5-flambe`." in squad
 
 

@@ -74,8 +74,8 @@ class Family:
             raise UnreadableAttention(f"heads {sorted(pruned)} were pruned")
         if self.width is not None and heads * size != attribute(module, self.width):
             raise UnreadableAttention(
-                f"{heads} heads of {size} are not its {self.width}, {attribute(module, self.width)}: heads were pruned "
-                "or lowered"
+                f"{heads} heads of {size} do not make up its {self.width}, {attribute(module, self.width)}: heads were "
+                "pruned or lowered"
             )
 
 

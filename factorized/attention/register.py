@@ -84,9 +84,22 @@ def register_attention(
         scale: the attribute with the softmax scale; leave it out where ``forward`` computes the scale itself.
         rotary: whether queries and keys are rotated by position, or changed in another way (such as a norm), between
             the two matrices, so that QK is not a single form.
+
+    Raises:
+        ValueError: ``cls`` is not a subclass of ``nn.Module``, or another argument is not a dotted name.
+
+    Examples:
+        >>> class Attention(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.heads = 2
+        ...         self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        >>> fz.register_attention(Attention, query="q", key="k", value="v", output="o", heads="heads")
+        >>> [form.name for form in fz.forms(nn.Sequential(Attention()))]
+        ['0.qk', '0.ov']
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise ValueError(f"cls must be a class of nn.Module, got {cls!r}")
+        raise ValueError(f"cls must be a subclass of nn.Module, got {cls!r}")
     names = {"query": query, "key": key, "value": value, "output": output, "heads": heads}
     optional = {"kv_heads": kv_heads, "head_size": head_size, "scale": scale}
     for argument, name in {**names, **optional}.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -73,13 +73,22 @@ class Form:
     ``V_h O_hᵀ``. Where query heads share a K/V head, the batch is (K/V heads, query heads of each), with 1 in the
     second place for the shared matrix. For other formats the factors are their cores; for a separable convolution,
     those of its pointwise part.
+
+    Examples:
+        >>> form = fz.forms(nn.Sequential(fz.FactorizedLinear(64, 32, 8)))[0]
+        >>> form.name, form.kind, form.numel
+        ('0', 'linear', 2048)
+        >>> torch.allclose(form.norm_squared(form.values), (form.U @ form.V.mT).square().sum())
+        True
     """
 
     name: str  # of the module it belongs to; for attention with its kind: "encoder.0.self_attn.ov"
     kind: str  # "linear", "conv", "embedding", "qk" or "ov"
-    factors: tuple[Factor, ...]  # in the order of the product, or of the format
+    factors: tuple[Factor, ...] = field(repr=False)  # in the order of the product, or of the format
     format: Format | None = None  # None for attention, which is a product
-    layer: FactorizedLayer | None = None  # the module that holds the whole product, if one does
+    layer: FactorizedLayer | None = field(
+        default=None, repr=False
+    )  # the module that holds the whole product, if one does
     rotary: bool = False  # for "qk": queries and keys are rotated by position, so this is not one bilinear form
 
     @property
@@ -165,8 +174,14 @@ def forms(model: nn.Module) -> list[Form]:
     A factorized layer is one form. An attention module is two products, of the kinds ``"qk"`` and ``"ov"``, if
     an adapter can read it: see ``fz.register_attention``.
 
-    Every factor must be a parameter of the model: one that a parametrization or pruning computes raises. So do factors
-    of one product that are not distributed over the same ranks.
+    Raises:
+        ValueError: a factor is not a parameter of the model, because a parametrization or pruning computes it, or the
+            factors of one product are not distributed over the same ranks.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 32, 8), nn.MultiheadAttention(32, 4))
+        >>> [(form.name, form.kind, tuple(form.U.shape)) for form in fz.forms(model)]
+        [('0', 'linear', (1, 32, 8)), ('1.qk', 'qk', (4, 32, 8)), ('1.ov', 'ov', (4, 32, 8))]
     """
     check_model(model)
     found: dict[tuple[object, ...], Form] = {}

@@ -43,6 +43,17 @@ class FrobeniusDecay(AttachedDecay):
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
             which costs almost nothing. Exact if every step is one backward pass that uses each layer once and whose
             gradients reach the optimizer unchanged: no accumulation, gradient clipping or ``GradScaler``.
+
+    Raises:
+        ValueError: the model holds no products, ``strength`` has a wrong value or names nothing in the model; in
+            ``attach``, if the optimizer does not hold the factors, or decays them itself.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8), nn.Linear(64, 10))
+        >>> optimizer = torch.optim.SGD(fz.parameter_groups(model, weight_decay=1e-4), lr=0.1)
+        >>> decay = fz.FrobeniusDecay(model, 1e-4).attach(optimizer)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()  # decays the product, too
     """
 
     noun = "decay"
@@ -166,5 +177,16 @@ def _near(number: Number, norm: Tensor) -> Number:
 
 
 def decoupled_frobenius(optimizer: Optimizer, model: nn.Module, strength: Strength) -> FrobeniusDecay:
-    """Give any ``optimizer`` decoupled Frobenius decay: each step subtracts lr·λ·gradient from the factors."""
+    """Give any ``optimizer`` decoupled Frobenius decay: each step subtracts lr·λ·gradient from the factors.
+
+    ``model`` and ``strength`` are those of ``fz.FrobeniusDecay``. Returns the decay, attached to the optimizer.
+
+    Raises:
+        ValueError: as ``fz.FrobeniusDecay`` and its ``attach``.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8), nn.Linear(64, 10))
+        >>> optimizer = torch.optim.AdamW(fz.parameter_groups(model, weight_decay=0.1), lr=1e-3)
+        >>> decay = fz.decoupled_frobenius(optimizer, model, 0.1)
+    """
     return FrobeniusDecay(model, strength, decoupled=True).attach(optimizer)

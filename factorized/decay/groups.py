@@ -33,15 +33,31 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for any torch optimizer: weights with ``weight_decay``, factors of products without.
 
-    ``attention`` lists the forms of attention that are decayed as products, ``"ov"`` and ``"qk"``, and may be empty.
-    The weights of other forms are ordinary ones. A weight that packs both (``in_proj_weight``, GPT-2's ``c_attn``) gets
-    a separate group without decay by the optimizer: ``FrobeniusDecay`` and ``Flambe`` read the group's ``"rest_decay"``
+    A weight that packs both, factors of products and ordinary ones (``in_proj_weight``, GPT-2's ``c_attn``), gets a
+    separate group without decay by the optimizer: ``FrobeniusDecay`` and ``Flambe`` read the group's ``"rest_decay"``
     and decay the rest of the weight as the optimizer would have.
 
-    ``decay_norms=True`` and ``decay_biases=True`` decay those too, as in the paper's ResNet recipe, which decays
-    every parameter alike. ``crs=True`` is compression-rate scaling instead of Frobenius decay: each product's factors
-    are decayed by ``weight_decay`` times their share of the dense weight's parameters, and attention like any weight.
-    Frozen parameters are left out.
+    Args:
+        model: a factorized model; its frozen parameters are left out.
+        weight_decay: of ordinary weights.
+        decay_norms: decay norms, too; with ``decay_biases`` as in the paper's ResNet recipe, which decays every
+            parameter alike.
+        decay_biases: decay biases, too.
+        crs: compression-rate scaling instead of Frobenius decay: each product's factors are decayed by
+            ``weight_decay`` times their share of the dense weight's parameters, and attention like any weight.
+        attention: the forms of attention that are decayed as products, ``"ov"`` and ``"qk"``, and may be empty. The
+            weights of other forms are ordinary ones.
+
+    Raises:
+        ValueError: ``weight_decay`` is not a finite number of at least 0, ``attention`` lists other forms, or what
+            ``fz.forms`` raises.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8), nn.Linear(64, 10))
+        >>> groups = fz.parameter_groups(model, weight_decay=1e-4)
+        >>> [(group["weight_decay"], len(group["params"])) for group in groups]  # the linear, biases, U and V
+        [(0.0001, 1), (0.0, 2), (0.0, 2)]
+        >>> optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     """
     check_model(model)
     check_number("weight_decay", weight_decay)

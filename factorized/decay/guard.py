@@ -57,7 +57,8 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[Form], optimizer: 
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if _same(getattr(hook, "__self__", None), decay, held):
             raise ValueError(
-                f"a {type(decay).__name__} of the same factors is attached to this optimizer already; detach() it"
+                f"a {type(decay).__name__} of the same factors is attached to this optimizer already; call its "
+                "detach() first"
             )
 
 

@@ -25,6 +25,17 @@ class ProductPenalty(AttachedDecay):
     ``fn`` takes a batch of matrices (batch, m, n) and returns one number. The product is formed and
     differentiated by autograd: this works for any ``fn``, at the cost of the dense weight. In attention it acts on the
     OV forms. Sharded factors are gathered.
+
+    Raises:
+        ValueError: ``fn`` is not callable, the model holds no products, or, when it acts, ``fn`` does not return a
+            differentiable number.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> penalty = fz.ProductPenalty(model, lambda W: 1e-4 * W.abs().sum()).attach(optimizer)
+        >>> penalty.penalty().requires_grad
+        True
     """
 
     noun = "penalty"
@@ -84,7 +95,22 @@ class ProductPenalty(AttachedDecay):
 
 
 class NuclearDecay(ProductPenalty):
-    """λ‖U M₁…M_d Vᵀ‖_*, what ordinary decay of the factors bounds (equation 2), from SVDs no larger than the rank."""
+    """Penalize λ‖U M₁…M_d Vᵀ‖_*, the nuclear norm, which ordinary decay of the factors bounds (equation 2).
+
+    ``strength`` is λ. The gradient is added before every step of the optimizer that it is attached to; its SVDs are no
+    larger than the rank.
+
+    Raises:
+        ValueError: ``strength`` is not a finite number of at least 0, or the model holds no products.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> decay = fz.NuclearDecay(model, 1e-4).attach(optimizer)
+        >>> expected = 1e-4 * torch.linalg.matrix_norm(model[0].weight, "nuc")
+        >>> torch.allclose(decay.penalty(), expected)
+        True
+    """
 
     penalizes = "the nuclear norm"
 

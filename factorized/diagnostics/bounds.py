@@ -24,6 +24,13 @@ class MarginBounds:
     """The terms that corollaries A.1 and A.2 add to the margin loss, up to a constant, and their ingredients.
 
     Both are products over layers and can be astronomically large: compare them between models, as logarithms.
+
+    Examples:
+        >>> batch = torch.randn(16, 8), torch.randint(2, (16,))
+        >>> wide = fz.margin_bounds(nn.Linear(8, 2), [batch], gamma=0.1)
+        >>> thin = fz.margin_bounds(nn.Sequential(fz.FactorizedLinear(8, 2, 1)), [batch], gamma=0.1)
+        >>> wide.rank, thin.rank
+        (2, 1)
     """
 
     samples: int
@@ -43,10 +50,26 @@ def margin_bounds(
 ) -> MarginBounds:
     """Return the generalization terms of ``model`` on a loader of (inputs, classes).
 
-    ``gamma`` is the margin at which the loss is taken; by default a tenth of the samples have a smaller one.
     Convolutions count as the matrices they are factorized as. The appendix bounds ‖W‖₂ by one σ for all layers; here
     each layer's own norm is used, which is the same theorem and sharper. (As printed, corollary A.1 has both σ²ᴸ and
     the product of the norms; the theorem that it applies has only the product.)
+
+    Args:
+        model: returns scores (samples, classes).
+        loader: gives batches of floating-point inputs and whole-number classes.
+        gamma: the margin at which the loss is taken; by default a tenth of the samples have a smaller one.
+        delta: the probability with which the bounds may fail.
+
+    Raises:
+        ValueError: the model has no layer to bound, the loader is empty or gives other things, scores are not finite,
+            or a tenth of the samples are misclassified and ``gamma`` is not given.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> batch = torch.randn(16, 8), torch.randint(2, (16,))
+        >>> bounds = fz.margin_bounds(model, [batch], gamma=0.1)
+        >>> bounds.samples, bounds.layers
+        (16, 2)
     """
     check_model(model)
     if gamma is not None and not (is_number(gamma) and gamma > 0):

@@ -14,7 +14,13 @@ from factorized.decay.strength import Number, check_number
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Figures of one product; the last three need an SVD and are None without ``spectrum=True``."""
+    """Figures of one product; the last three need an SVD and are None without ``spectrum=True``.
+
+    Examples:
+        >>> quick = fz.diagnose(nn.Sequential(fz.FactorizedLinear(64, 64, 8)), lr=0.1, spectrum=False)[0]
+        >>> quick.effective_step > 0, quick.nuclear
+        (True, None)
+    """
 
     name: str
     kind: str
@@ -36,6 +42,15 @@ def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Dia
     ``spectrum=False`` leaves out what needs singular values (for a tensor, those of its weight's matrix, which is
     formed); the rest comes from rank × rank Gram matrices and can be tracked at every step. A batched form (groups,
     heads) counts as one block-diagonal matrix. Sharded factors are gathered, so all ranks must call it.
+
+    Raises:
+        ValueError: the model holds no products, or ``lr`` is not a number.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> found = fz.diagnose(model, lr=0.1)[0]
+        >>> found.name, found.kind, found.spectral <= found.frobenius <= found.nuclear
+        ('0', 'linear', True)
     """
     check_number("lr", lr)
     found = forms(model)

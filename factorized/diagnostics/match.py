@@ -26,6 +26,17 @@ class NormMatcher:
     the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it;
     factors that products share are rescaled for all of them at once. Sharded factors are gathered to be measured, so
     all ranks must take part.
+
+    Raises:
+        ValueError: the model holds no products; in ``match``, if a norm is missing or a product is zero; in a step, if
+            fewer norms were recorded than steps are taken.
+
+    Examples:
+        >>> decayed = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> recorded = [fz.NormMatcher(decayed).record()]  # once a step
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> matcher = fz.NormMatcher(model).attach(optimizer, recorded)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,7 +115,10 @@ class NormMatcher:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._step >= len(self._recorded):
-            raise ValueError(f"only {len(self._recorded)} steps were recorded, and this is step {self._step + 1}")
+            raise ValueError(
+                f"only {len(self._recorded)} steps were recorded, and this is step {self._step + 1}; record every step "
+                "of the other run, or call detach()"
+            )
         self.match(self._recorded[self._step])
         self._step += 1
 

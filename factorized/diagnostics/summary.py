@@ -41,7 +41,13 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """The layers of a model with their totals; ``print`` it, or let a notebook show it."""
+    """The layers of a model with their totals; ``print`` it, or let a notebook show it.
+
+    Examples:
+        >>> table = fz.summary(nn.Sequential(fz.FactorizedLinear(64, 64, 8)))
+        >>> table.params, table.dense_params, table.rows[0].rank
+        (1088, 4160, '8')
+    """
 
     model: str  # its class
     rows: tuple[SummaryRow, ...]
@@ -119,6 +125,20 @@ def summary(model: nn.Module) -> Summary:
     A row shows type, shape, format and rank, how the layer runs, which forms a decay finds in it, the heads it serves
     in attention, and its parameters now and dense. Norms and biases of other modules count as everything else;
     parameters of an earlier row are shown as shared.
+
+    Raises:
+        ValueError: ``model`` is not an ``nn.Module``.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8), nn.Linear(64, 10))
+        >>> print(fz.summary(model))
+        layer  type              shape  format   rank  runs   decay   params  dense   share
+        -----------------------------------------------------------------------------------
+        0      FactorizedLinear  64x64  product     8  chain  linear   1,088  4,160   62.6%
+        1      Linear            10x64                                   650          37.4%
+        -----------------------------------------------------------------------------------
+        total                                                          1,738  4,810  100.0%
+        Sequential: 1 of 2 layers factorized, 1,738 parameters, 0.3613 of the dense 4,810; 1,738 are trained
     """
     check_model(model)
     heads, decayed = _heads(model), _decayed(model)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from factorized.files.checksum import in_file_order
 from factorized.files.folder import read_checkpoint, write_checkpoint
 from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model
+from factorized.nn.model import Model, check_model
 from factorized.planning.plan import Entry, Plan, PlanEntry
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import build_layers, install
@@ -40,8 +41,17 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
 
     Wrappers of ``torch.compile`` and ``DistributedDataParallel`` are not saved, only the model inside. For a sharded
     model (``fully_shard``) every rank must call this: the shards are gathered one tensor at a time, rank 0 writes, and
-    all ranks return when it has finished, or raise its error. Weights that are not finite raise, unless
-    ``allow_nonfinite``.
+    all ranks return when it has finished, or raise its error.
+
+    Raises:
+        ValueError: the model has no factorized layer, something in it cannot be saved without pickle, or weights are
+            not finite; ``allow_nonfinite=True`` saves those too.
+        OSError: the files could not be written; an earlier checkpoint is kept.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> fz.save(model, "saved")
+        >>> model = fz.load("saved", nn.Sequential(nn.Linear(64, 64)))  # a fresh dense model
     """
     check_model(model)
     model = unwrapped(model)
@@ -68,15 +78,24 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
 
 def load(
     folder: str | Path,
-    model: nn.Module,
+    model: Model,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> Model:
     """Factorize ``model``, a fresh dense one, like the checkpoint in ``folder``, fill it, and return it.
 
     The weights end up on ``device`` and in ``dtype``, by default those of the model; a model on the meta device gets
     real weights. The file is compared with the model before anything is changed.
+
+    Raises:
+        ValueError: the folder holds no checkpoint, its files are damaged, or it does not fit the model.
+
+    Examples:
+        >>> fz.save(fz.factorize(nn.Sequential(nn.Linear(64, 64)), rank=8, keep_first_and_last=False), "saved")
+        >>> model = fz.load("saved", nn.Sequential(nn.Linear(64, 64)), dtype=torch.bfloat16)
+        >>> model[0].U.dtype, model[0].rank
+        (torch.bfloat16, 8)
     """
     check_model(model)
     refuse_wrapped(model)
@@ -95,7 +114,7 @@ def load(
     if filled is inside:
         return model
     wrapped = next(name for name, module in model.named_modules() if module is inside)
-    return replace_module(model, wrapped, filled)
+    return cast(Model, replace_module(model, wrapped, filled))
 
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:

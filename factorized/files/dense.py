@@ -9,21 +9,36 @@ from torch import Tensor, nn
 
 from factorized.attention.matrices import write_matrices
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model, module_names
+from factorized.nn.model import Model, check_model, module_names
 from factorized.surgery.decompose import decompose_all
 from factorized.surgery.heads import DenseAttention, shrunk_attention
 from factorized.surgery.progress import Count
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
 
-def load_dense(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
+def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the
     best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
     accepted; tied weights need only one of their names. Names, shapes and values are checked before anything changes.
+
+    Raises:
+        ValueError: the model has no factorized layer, is sharded or on the meta device, or ``state_dict`` does not fit.
+
+    Examples:
+        >>> dense = nn.Sequential(nn.Linear(64, 64))  # with trained weights
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 64))
+        >>> model = fz.load_dense(model, dense.state_dict())
+        >>> torch.allclose(model[0].weight, dense[0].weight, atol=1e-5)
+        True
     """
     check_model(model)
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            f"state_dict must map names to tensors, got {type(state_dict).__name__}; of a model, pass "
+            "model.state_dict()"
+        )
     inside = unwrapped(model)
     state = {plain_name(key): value for key, value in state_dict.items()}
     layers = {

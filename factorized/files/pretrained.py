@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import nn
 
 from factorized.files.checkpoint import load, save
 from factorized.files.folder import MANIFEST, read_plan_of_transformers, write_plan
-from factorized.nn.model import check_model
+from factorized.nn.model import Model, check_model
 from factorized.planning.plan import Plan
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import build_layers, install
@@ -26,10 +26,20 @@ GENERATION = "generation_config.json"
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
-    """Write a factorized transformers model: config files as transformers does, weights and plan as ``fz.save`` does.
+    """Write a factorized transformers model to ``folder``: its config, and weights and plan as ``fz.save`` does.
 
-    For a sharded model every rank must call this, and rank 0 writes. Weights that are not finite raise, unless
-    ``allow_nonfinite``.
+    For a sharded ``model`` every rank must call this, and rank 0 writes.
+
+    Raises:
+        ValueError: the model has no transformers config, or what ``fz.save`` raises; ``allow_nonfinite=True`` saves
+            weights that are not finite too.
+        OSError: the files could not be written.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        >>> model = fz.factorize(BertForMaskedLM(BertConfig(vocab_size=50, **sizes)), rank=4)
+        >>> fz.save_pretrained(model, "saved")
     """
     check_model(model)
     inside: Any = unwrapped(model)
@@ -48,26 +58,67 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, allow_nonfinite: bo
 
 
 def save_plan(model: nn.Module, folder: str | Path) -> None:
-    """Write ``plan.json`` into a folder where transformers saved ``model``, so that ``fz.from_pretrained`` opens it.
+    """Write ``plan.json`` to a ``folder`` where transformers saved ``model``, so that ``fz.from_pretrained`` opens it.
 
     ``config.json``, ``model.safetensors`` and ``plan.json`` are then all that a hub repository needs.
+
+    Raises:
+        ValueError: the model has no factorized layer.
+        OSError: the file could not be written.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        >>> model = fz.factorize(BertForMaskedLM(BertConfig(vocab_size=50, **sizes)), rank=4)
+        >>> model.save_pretrained("saved")
+        >>> fz.save_plan(model, "saved")
     """
     check_model(model)
     write_plan(Path(folder), describe(unwrapped(model)))
 
 
+@overload
 def from_pretrained(
-    cls: Any,
+    cls: type[Model], folder: str | Path, *, device: torch.device | str | None = ..., dtype: torch.dtype | None = ...
+) -> Model: ...
+
+
+@overload  # an auto class
+def from_pretrained(
+    cls: type[object], folder: str | Path, *, device: torch.device | str | None = ..., dtype: torch.dtype | None = ...
+) -> nn.Module: ...
+
+
+def from_pretrained(
+    cls: type[Any],
     folder: str | Path,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the model that ``fz.save_pretrained`` wrote: ``cls`` built from its config, factorized, and filled.
+    """Return the model that ``fz.save_pretrained`` wrote to ``folder``: made from its config, factorized, and filled.
 
-    ``cls`` is a model class of transformers, such as ``BertForMaskedLM``, or an auto class. The model has the type it
-    was saved in, or ``dtype``, and is in evaluation mode. No code from the folder is run. Folders that transformers
-    wrote can be opened too, if ``fz.save_plan`` or ``FactorizedTrainerMixin`` added the plan.
+    No code from the folder is run. Folders that transformers wrote can be opened too, if ``fz.save_plan`` or
+    ``FactorizedTrainerMixin`` added the plan.
+
+    Args:
+        cls: a model class of transformers, such as ``BertForMaskedLM``, or an auto class.
+        folder: holds ``config.json``, ``plan.json`` and the weights.
+        device: where the model is put; by default the CPU.
+        dtype: the type of the weights; by default the one they were saved in.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ValueError: ``cls`` is not a model class of transformers, a file is missing or damaged, or the weights do not
+            fit the plan.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        >>> fz.save_pretrained(fz.factorize(BertForMaskedLM(BertConfig(vocab_size=50, **sizes)), rank=4), "saved")
+        >>> model = fz.from_pretrained(BertForMaskedLM, "saved")
     """
     path = Path(folder)
     if not (path / "config.json").is_file() or not (path / MANIFEST).is_file():

@@ -9,13 +9,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from factorized._checks import check_whole
+from factorized._checks import check_whole, is_whole
 from factorized.formats.cost import POSITIONS
 from factorized.formats.format import Cores, Format, Rank, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
-from factorized.formats.svd import spectral_factors, truncated_factors
+from factorized.formats.svd import method_of, spectral_factors, truncated_factors
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,14 @@ class KroneckerFormat(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Return the best sum of this many Kronecker products: an SVD of the rearranged weight."""
         lead = weights.shape[: weights.dim() - len(self.shape.weight_shape)]
         (rows, columns), (out, inputs, *_) = self.outer, self.inner
         blocks = weights.reshape(*lead, rows, out, columns, inputs, -1).transpose(-4, -3)
-        U, V = spectral_factors(blocks.reshape(*lead, rows * columns, -1), self.rank)
+        U, V = spectral_factors(blocks.reshape(*lead, rows * columns, -1), self.rank, method_of(exact))
         return U.mT.reshape(*lead, *self.cores["A"]), V.mT.reshape(*lead, *self.cores["B"])
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
@@ -123,12 +125,26 @@ class Kronecker(Scheme):
 
     ``outer`` is the shape of the small matrices. It must divide outputs and inputs; the default is the largest divisors
     up to their square roots. At a rank scale there are ``round(scale · full rank)`` products, at least 1.
+
+    Raises:
+        ValueError: ``outer`` is not a tuple of two whole numbers of at least 1.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> model = fz.factorize(model, fz.Kronecker(outer=(8, 8)), rank=4, keep_first_and_last=False)
+        >>> {name: tuple(core.shape) for name, core in model[0].named_parameters()}
+        {'A': (4, 8, 8), 'B': (4, 8, 8), 'bias': (64,)}
     """
 
     outer: tuple[int, int] | None = None
 
     name: ClassVar[str] = "kronecker"
     formats: ClassVar[tuple[type[Format], ...]] = (KroneckerFormat,)
+
+    def __post_init__(self) -> None:
+        outer: object = self.outer
+        if outer is not None and not (isinstance(outer, tuple) and len(outer) == 2 and all(map(is_whole, outer))):
+            raise ValueError(f"outer must be a tuple of two whole numbers of at least 1, got {outer!r}")
 
     def at_scale(self, shape: KernelShape, scale: float) -> KroneckerFormat:
         """Return the format at a rank scale, at most full."""

@@ -27,7 +27,7 @@ from factorized.formats.kernel import (
 )
 from factorized.formats.scheme import LARGEST_SCALE, Scheme, Start
 from factorized.formats.shifted import two_products
-from factorized.formats.svd import factor_spectrum, spectral_factors, truncated_factors
+from factorized.formats.svd import factor_spectrum, method_of, spectral_factors, truncated_factors
 
 Variant = Literal["full", "deep", "wide"]
 
@@ -84,9 +84,12 @@ class Product(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Return spectral initializations: ``U = Ũ√Σ``, ``V = Ṽ√Σ``, and identities between them."""
-        U, V = spectral_factors(to_matrix(weights, self.shape), self.rank)  # (..., groups, rows or columns, rank)
+        # (..., groups, rows or columns, rank)
+        U, V = spectral_factors(to_matrix(weights, self.shape), self.rank, method_of(exact))
         return self.with_inner(U.flatten(-3, -2), V.flatten(-3, -2))
 
     def calibrate(
@@ -293,6 +296,14 @@ class LowRank(_Products):
     """``W = U Vᵀ`` with a rank below full, for smaller and faster layers (section 2).
 
     ``kind="spatial"`` is the paper's pair of one-dimensional convolutions; ``"channel"`` is k×k then 1×1.
+
+    Raises:
+        ValueError: ``kind`` is neither of them.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Conv2d(32, 64, 3), nn.Flatten())
+        >>> fz.factorize(model, fz.LowRank(), rank_scale=0.1, keep_first_and_last=False)[0]
+        FactorizedConv2d(32, 64, kernel_size=(3, 3), execution=chain, rank=19, params=5,472 of 18,432)
     """
 
     kind: Kind = "spatial"
@@ -323,6 +334,18 @@ class Overcomplete(_Products):
 
     Trained as a product and deployed as its composition: ``"full"`` and ``"deep"`` have rank scale 1, ``"wide"`` has
     ``width``.
+
+    Raises:
+        ValueError: ``variant``, ``width`` or ``kind`` has a wrong value.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> fz.factorize(model, fz.Overcomplete("deep"), keep_first_and_last=False)[0]
+        FactorizedLinear(64, 64, bias=True, execution=composed, rank=64, depth=1, params=12,288 of 4,096)
+        >>> fz.compose(model)  # after training
+        Sequential(
+          (0): Linear(in_features=64, out_features=64, bias=True)
+        )
     """
 
     variant: Variant = "full"

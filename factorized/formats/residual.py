@@ -69,9 +69,11 @@ class ResidualFormat(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Decompose the part and keep the remainder, so that the weight is the same up to rounding."""
-        return self._with_rest(weights, self.part.decompose(weights))
+        return self._with_rest(weights, self.part.decompose(weights, exact=exact))
 
     def calibrate(
         self,
@@ -197,6 +199,15 @@ class Residual(Scheme):
         part: the scheme of the part that is trained.
         dtype: the type that ``R`` is kept in, None for that of the weight. ``torch.int8`` and ``torch.float8_e4m3fn``
             take one byte an entry, with a scale for every row.
+
+    Raises:
+        ValueError: ``part`` is not a scheme, or ``dtype`` is not supported.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> model = fz.factorize(model, fz.Residual(fz.LowRank()), rank=4, keep_first_and_last=False)
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['0.U', '0.V', '0.bias']
     """
 
     part: Scheme = field(default_factory=LowRank)

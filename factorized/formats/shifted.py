@@ -32,7 +32,7 @@ def two_products(
     dims = len(shape.size)
     if x.dim() not in (dims + 1, dims + 2):
         raise ValueError(
-            f"expected an input with {dims + 2} dimensions, or {dims + 1} if unbatched, got shape {tuple(x.shape)}"
+            f"input must have {dims + 2} dimensions, or {dims + 1} without a batch, got shape {tuple(x.shape)}"
         )
     unbatched = x.dim() == dims + 1
     if unbatched:

@@ -265,9 +265,10 @@ class TrainFormat(TensorFormat):
     def decompose_tensor(
         self,
         tensor: Tensor,  # (..., *dims)
+        method: Method = "auto",
     ) -> Cores:
         """Return the cores of the TT-SVD, scaled to one norm."""
-        cores = balanced(tt_svd(tensor, self.rank), tensor.dim() - len(self.dims))
+        cores = balanced(tt_svd(tensor, self.rank, method), tensor.dim() - len(self.dims))
         return tuple(core.to(tensor.dtype) for core in cores)
 
     def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
@@ -312,6 +313,15 @@ class TensorTrain(TensorScheme):
     At a rank scale, the rank between two dimensions is ``round(scale · the smaller of them)``, at least 1.
     ``separable=True`` is the block of the paper's experiments: a depthwise convolution, then the pointwise matrix
     folded into three dimensions and decomposed; all layers but k×k convolutions stay dense.
+
+    Raises:
+        ValueError: ``dims`` and ``order`` are both given, or have wrong values.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> model = fz.factorize(model, fz.TensorTrain(order=3), rank_scale=0.5, keep_first_and_last=False)
+        >>> model[0].format.dims, model[0].rank
+        ((16, 16, 16), (8, 8))
     """
 
     name: ClassVar[str] = "tensor_train"

@@ -19,6 +19,7 @@ from factorized.formats.format import Call, Cores, Format, Step, Way, pull_back
 from factorized.formats.kernel import KernelShape
 from factorized.formats.light_expansion import Indices
 from factorized.formats.separable import Separable
+from factorized.formats.svd import Method
 from factorized.formats.tensor_format import TensorFormat, balanced
 from factorized.formats.tensor_train import TrainFormat, full_train_ranks, right_to_left
 
@@ -177,10 +178,11 @@ class TuckerFormat(TensorFormat):
     def decompose_tensor(
         self,
         tensor: Tensor,  # (..., *dims)
+        method: Method = "auto",
     ) -> Cores:
         """Return the HOSVD after ``refinements``, all cores scaled to one norm."""
         batch = tensor.dim() - len(self.dims)
-        core, factors = hosvd.hosvd(tensor, (*self.rank, *[None] * self.kept), self.refinements)
+        core, factors = hosvd.hosvd(tensor, (*self.rank, *[None] * self.kept), self.refinements, method)
         present = [factor for factor in factors if factor is not None]
         cores: Cores = (core,)
         if self.train is not None:
@@ -281,6 +283,15 @@ class Tucker(TensorScheme):
     and a convolution is by default decomposed on its channels alone: 1×1, a k×k core, 1×1. ``refinements`` rounds of
     HOOI follow the HOSVD. ``core`` is ``"whole"``, or ``"train"`` as in the paper's experiments, the default with
     ``separable=True`` (docs/tensor.md).
+
+    Raises:
+        ValueError: ``dims`` and ``order`` are both given, or an argument has a wrong value.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Conv2d(32, 64, 3))
+        >>> model = fz.factorize(model, fz.Tucker(), rank_scale=0.25, keep_first_and_last=False)
+        >>> model[0].format.dims, model[0].rank
+        ((64, 32, 3, 3), (16, 8))
     """
 
     core: CoreKind | None = None

@@ -4,9 +4,12 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from factorized.integrations.lightning import FactorizeCallback, restore_plan
-    from factorized.integrations.peft import on_factorized
-    from factorized.integrations.transformers import FactorizedTrainerMixin, resize_token_embeddings
+    # "as" makes a name public for type checkers
+    from factorized.integrations.lightning import FactorizeCallback as FactorizeCallback
+    from factorized.integrations.lightning import restore_plan as restore_plan
+    from factorized.integrations.peft import on_factorized as on_factorized
+    from factorized.integrations.transformers import FactorizedTrainerMixin as FactorizedTrainerMixin
+    from factorized.integrations.transformers import resize_token_embeddings as resize_token_embeddings
 else:
     HOMES = {
         "FactorizedTrainerMixin": "transformers",

@@ -40,6 +40,14 @@ class FactorizeCallback(Callback):
         init: how factors are filled, as for ``fz.factorize``.
         decay: the strength of ``fz.FrobeniusDecay``, attached to every optimizer that holds factors; None for none.
         decoupled: as for ``fz.FrobeniusDecay``.
+
+    Raises:
+        ValueError: in ``fit``, what ``fz.plan``, ``fz.factorize`` and ``fz.FrobeniusDecay`` raise.
+
+    Examples:
+        >>> import pytorch_lightning as pl
+        >>> callback = fz.integrations.FactorizeCallback(lambda module: fz.plan(module, ratio=0.3), decay=1e-4)
+        >>> trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)  # then trainer.fit(...)
     """
 
     def __init__(
@@ -119,6 +127,15 @@ def restore_plan(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
     ``FactorizeCallback`` does this when a ``Trainer`` loads. For ``load_from_checkpoint``, which has no callbacks, call
     it in the module's ``on_load_checkpoint``. A checkpoint without a plan changes nothing.
+
+    Raises:
+        ValueError: the plan does not fit the module.
+
+    Examples:
+        >>> import pytorch_lightning as pl
+        >>> class Net(pl.LightningModule):
+        ...     def on_load_checkpoint(self, checkpoint):
+        ...         fz.integrations.restore_plan(self, checkpoint)
     """
     if PLAN not in checkpoint:
         return

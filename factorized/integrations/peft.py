@@ -24,6 +24,16 @@ def on_factorized(config: LoraConfig) -> LoraConfig:
     factors. peft does not save this setting: load a saved adapter with
     ``PeftModel.from_pretrained(model, folder, config=on_factorized(LoraConfig.from_pretrained(folder)))``.
     ``target_modules="all-linear"`` finds only plain linears: name the layers instead.
+
+    Raises:
+        ValueError: when the adapters are added, if ``init_lora_weights`` would change the weight of a layer.
+
+    Examples:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> config = fz.integrations.on_factorized(LoraConfig(r=4, target_modules=["0"]))
+        >>> get_peft_model(model, config).print_trainable_parameters()
+        trainable params: 512 || all params: 1,600 || trainable%: 32.0000
     """
     config._register_custom_module({FactorizedLinear: LoraFactorizedLinear})
     return config

@@ -24,7 +24,7 @@ from factorized.planning.schemes import read_format
 from factorized.surgery.replace import replace_module
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 else:
     Trainer = object  # the mixin comes before the real one, so this file does not need transformers
 
@@ -40,10 +40,7 @@ class FactorizedTrainerMixin(Trainer):
 
     Factors get Frobenius decay instead of ordinary weight decay; the rest is decayed as in ``TrainingArguments``. Every
     folder to which the trainer saves the model holds ``plan.json``, so that ``fz.from_pretrained`` can open it.
-    Factorize the model before the trainer is made::
-
-        class Trainer(FactorizedTrainerMixin, transformers.Trainer):
-            frobenius_decay = 0.01
+    Factorize the model before the trainer is made.
 
     Attributes:
         frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None uses ``weight_decay`` of the arguments.
@@ -51,6 +48,18 @@ class FactorizedTrainerMixin(Trainer):
             rescale gradients.
         optimizer_name: ``"flambe"`` trains with ``fz.Flambe``, at the arguments' learning rate, betas and epsilon; None
             uses the optimizer that the arguments name.
+
+    Raises:
+        ValueError: when the optimizer is made, if ``optimizer_name`` is unknown or ``optim`` of the arguments chooses
+            its parameters itself.
+
+    Examples:
+        >>> import transformers
+        >>> class Trainer(fz.integrations.FactorizedTrainerMixin, transformers.Trainer):
+        ...     frobenius_decay = 0.01
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> trainer = Trainer(model, transformers.TrainingArguments("out", report_to=[], use_cpu=True))
+        >>> optimizer = trainer.create_optimizer()  # train() calls it
     """
 
     frobenius_decay: ClassVar[Strength | None] = None
@@ -107,7 +116,7 @@ class FactorizedTrainerMixin(Trainer):
 
 
 def resize_token_embeddings(
-    model: Any,
+    model: PreTrainedModel,
     new_num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
@@ -116,6 +125,23 @@ def resize_token_embeddings(
 
     This is ``model.resize_token_embeddings``, which supports only plain layers, for factorized ones. Transformers draws
     the new rows; they become their best approximation in the span of the others. Returns the embedding.
+
+    Args:
+        model: a model of transformers.
+        new_num_tokens: the number of rows; None keeps it.
+        pad_to_multiple_of: round the number of rows up to a multiple of this.
+        mean_resizing: draw new rows around the mean of the old ones, as transformers does.
+
+    Raises:
+        ValueError: the format of the embedding has no row per token; the model is not changed.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        >>> model = BertForMaskedLM(BertConfig(vocab_size=100, **sizes))
+        >>> model = fz.factorize(model, rank=4, include=["*word_embeddings", "*decoder"], keep_first_and_last=False)
+        >>> fz.integrations.resize_token_embeddings(model, 120)
+        FactorizedEmbedding(120, 32, padding_idx=0, execution=look_up, rank=4, params=608 of 3,840)
     """
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     count = ends[0].weight.shape[0] if new_num_tokens is None else new_num_tokens

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from factorized._checks import check_whole
 from factorized.formats.format import Way
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
@@ -26,10 +27,27 @@ def autotune(
 
     The model runs once on ``example_input``, in evaluation mode, to see what each layer is given; then each layer is
     timed alone, forward and backward, in every execution, under the autocast that is active around this call. Layers
-    with the same settings and inputs are timed once. ``compiled=True`` times them compiled, as they would run in a
-    compiled model (inside a CUDA graph on CUDA); this takes longer, and often chooses differently.
+    with the same settings and inputs are timed once.
+
+    Args:
+        model: a factorized model.
+        example_input: what its forward takes: a tensor, a tuple of arguments or a dict of keywords.
+        rounds: how often each way is timed; the median counts.
+        compiled: time the layers compiled, as they would run in a compiled model (inside a CUDA graph on CUDA); this
+            takes longer, and often chooses differently.
+
+    Raises:
+        ValueError: the model has no factorized linear or convolution, or does not run on ``example_input``; or
+            ``rounds`` is not a whole number of at least 1.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedConv2d(8, 8, 3, 4), nn.ReLU())
+        >>> milliseconds = fz.autotune(model, torch.randn(2, 8, 16, 16))
+        >>> sorted(milliseconds["0"])
+        ['chain', 'composed', 'products']
     """
     check_model(model)
+    check_whole("rounds", rounds)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, FactorizedLayer)}
     names = {module: name for name, module in layers.items() if module.tunable}
     if not names:

@@ -180,21 +180,47 @@ class FactorizedConv(AnyConvolution):
 
 
 class FactorizedConv1d(FactorizedConv):
-    """A factorized ``nn.Conv1d``; for a product, ``V`` spans the length and ``U`` is pointwise."""
+    """A factorized ``nn.Conv1d``; for a product, ``V`` spans the length and ``U`` is pointwise.
+
+    Arguments and errors are those of ``nn.Conv1d`` and ``fz.FactorizedConv2d``.
+
+    Examples:
+        >>> fz.FactorizedConv1d(32, 64, kernel_size=5, format=8)
+        FactorizedConv1d(32, 64, kernel_size=(5,), execution=products, rank=8, params=1,792 of 10,240)
+    """
 
     dense_type = nn.Conv1d
     dims = 1
 
 
 class FactorizedConv2d(FactorizedConv):
-    """A factorized ``nn.Conv2d``; a product is a 1×kw convolution, then a kh×1 one (``kind="spatial"``)."""
+    """A factorized ``nn.Conv2d``; a product is a 1×kw convolution, then a kh×1 one (``kind="spatial"``).
+
+    Arguments and errors are those of ``nn.Conv2d`` and, for ``format``, ``depth``, ``execution`` and ``init``, of
+    ``fz.FactorizedLinear``. ``execution="products"`` is a third way to run a product: two matrix products with a shift
+    of thin tensors between them. ``kind`` is that of ``fz.LowRank``.
+
+    Examples:
+        >>> layer = fz.FactorizedConv2d(32, 64, kernel_size=3, format=16, padding=1)
+        >>> layer(torch.randn(1, 32, 8, 8)).shape
+        torch.Size([1, 64, 8, 8])
+        >>> layer.to_dense()
+        Conv2d(32, 64, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
+    """
 
     dense_type = nn.Conv2d
     dims = 2
 
 
 class FactorizedConv3d(FactorizedConv):
-    """A factorized ``nn.Conv3d``; a product is a 1×kh×kw convolution, then a kt×1×1 one (``kind="spatial"``)."""
+    """A factorized ``nn.Conv3d``; a product is a 1×kh×kw convolution, then a kt×1×1 one (``kind="spatial"``).
+
+    Arguments and errors are those of ``nn.Conv3d`` and ``fz.FactorizedConv2d``.
+
+    Examples:
+        >>> fz.FactorizedConv3d(16, 32, kernel_size=3, format=8)
+        FactorizedConv3d(16, 32, kernel_size=(3, 3, 3), execution=chain, rank=8, params=1,920 of 13,824)
+    """
 
     dense_type = nn.Conv3d
     dims = 3

@@ -87,21 +87,45 @@ class FactorizedConvTranspose(AnyConvolution):
 
 
 class FactorizedConvTranspose1d(FactorizedConvTranspose):
-    """A factorized ``nn.ConvTranspose1d``; for a product, ``U`` is pointwise and ``V`` spans the length."""
+    """A factorized ``nn.ConvTranspose1d``; for a product, ``U`` is pointwise and ``V`` spans the length.
+
+    Arguments and errors are those of ``nn.ConvTranspose1d`` and ``fz.FactorizedConv2d``.
+
+    Examples:
+        >>> layer = fz.FactorizedConvTranspose1d(32, 16, kernel_size=4, format=8, stride=2, padding=1)
+        >>> layer(torch.randn(1, 32, 10)).shape
+        torch.Size([1, 16, 20])
+    """
 
     dense_type = nn.ConvTranspose1d
     dims = 1
 
 
 class FactorizedConvTranspose2d(FactorizedConvTranspose):
-    """A factorized ``nn.ConvTranspose2d``; a product is kh×1, then 1×kw (``kind="spatial"``)."""
+    """A factorized ``nn.ConvTranspose2d``; a product is kh×1, then 1×kw (``kind="spatial"``).
+
+    Arguments and errors are those of ``nn.ConvTranspose2d`` and ``fz.FactorizedConv2d``.
+
+    Examples:
+        >>> layer = fz.FactorizedConvTranspose2d(32, 16, kernel_size=4, format=8, stride=2, padding=1)
+        >>> layer(torch.randn(1, 32, 8, 8)).shape
+        torch.Size([1, 16, 16, 16])
+    """
 
     dense_type = nn.ConvTranspose2d
     dims = 2
 
 
 class FactorizedConvTranspose3d(FactorizedConvTranspose):
-    """A factorized ``nn.ConvTranspose3d``; a product is kt×1×1, then 1×kh×kw (``kind="spatial"``)."""
+    """A factorized ``nn.ConvTranspose3d``; a product is kt×1×1, then 1×kh×kw (``kind="spatial"``).
+
+    Arguments and errors are those of ``nn.ConvTranspose3d`` and ``fz.FactorizedConv2d``.
+
+    Examples:
+        >>> layer = fz.FactorizedConvTranspose3d(16, 8, kernel_size=2, format=4, stride=2)
+        >>> layer(torch.randn(1, 16, 4, 4, 4)).shape
+        torch.Size([1, 8, 8, 8, 8])
+    """
 
     dense_type = nn.ConvTranspose3d
     dims = 3

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from factorized._checks import is_number
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model
+from factorized.nn.model import Model, check_model
 
 
-def drop_connect(model: nn.Module, share: float) -> nn.Module:
+def drop_connect(model: Model, share: float) -> Model:
     """Drop each entry of every product with probability ``share`` in training, scaling up the others; return the model.
 
     DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion suggests. The layers compose their
     weight for it in training; in evaluation they run as before. ``share=0`` turns it off.
+
+    Raises:
+        ValueError: ``share`` is not in [0, 1), or ``model`` has no factorized layer.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> fz.drop_connect(model, 0.1)[0].drop_connect
+        0.1
     """
     check_model(model)
     if not (is_number(share) and 0 <= share < 1):

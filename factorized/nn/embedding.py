@@ -18,7 +18,21 @@ NO_ROWS = "it renormalizes rows of the table, which the format does not store; k
 
 
 class FactorizedEmbedding(FactorizedLayer):
-    """A table (entries, dim) in a format; for a product, rows of ``U`` are looked up and ``V`` widens them."""
+    """A table (entries, dim) in a format; for a product, rows of ``U`` are looked up and ``V`` widens them.
+
+    Arguments are those of ``nn.Embedding`` (without ``max_norm``) and, for ``format``, ``depth`` and ``init``, of
+    ``fz.FactorizedLinear``.
+
+    Raises:
+        ValueError: the format is for another shape, or cannot do what ``padding_idx`` or ``sparse`` asks for.
+
+    Examples:
+        >>> layer = fz.FactorizedEmbedding(1000, 64, 16, padding_idx=0)
+        >>> layer
+        FactorizedEmbedding(1000, 64, padding_idx=0, execution=look_up, rank=16, params=17,024 of 64,000)
+        >>> layer(torch.tensor([0, 7])).shape
+        torch.Size([2, 64])
+    """
 
     bias: None
     form_kind = "embedding"

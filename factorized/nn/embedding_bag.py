@@ -15,9 +15,19 @@ from factorized.nn.layer import Lowered
 class FactorizedEmbeddingBag(FactorizedEmbedding):
     """A table (entries, dim) in a format; the rows of every bag are summed, averaged or maximized.
 
+    Arguments are those of ``nn.EmbeddingBag`` (without ``max_norm``) and of ``fz.FactorizedEmbedding``.
+
     For a product, sums and means of the thin rows of ``U`` are widened by ``V``, once per bag. A maximum widens every
     row first, and so does ``scale_grad_by_freq``. Its counts are correct here, while torch 2.13 uses those of other
     entries on the CPU. A maximum with padding is exported for one batch size only.
+
+    Raises:
+        ValueError: as for ``fz.FactorizedEmbedding``, or ``mode`` is unknown.
+
+    Examples:
+        >>> layer = fz.FactorizedEmbeddingBag(1000, 64, 16, mode="sum")
+        >>> layer(torch.tensor([[1, 2, 3], [4, 5, 6]])).shape  # two bags of three entries
+        torch.Size([2, 64])
     """
 
     dense_type = nn.EmbeddingBag

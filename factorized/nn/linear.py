@@ -14,8 +14,25 @@ from factorized.nn.layer import Execution, FactorizedLayer, Lowered
 class FactorizedLinear(FactorizedLayer):
     """``y = x Wᵀ + b`` with ``W`` in a format: a product of the given rank, or any ``Format`` for (out, in).
 
-    ``dense_type`` is the class it replaces, if that keeps its weight transposed, (in, out), as transformers' ``Conv1D``
-    does in GPT-2: then ``y = x W + b``, and the format is that of the transposed weight.
+    Args:
+        in_features: as for ``nn.Linear``, and so are ``out_features``, ``bias``, ``device`` and ``dtype``.
+        format: the rank of a product ``U Vᵀ``, or a ``Format``.
+        depth: how many square matrices a product has between ``U`` and ``V``.
+        execution: how the layer runs: ``"composed"`` forms the weight first, ``"chain"`` applies thin layers in turn,
+            ``"auto"`` takes the cheaper one.
+        init: how the factors are filled, as for ``fz.factorize``; None leaves them unfilled.
+        dense_type: the class it replaces, if that keeps its weight transposed, (in, out), as transformers' ``Conv1D``
+            does in GPT-2: then ``y = x W + b``, and the format is that of the transposed weight.
+
+    Raises:
+        ValueError: the format is for another shape, or an argument has a wrong value.
+
+    Examples:
+        >>> layer = fz.FactorizedLinear.from_dense(nn.Linear(64, 32), 8)
+        >>> layer
+        FactorizedLinear(64, 32, bias=True, execution=chain, rank=8, params=768 of 2,048)
+        >>> layer.U.shape, layer.V.shape, layer.weight.shape
+        (torch.Size([32, 8]), torch.Size([64, 8]), torch.Size([32, 64]))
     """
 
     form_kind = "linear"

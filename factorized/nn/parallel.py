@@ -39,6 +39,17 @@ class ColwiseParallel(style.ColwiseParallel):
     tensor is gathered.
 
     Takes torch's arguments: ``input_layouts``, ``output_layouts``, ``use_local_output``.
+
+    Raises:
+        ValueError: when applied, if the layer or the mesh cannot be split; the message has the remedy.
+
+    Examples:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (2,))  # in two processes, as torchrun starts them
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8), fz.FactorizedLinear(64, 64, 8))
+        >>> model = parallelize_module(model, mesh, {"0": fz.ColwiseParallel(), "1": fz.RowwiseParallel()})
+        >>> model[0].U.to_local().shape, model[0].V.to_local().shape
+        (torch.Size([32, 8]), torch.Size([64, 8]))
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -70,6 +81,16 @@ class RowwiseParallel(style.RowwiseParallel):
     only the sums of its own tokens.
 
     Takes torch's arguments: ``input_layouts``, ``output_layouts``, ``use_local_output``.
+
+    Raises:
+        ValueError: when applied, if the layer or the mesh cannot be split; the message has the remedy.
+
+    Examples:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (2,))  # in two processes, as torchrun starts them
+        >>> layer = parallelize_module(fz.FactorizedLinear(64, 64, 8), mesh, fz.RowwiseParallel())
+        >>> layer.U.to_local().shape, layer.V.to_local().shape
+        (torch.Size([64, 8]), torch.Size([32, 8]))
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

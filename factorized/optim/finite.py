@@ -48,7 +48,7 @@ def check_range(
     """Raise unless ``value`` is a number within the bounds."""
     bounds = [
         f"{word} {bound}"
-        for word, bound in (("at least", least), ("above", above), ("below", below))
+        for word, bound in (("of at least", least), ("above", above), ("below", below))
         if bound is not None
     ]
     if not is_number(value) or not (

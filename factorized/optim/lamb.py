@@ -31,6 +31,16 @@ class Lamb(Optimizer):
         skip_nonfinite: skip a step whose gradients hold NaN or infinity, or are so large that their squares, which the
             second moment keeps, are infinite (above 1e19 in float32), and count it in ``skipped``; otherwise it raises.
             The state is unchanged in both cases. A CUDA graph cannot raise, so it always skips such steps.
+
+    Raises:
+        ValueError: a setting is out of its range, or a parameter is complex; in ``step``, if a gradient is sparse or
+            not finite.
+
+    Examples:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = fz.Lamb(model.parameters(), lr=1e-2)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

@@ -30,7 +30,16 @@ _OPTIONAL = ("reason", "note", "tied_to", "macs", "macs_after")
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One layer of a plan: everything needed to build its replacement, and what that saves."""
+    """One layer of a plan: everything needed to build its replacement, and what that saves.
+
+    A layer that stays dense has a ``reason`` and no ``format``.
+
+    Examples:
+        >>> plan = fz.plan(nn.Sequential(nn.Linear(64, 64)), rank=8, keep_first_and_last=False)
+        >>> entry = plan.entries[0]
+        >>> entry.name, entry.rank, entry.params, entry.params_after
+        ('0', 8, 4096, 1024)
+    """
 
     name: str
     type: str  # of the dense layer, as in torch.nn
@@ -60,7 +69,17 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """One attention module of a plan, whose heads get fewer dimensions."""
+    """One attention module of a plan, whose heads get fewer dimensions.
+
+    ``head_ranks`` are the new sizes of a head in its Query-Key and Output-Value form. A module that stays as it is has
+    a ``reason`` and no ``forms``.
+
+    Examples:
+        >>> model = nn.TransformerEncoderLayer(32, nhead=2, batch_first=True)
+        >>> plan = fz.plan(model, rank_scale=0.5, include=["self_attn"], attention="heads")
+        >>> plan.attention[0].name, plan.attention[0].shape, plan.attention[0].head_ranks
+        ('self_attn', (2, 16), (8, 8))
+    """
 
     name: str
     type: str  # of the dense module
@@ -95,7 +114,19 @@ Entry = PlanEntry | AttentionEntry
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers of a model are factorized and at which ranks; ``print`` it, or pass it to ``fz.factorize``."""
+    """Which layers of a model are factorized and at which ranks; ``print`` it, or pass it to ``fz.factorize``.
+
+    ``entries`` has one entry for every layer, factorized or not; ``params`` and ``params_after`` count the whole model.
+
+    Examples:
+        >>> plan = fz.plan(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), ratio=0.8)
+        >>> print(plan)
+        layer  type        shape  rank          params
+        ...
+        LowRank(), ratio=0.8: 1 of 3 layers factorized, 0.7949 of 12,480 parameters
+        >>> fz.Plan.from_dict(plan.to_dict()) == plan  # to and from JSON
+        True
+    """
 
     model: str  # the class the plan was made for
     scheme: Scheme

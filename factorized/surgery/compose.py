@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from factorized.attention.unit import AttentionUnit
 from factorized.nn.held_factors import HoldsFactors, release
 from factorized.nn.held_weight import HeldWeight
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_copyable, check_model, module_names
+from factorized.nn.model import Model, check_copyable, check_model, module_names
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
 from factorized.surgery.replace import replace_module
 from factorized.surgery.state import check_finite, is_sharded
@@ -40,12 +41,23 @@ def is_factorized(model: nn.Module) -> bool:
     return any(isinstance(module, FactorizedLayer) for module in model.modules()) or bool(shrunk_attention(model))
 
 
-def compose(model: nn.Module, *, allow_nonfinite: bool = False) -> nn.Module:
+def compose(model: Model, *, allow_nonfinite: bool = False) -> Model:
     """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
 
     The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunk attention gets its dense head size
     back, padded with zeros, in the class it came from. The given model is not changed, and the copy holds nothing of
-    this package. Weights that are not finite raise, unless ``allow_nonfinite``.
+    this package.
+
+    Raises:
+        ValueError: the model has no factorized layer, is sharded over processes, or has weights that are not finite;
+            ``allow_nonfinite=True`` converts those too.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
+        >>> fz.compose(model)
+        Sequential(
+          (0): Linear(in_features=64, out_features=64, bias=True)
+        )
     """
     return convert(model, _dense_layer, _dense_attention, allow_nonfinite=allow_nonfinite)
 
@@ -73,12 +85,12 @@ def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     to_plain: ToPlain,
     to_plain_attention: ToPlainAttention,
     *,
     allow_nonfinite: bool,
-) -> nn.Module:
+) -> Model:
     """Return a copy of ``model`` with every factorized layer replaced by ``to_plain``, under all of its names.
 
     ``to_plain_attention`` replaces shrunk attention. Weights must be finite, before and after, unless
@@ -100,7 +112,7 @@ def convert(
             "its finite factors have a product that is too large for its type. Convert model.float(), or pass "
             "allow_nonfinite=True",
         )
-    return copy
+    return cast(Model, copy)
 
 
 def _replace_all(model: nn.Module, to_plain: ToPlain, to_plain_attention: ToPlainAttention) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,13 +28,14 @@ from factorized.nn.held_weight import ExpertWeights, RecurrentWeight, named_laye
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
-from factorized.nn.model import check_model, named
+from factorized.nn.model import Model, check_model, named
 from factorized.planning.budget import BUDGETS
+from factorized.planning.calibration import Calibrated
 from factorized.planning.plan import Entry, Plan
 from factorized.planning.planner import PlanOptions
 from factorized.planning.planner import plan as make_plan
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
-from factorized.surgery.calibrate import Calibrated, calibrate_all
+from factorized.surgery.calibrate import calibrate_all
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.progress import Count, Progress
@@ -57,36 +58,66 @@ LAYERS: dict[type[nn.Module], Any] = {
 
 
 def factorize(
-    model: nn.Module,
+    model: Model,
     plan: Plan | Scheme | None = None,
     *,
     init: Init | Calibrated | None = None,
+    exact: bool = False,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
-) -> nn.Module:
+) -> Model:
     """Replace layers of ``model`` by factorized ones, in place, and return it.
 
-    Takes a plan, or a scheme and the keyword arguments of ``fz.plan``, which then plans first. ``init`` fills the
-    factors: ``"spectral"`` from the weights of the layers, random or trained (the default except for
-    ``Overcomplete``); ``fz.Calibrated(batches)`` from trained weights and data; ``"default"``, ``"kaiming"``,
-    ``"normal"`` or a callable draws them (``"default"`` is the default for ``Overcomplete``; the cores of tensors are
-    drawn so that the weight has the variance of a dense one). Every new layer is built before the first is installed,
-    so that a failure leaves the model unchanged. A model that is itself one layer cannot be changed in place: use what
-    is returned. Attributes set on a layer are copied to the new one, and plain values set on its weight
-    (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops the latter.
+    Every new layer is built before the first is installed, so that a failure leaves the model unchanged. A model that
+    is itself one layer cannot be changed in place: use what is returned. Attributes set on a layer are copied to the
+    new one, and plain values set on its weight (``weight.no_weight_decay = True``) to every factor; ``deepcopy`` drops
+    the latter.
 
-    ``progress`` is called with the number of layers decomposed so far and the total; without it a tqdm bar appears
-    after two seconds, in a terminal or a notebook.
+    Args:
+        model: any ``nn.Module``.
+        plan: a plan, or a scheme, for which ``fz.plan`` is called first; ``LowRank()`` unless given.
+        init: how the factors are filled. ``"spectral"`` decomposes the weights of the layers, random or trained: the
+            default except for ``Overcomplete``. ``fz.Calibrated(batches)`` uses trained weights and data, which then
+            also choose the ranks for ``allocate="spectrum"`` and ``energy``.
+            ``"default"`` (the default for ``Overcomplete``), ``"kaiming"``, ``"normal"`` or a callable draws them; the
+            cores of tensors are drawn so that the weight has the variance of a dense one.
+        exact: take ``torch.linalg.svd`` for spectral factors. Other decompositions are several times faster; at low
+            ranks of large matrices they are randomized, with an error within 0.5 % of the best approximation's.
+            docs/spectral_initialization.md says what differs.
+        progress: is called with the number of layers decomposed so far and the total; without it a tqdm bar appears
+            after two seconds, in a terminal or a notebook.
+        options: the keyword arguments of ``fz.plan`` (``ratio=0.1``, ``exclude=["head"]``, ...), if no plan is given.
+
+    Raises:
+        ValueError: what ``fz.plan`` raises, or the plan was made for another model, or a weight is not finite, or
+            ``exact`` is given where nothing is decomposed.
+
+    Examples:
+        >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        >>> fz.factorize(model, fz.LowRank(), ratio=0.8)
+        Sequential(
+          (0): Linear(in_features=64, out_features=64, bias=True)
+          (1): FactorizedLinear(64, 64, bias=True, execution=chain, rank=12, params=1,536 of 4,096)
+          (2): Linear(in_features=64, out_features=64, bias=True)
+        )
     """
     check_model(model)
     if isinstance(plan, Plan):
         _refuse_options(options)
     else:
+        if isinstance(init, Calibrated) and (
+            options.get("allocate") == "spectrum" or options.get("energy") is not None
+        ):
+            options.setdefault("calibration", init)
         plan = make_plan(model, plan, **options)
     init = init if init is not None else plan.scheme.init
     if not isinstance(init, Calibrated):
         check_init(init)
-    return install(model, plan, build_layers(model, plan, init, progress))
+    if exact and init != "spectral" and not isinstance(init, Calibrated):
+        raise ValueError(
+            f'exact=True is for init="spectral", which decomposes weights; init={init!r} draws the factors'
+        )
+    return cast(Model, install(model, plan, build_layers(model, plan, init, progress, exact=exact)))
 
 
 def _refuse_options(options: PlanOptions) -> None:
@@ -100,7 +131,12 @@ def _refuse_options(options: PlanOptions) -> None:
 
 
 def build_layers(
-    model: nn.Module, plan: Plan, init: Init | Calibrated | None, progress: Progress | None = None
+    model: nn.Module,
+    plan: Plan,
+    init: Init | Calibrated | None,
+    progress: Progress | None = None,
+    *,
+    exact: bool = False,
 ) -> dict[str, nn.Module]:
     """Return the new module of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
     dense = _matching_layers(model, plan, same_ties=init is not None)
@@ -114,11 +150,11 @@ def build_layers(
     weights = {name: dense_weight(dense[name]) for name in filled}
     count = Count(progress, len(filled) + len(plan.attention))
     if init == "spectral":
-        factors = decompose_all(weights, filled, count)
+        factors = decompose_all(weights, filled, count, exact=exact)
         for name, layer in filled.items():
             layer.set_factors(*factors[name])
     elif isinstance(init, Calibrated):
-        calibrate_all(model, init, plan, dense, layers, count)
+        calibrate_all(model, init, plan, dense, layers, count, exact=exact)
     elif init is not None:
         refuse_not_finite(weights)  # they are not used, but the user should know of them
         for layer in filled.values():

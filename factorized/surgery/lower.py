@@ -11,7 +11,7 @@ from torch import nn
 from factorized.attention.resize import lowered_module, plain_size
 from factorized.attention.unit import AttentionUnit
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model, module_names
+from factorized.nn.model import Model, check_model, module_names
 from factorized.nn.running import ExampleInput, count_parameters, run_once
 from factorized.surgery.compose import SharedWeights, convert, dense_layer
 from factorized.surgery.heads import plain_attention, shrunk_attention
@@ -21,12 +21,12 @@ Reasons = dict[str, str]
 
 
 def lower(
-    model: nn.Module,
+    model: Model,
     *,
     exclude: Sequence[str] = (),
     example_input: ExampleInput | None = None,
     allow_nonfinite: bool = False,
-) -> nn.Module:
+) -> Model:
     """Return a copy of ``model`` whose low-rank layers are pairs of plain layers in ``nn.Sequential``.
 
     Two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a factor. A
@@ -34,8 +34,8 @@ def lower(
     two plain layers, a Tucker tensor three (1×1, k×k, 1×1) and a separable convolution its depthwise one before them;
     where its dimensions mix outputs and inputs, the tensor is composed. Heads of shrunk attention keep their sizes,
     padded by plain layers where their class has one size for all; ``nn.MultiheadAttention`` gets its dense head size
-    back. A tied embedding and output layer keep sharing ``U``; ``V`` is transposed in one of them, and
-    so is copied.
+    back. A tied embedding and output layer keep sharing ``U``; ``V`` is transposed in one of them, and so is
+    copied.
 
     A pair has the settings of its dense layer (``in_features``, ``stride``) as attributes, and no ``weight``. Layers
     whose weight the model's own code reads are composed: without ``example_input`` those that the source of its classes
@@ -48,6 +48,18 @@ def lower(
         exclude: names or globs of layers and attention modules to compose, or of containers of them.
         example_input: what the model's forward takes; the lowered model is run on it once.
         allow_nonfinite: also convert weights that are not finite, instead of raising.
+
+    Raises:
+        ValueError: the model has no factorized layer, is sharded over processes or has weights that are not finite;
+            a pattern of ``exclude`` matches nothing; or the lowered model does not run on ``example_input``.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedConv2d(16, 32, 3, 8, padding=1))
+        >>> fz.lower(model)[0]
+        Sequential(
+          (0): Conv2d(16, 8, kernel_size=(1, 3), stride=(1, 1), padding=(0, 1), bias=False)
+          (1): Conv2d(8, 32, kernel_size=(3, 1), stride=(1, 1), padding=(1, 0))
+        )
     """
     check_model(model)
     composed = _excluded(model, exclude)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from typing import cast
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,7 @@ from factorized.attention.register import Found, find_attention
 from factorized.attention.unit import FORMS, AttentionUnit, FormName, are_forms
 from factorized.attention.verify import check_registrations
 from factorized.nn.init import Init, check_init
-from factorized.nn.model import check_model, module_names
+from factorized.nn.model import Model, check_model, module_names
 from factorized.nn.running import ExampleInput
 from factorized.planning.assemble import attention_plan
 from factorized.planning.projections import attention_candidates
@@ -24,12 +25,12 @@ from factorized.surgery.replace import refuse_wrapped
 
 
 def factorize_attention(
-    model: nn.Module,
+    model: Model,
     rank_scale: float | Mapping[FormName, float] = 0.5,
     init: Init = "spectral",
     forms: Sequence[FormName] = FORMS,
     example_input: ExampleInput | None = None,
-) -> nn.Module:
+) -> Model:
     """Give every head of every attention module of ``model`` fewer dimensions, in place, and return the model.
 
     ``"spectral"`` keeps the best approximation of each head's forms by truncated SVD; other inits draw new matrices.
@@ -42,6 +43,16 @@ def factorize_attention(
         init: as for ``fz.factorize``.
         forms: which forms are shrunk; under rotary embeddings only ``"ov"`` can be.
         example_input: what the model's forward takes, to check how classes were registered.
+
+    Raises:
+        ValueError: the model holds no attention of a known class, one of its modules cannot be read or shrunk, or an
+            argument has a wrong value.
+
+    Examples:
+        >>> model = nn.TransformerEncoderLayer(32, nhead=2, batch_first=True)  # heads of 16 dimensions
+        >>> model = fz.factorize_attention(model, rank_scale=0.25)
+        >>> model.self_attn.q_proj
+        Linear(in_features=32, out_features=8, bias=True)
     """
     check_init(init)
     chosen = _checked_forms(forms)
@@ -60,14 +71,28 @@ def factorize_attention(
             )
         ranks[name] = (qk, ov)
     plan = attention_plan(model, candidates, ranks)
-    return install(model, plan, build_layers(model, plan, init))
+    return cast(Model, install(model, plan, build_layers(model, plan, init)))
 
 
-def spectral_init_attention(model: nn.Module, forms: Sequence[FormName] = FORMS) -> nn.Module:
+def spectral_init_attention(model: Model, forms: Sequence[FormName] = FORMS) -> Model:
     """Rebalance the factors of every head in place, so that both carry √Σ of their product; return the model.
 
     The model computes the same function: only the split of each form into its two factors changes (section 3.1). Value
     biases move into the output bias.
+
+    Args:
+        model: as for ``fz.factorize_attention``.
+        forms: which forms are rebalanced; under rotary embeddings only ``"ov"`` can be.
+
+    Raises:
+        ValueError: as for ``fz.factorize_attention``.
+
+    Examples:
+        >>> model = nn.TransformerEncoderLayer(32, nhead=2, batch_first=True).eval()
+        >>> x = torch.randn(1, 5, 32)
+        >>> before = model(x)
+        >>> torch.allclose(fz.spectral_init_attention(model)(x), before, atol=1e-5)
+        True
     """
     chosen = _checked_forms(forms)
     units = _units(model, chosen)

@@ -53,7 +53,7 @@ def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     first: dict[object, str] = {}
     for key, tensor in state.items():
         if tensor.is_meta:
-            raise ValueError(f"{key} is on the meta device and has no values to save")
+            raise ValueError(f"{key} is on the meta device and has no values to save; load the weights first")
         identity = _identity(tensor)
         if identity in first:
             aliases[key] = first[identity]

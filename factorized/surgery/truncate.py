@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from factorized.attention.resize import plain_module, read_unit, shrunk_module
 from factorized.attention.unit import FORMS, AttentionUnit
 from factorized.formats.format import Format
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model, module_names, named
+from factorized.nn.model import Model, check_model, module_names, named
 from factorized.nn.running import count_parameters
 from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
 from factorized.planning.ranks import Choice, Item, lowest_cost, spend_uniformly
@@ -47,14 +47,14 @@ class Cut:
 
 
 def truncate(
-    model: nn.Module,
+    model: Model,
     plan: Plan | None = None,
     *,
     ratio: float | None = None,
     rank_scale: float | None = None,
     rank: int | None = None,
     energy: float | None = None,
-) -> nn.Module:
+) -> Model:
     """Cut the products of a factorized ``model`` to lower ranks, in place, and return it.
 
     Each becomes the best approximation of its present weight: a product by an SVD of its rank × rank core, a tensor
@@ -69,6 +69,14 @@ def truncate(
         rank_scale: share of every rank that stays.
         rank: the highest rank that stays.
         energy: share of each product's squared singular values to keep.
+
+    Raises:
+        ValueError: not exactly one of them is given, a value is out of reach, or the model has no factorized layer.
+
+    Examples:
+        >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 16))
+        >>> fz.truncate(model, rank_scale=0.5)[0].rank
+        8
     """
     check_model(model)
     refuse_wrapped(model)
@@ -104,7 +112,7 @@ def truncate(
             with named(cut.name):
                 installs.append(cut.cut(choice))
     for install in installs:
-        model = install(model)
+        model = cast(Model, install(model))
     return model
 
 
@@ -254,4 +262,4 @@ def _by_ratio(model: nn.Module, cuts: Sequence[Cut], ratio: float) -> list[Choic
 
 def _by_energy(cut: Cut, share: float) -> Choice:
     energies = cut.energies()
-    return cut.at_most(rank_for_energy(energies, share)) if energies.sum() > 0 else cut.choices[-1]
+    return cut.at_most(rank_for_energy(energies.tolist(), share)) if energies.sum() > 0 else cut.choices[-1]

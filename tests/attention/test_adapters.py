@@ -110,7 +110,7 @@ def test_a_model_without_attention_says_so() -> None:
 
 
 def test_what_is_registered_must_be_a_module_class() -> None:
-    with pytest.raises(ValueError, match=r"cls must be a class of nn\.Module"):
+    with pytest.raises(ValueError, match=r"cls must be a subclass of nn\.Module"):
         fz.register_attention(OwnAttention(), query="a", key="b", value="c", output="d", heads="h")  # type: ignore[arg-type]
 
 

@@ -131,6 +131,12 @@ def test_a_state_dict_that_does_not_fit_is_refused(change: Callable[[State], Sta
         fz.load_dense(model, change(dense().state_dict()))
 
 
+def test_a_model_in_place_of_its_state_dict_is_refused() -> None:
+    model = fz.factorize(dense(), rank=2)
+    with unchanged(model), pytest.raises(ValueError, match=r"got Sequential; of a model, pass model\.state_dict\(\)"):
+        fz.load_dense(model, model)  # type: ignore[arg-type]
+
+
 def test_a_model_without_factorized_layers_is_refused() -> None:
     model = dense()
     with unchanged(model), pytest.raises(ValueError, match="has no factorized layer; use its own load_state_dict"):

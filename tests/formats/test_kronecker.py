@@ -67,6 +67,8 @@ def test_a_budget_is_met_and_the_plan_survives_json() -> None:
     ("make", "message"),
     [
         (lambda: Kronecker().at_rank(KernelShape.of((12, 8)), 7), r"rank must be in 1..6"),
+        (lambda: Kronecker(8), "outer must be a tuple of two whole numbers of at least 1, got 8"),
+        (lambda: Kronecker((8, 0)), r"outer must be a tuple of two whole numbers of at least 1, got \(8, 0\)"),
         (lambda: Kronecker((5, 2)).at_rank(KernelShape.of((12, 8)), 1), "outer must divide"),
         (lambda: KroneckerFormat(KernelShape.of((12, 8)), (3, 2), 0), "rank must be a whole number of at least 1"),
     ],

@@ -145,6 +145,12 @@ def test_an_example_that_does_not_run_is_refused_and_changes_nothing(example: An
     assert {layer.execution for layer in (model.first, model.head)} == {"auto"}
 
 
+@pytest.mark.parametrize("rounds", [0, 1.5])
+def test_a_wrong_number_of_rounds_is_refused(rounds: Any, x: Tensor) -> None:
+    with pytest.raises(ValueError, match=f"rounds must be a whole number of at least 1, got {rounds}"):
+        autotune(Net(), x, rounds=rounds)
+
+
 @pytest.mark.parametrize("model", [nn.Linear(4, 3), nn.Sequential(FactorizedEmbedding(9, 6, 3))])
 def test_a_model_with_nothing_to_tune_is_refused(model: nn.Module, x: Tensor) -> None:
     with pytest.raises(ValueError, match=f"{type(model).__name__} has no factorized linear .* call fz.factorize first"):

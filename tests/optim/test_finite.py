@@ -17,8 +17,8 @@ import factorized as fz
         ({"betas": (0.9,)}, r"betas must be two numbers, got \(0\.9,\)"),
         ({"betas": 0.9}, r"betas must be two numbers, got 0\.9"),
         ({"betas": None}, "betas must be two numbers, got None"),
-        ({"lr": torch.tensor(-0.1)}, r"lr must be a number at least 0, got -0\.1"),
-        ({"lr": torch.tensor(float("nan"))}, "lr must be a number at least 0, got nan"),
+        ({"lr": torch.tensor(-0.1)}, r"lr must be a number of at least 0, got -0\.1"),
+        ({"lr": torch.tensor(float("nan"))}, "lr must be a number of at least 0, got nan"),
         ({"lr": torch.ones(2)}, r"lr must be one number, got a tensor of shape \(2,\)"),
     ],
 )
@@ -53,7 +53,7 @@ def test_a_learning_rate_of_any_one_element_shape_moves_a_parameter_without_dime
 def test_a_group_that_is_refused_is_not_kept() -> None:
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = fz.Lamb([one])
-    with pytest.raises(ValueError, match="lr must be a number at least 0, got -1"):
+    with pytest.raises(ValueError, match="lr must be a number of at least 0, got -1"):
         optimizer.add_param_group({"params": [other], "lr": -1})
     optimizer.add_param_group({"params": [other], "lr": 0.1})
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.1]

@@ -76,7 +76,7 @@ def compose(
     where = pick_device(device)
     if is_text_run(run):
         if lower or to is not Kind.plain:
-            raise ValueError(f"{run} is a run on text: it is composed into a folder of transformers, --to plain alone")
+            raise ValueError(f"{run} is a run on text: it is composed into a transformers folder, by --to plain only")
         compose_run(run, out, data, where, overwrite=overwrite)
         return
     recipe, result, network = load_trained(run, trust_model=trust_model)
@@ -105,7 +105,7 @@ def _check_recorded(
     from factorized.experiments.training.export import accuracy_of
 
     if not logits.isfinite().all():
-        raise ValueError(f"{run}: the network answers NaN or infinity on {images.name}; nothing was written")
+        raise ValueError(f"{run}: the network's outputs on {images.name} hold NaN or infinity; nothing was written")
     if images.checksum != result["data"]["checksum"]:
         say(f"recorded {result['accuracy']:.2f} % on other images ({result['data']['name']}): not compared")
         return

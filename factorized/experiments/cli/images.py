@@ -32,9 +32,9 @@ def load_data(recipe: Recipe, data: str | None, *, quiet: bool = False) -> tuple
             )
         if recipe.data.name == EMBEDDED or prepared_path(recipe.data.name, folder) is None:
             raise ValueError(
-                f"--data {data}: the recipe's data set {recipe.data.name!r} comes from no folder of data sets, and "
-                f"{data} is not a data set itself: expected train/CLASS/ and test/CLASS/, or the files of CIFAR. Give "
-                "one that is, or drop --data"
+                f"--data {data}: the recipe's data set {recipe.data.name!r} is not read from a folder of data sets, "
+                f"and {data} is not a data set itself: expected train/CLASS/ and test/CLASS/, or the files of CIFAR. "
+                "Give one that is, or drop --data"
             )
     with progress_bar(quiet=quiet) as bar:
         images = load_images(where, folder, bar)

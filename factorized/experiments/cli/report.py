@@ -24,7 +24,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Where report.html and tables/ go.")] = Path("report"),
     title: Annotated[str, typer.Option(help="The heading of the page.", show_default=False)] = "",
     figures: Annotated[
-        bool, typer.Option("--figures", help="Also redraw figures 1 to 3 of the paper from these runs.")
+        bool, typer.Option("--figures", help="Also redraw the paper's figures from these runs.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:

@@ -23,7 +23,7 @@ EXAMPLES = examples(
     "factorized reproduce table3 --data DIR --dry-run",
     "factorized reproduce table1 --data DIR --cells 'cifar10/resnet32x2*0.1*' --seeds 1",
     "factorized reproduce table3 --data DIR --epochs 5",
-    "factorized reproduce figure5 --data DIR --cells 'translation/tatoeba*' --updates 200",
+    "factorized reproduce figure4 --data DIR --cells 'translation/tatoeba*' --updates 200",
     "factorized reproduce table1 --data DIR --engine ray --gpus 0.5",
     "factorized reproduce table1 --data DIR --engine slurm --slurm slurm_partition=gpu --slurm timeout_min=240",
 )
@@ -40,7 +40,7 @@ Table = Annotated[
     str,
     typer.Argument(
         metavar="TABLE",
-        help="table1 to table4, figure5, bert, language, or the path of your own table's .toml file.",
+        help="table1 to table4, figure4, bert, language, or the path of your own table's .toml file.",
         autocompletion=complete_table,
         show_default=False,
     ),

@@ -28,7 +28,7 @@ def draw_crops(
 ) -> tuple[Tensor, Tensor, Tensor]:  # top (n,), left (n,), flipped (n,) bool
     """Draw an offset in 0..2·pad for rows and columns, and a flip with probability a half, for each image."""
     if pad < 0:
-        raise ValueError(f"pad must be a number of pixels from 0, got {pad}")
+        raise ValueError(f"pad must be a number of pixels of at least 0, got {pad}")
     offsets = torch.randint(0, 2 * pad + 1, (2, count), device=device)
     flipped = torch.rand(count, device=device) < (0.5 if flip else 0.0)
     return offsets[0], offsets[1], flipped

@@ -35,7 +35,7 @@ def load_cifar_python(folder: Path, progress: Progress) -> Images:
     name = cifar_layout(folder)
     if name is None:
         expected = "; ".join(", ".join((*layout[0], layout[1], layout[2])) for layout in LAYOUTS.values())
-        raise ValueError(f"{folder} is no CIFAR folder: expected one of the sets of files {expected}")
+        raise ValueError(f"{folder} is not a CIFAR folder: expected one of the sets of files {expected}")
     train, test, meta, labels, names = LAYOUTS[name]
     batches = []
     for done, file in enumerate((*train, test), start=1):

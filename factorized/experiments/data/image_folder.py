@@ -69,7 +69,7 @@ def read_pixels(path: Path) -> Pixels:
         with pillow.open(path) as image:
             return to_pixels(image, str(path))
     except (OSError, pillow.DecompressionBombError) as error:
-        raise ValueError(f"{path} is damaged, or no image: {in_words(error, named=False)}") from error
+        raise ValueError(f"{path} is damaged or not an image: {in_words(error, named=False)}") from error
 
 
 def _read_in_order(paths: Sequence[Path]) -> Iterator[tuple[str, Pixels]]:

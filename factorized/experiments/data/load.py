@@ -77,8 +77,8 @@ def _load_path(path: Path, progress: Progress) -> Images:
         return load_image_folder(path, progress)
     inside = ", ".join(sorted(item.name for item in path.iterdir())[:5]) if path.is_dir() else ""
     raise ValueError(
-        f"{path} is no data set: expected an .npz file, a prepared {SUFFIX} file, a CIFAR python folder (data_batch_1, "
-        f"… or train, test, meta) or a folder with train/CLASS/ and test/CLASS/"
+        f"{path} is not a data set: expected an .npz file, a prepared {SUFFIX} file, a CIFAR python folder "
+        f"(data_batch_1, … or train, test, meta) or a folder with train/CLASS/ and test/CLASS/"
         + (f"; it holds {inside or 'nothing'}" if path.is_dir() else "")
     )
 

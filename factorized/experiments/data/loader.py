@@ -92,7 +92,7 @@ class ImageLoader:
     ) -> None:
         for argument, value, least in (("batch", batch, 1), ("workers", workers, 0), ("world", world, 1)):
             if value < least:
-                raise ValueError(f"{argument} must be a whole number from {least}, got {value!r}")
+                raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
         if workers > (most := WORKERS_PER_CORE * (os.cpu_count() or 1)):
             raise ValueError(f"workers must be at most {most}, {WORKERS_PER_CORE} for each core, got {workers:,}")
         if not 0 <= rank < world:

@@ -117,7 +117,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
             f"{metadata.get('format')!r} with {', '.join(sorted(keys)[:4])}; prepare it again"
         )
     if _digest(metadata.get("info", "")) != metadata.get("info_checksum"):
-        raise _damaged(path, "its description has another checksum than it says")
+        raise _damaged(path, "the checksum of its description does not match")
     info: dict[str, Any] = json.loads(metadata["info"])
     return info, shapes
 

@@ -26,7 +26,7 @@ def channel_statistics(
         found = torch.stack([torch.bincount(chunk[:, c].flatten(), minlength=256) for c in range(channels)]).cpu()
         counts = found if counts is None else counts + found
     if counts is None:
-        raise ValueError("channel statistics need one image at least, got none")
+        raise ValueError("channel statistics need at least one image, got none")
     means, stds = [], []
     for row in counts:
         n = int(row.sum())

@@ -94,7 +94,7 @@ class _Unpickler(pickle.Unpickler):
             return _Name(self._encode)
         call = _CALLS.get((module.replace("numpy._core.", "numpy.core."), name))  # NumPy 2 and 1
         if call is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which data have no need of; nothing was run")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no data file needs; nothing was run")
         return _Name(call)
 
     def _encode(self, text: Any, encoding: Any) -> bytes:

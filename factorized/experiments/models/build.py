@@ -42,7 +42,7 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
     """
     for argument, value in (("classes", classes), ("image_size", image_size), ("channels", channels)):
         if value < 1:
-            raise ValueError(f"{argument} must be a whole number from 1, got {value!r}")
+            raise ValueError(f"{argument} must be a whole number of at least 1, got {value!r}")
     if classes > MOST_CLASSES:
         raise ValueError(f"classes must be at most {MOST_CLASSES:,}, got {classes:,}")
     if (values := channels * image_size**2) > MOST_VALUES:
@@ -65,7 +65,7 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
 
 def _vgg_pool(size: int) -> int:
     if size < 16:
-        raise ValueError(f"vgg19 halves an image four times and needs 16×16 at least, got {size}×{size}; use resnet8")
+        raise ValueError(f"vgg19 halves an image four times and needs at least 16×16, got {size}×{size}; use resnet8")
     return size // 16
 
 

@@ -38,7 +38,9 @@ class WideResNet(nn.Module):
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4 with n >= 1 (16, 22, 28, 40), got {depth}")
         if width < 1:
-            raise ValueError(f"width must be a whole number from 1, the factor on 16, 32 and 64 channels; got {width}")
+            raise ValueError(
+                f"width must be a whole number of at least 1, the factor on 16, 32 and 64 channels; got {width}"
+            )
         widths = [16, 16 * width, 32 * width, 64 * width]
         self.conv1 = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
         self.stages = nn.Sequential(

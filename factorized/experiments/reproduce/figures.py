@@ -28,7 +28,6 @@ SCORES = {
     "validation_loss": ("Validation loss", True),
     "loss": ("Training loss", True),
 }
-PRODUCTS = {"nuclear": "nuclear norm", "nuclear_bound": "bound"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def curve_groups(variants: Sequence[Variant]) -> list[Curves]:
         groups.setdefault((variant.model, variant.data, variant.runs[0].by), []).append(variant)
     found = []
     for (model, data, by), members in groups.items():
-        series = [Series(label, _style(number)) for number, label in enumerate(_short_labels(members))]
+        series = [Series(label, _style(number)) for number, label in enumerate(_short_titles(members))]
         panels = []
         for column, (title, log) in SCORES.items():
             drawn = zip(members, series, strict=True)
@@ -125,16 +124,16 @@ def product_panels(variants: Sequence[Variant]) -> list[Panel]:
             continue
         end = norm.points[-1][1]
         told = f"at the end, the bound is {bound.points[-1][1] / end:.2f} times the norm" if end else "the norm is 0"
-        svg = line_chart([bound, norm], f"Nuclear norm and its bound, {variant.label}", variant.runs[0].by, SMALL)
-        panels.append(Panel(variant.label, svg, told))
+        svg = line_chart([bound, norm], f"Nuclear norm and its bound, {variant.title}", variant.runs[0].by, SMALL)
+        panels.append(Panel(variant.title, svg, told))
     return panels
 
 
-def _short_labels(variants: Sequence[Variant]) -> list[str]:
-    """Return the labels without the folder that all of them are in."""
+def _short_titles(variants: Sequence[Variant]) -> list[str]:
+    """Return the titles without the folder that all of them are in."""
     folders = {variant.label.rpartition("/")[0] for variant in variants}
     start = f"{folders.pop()}/" if len(folders) == 1 else ""
-    return [variant.label.removeprefix(start) for variant in variants]
+    return [variant.title.removeprefix(start) for variant in variants]
 
 
 def _style(number: int) -> str:

@@ -1,8 +1,8 @@
-"""Figures 1 to 3 of the paper from logged quantities, as PNG and SVG: norms, sweeps and effective step sizes."""
+"""The paper's figures from logged quantities, as PNG and SVG: norms, sweeps, effective step sizes, translation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Panel = tuple[str, Callable[["Axes"], None]]  # a title, and what draws below it
+Points = Sequence[tuple[float, Variant]]
+Group = tuple[Settings, list[Variant]]  # what the variants have in common
 DECAYS = {
     "weight": ("weight decay", "C1"),
     "frobenius": ("Frobenius decay", "C0"),
@@ -29,7 +31,7 @@ def draw_figures(variants: Sequence[Variant], folder: Path) -> list[Path]:
     """Write the figures that these variants have the quantities for, and return the files.
 
     Figure 1 is of runs that recorded the norms of their products (``run.diagnose``), figure 2 of runs that differ in
-    the strength of the decay or in the rank, figure 3 of runs with different decays.
+    the strength of the decay or in the rank, figure 3 of runs with different decays, figure 4 of runs on translation.
     """
     need("matplotlib", "matplotlib", "--figures", "vision")
     written = []
@@ -37,6 +39,7 @@ def draw_figures(variants: Sequence[Variant], folder: Path) -> list[Path]:
         ("figure1", norm_panels(variants)),
         ("figure2", sweep_panels(variants)),
         ("figure3", step_panels(variants)),
+        ("figure4", translation_panels(variants)),
     ):
         if panels:
             figure = _figure(panels)
@@ -64,12 +67,23 @@ def norm_panels(variants: Sequence[Variant]) -> list[Panel]:
 
 
 def sweep_panels(variants: Sequence[Variant]) -> list[Panel]:
-    """Return figure 2: the score over the strength of the decay, and over the rank, for each kind of decay."""
+    """Return figure 2: the score over the strength of the decay, and over the rank, for each kind of decay.
+
+    Translation is left to figure 4.
+    """
     panels = []
     for field, log in (("decay.strength", True), *((f"factorize.{name}", False) for name in BUDGETS)):
-        for members in _sweeps(variants, field):
-            first = members[0]
-            panels.append((f"{first.model} on {first.data}, {first.metric_name}", _sweep(members, field, log=log)))
+        swept = [
+            v
+            for v in variants
+            if v.metric != "bleu"
+            and _kind(v) in ("weight", "frobenius")
+            and isinstance(settings_of(v).get(field), int | float)
+        ]
+        groups = _alike(swept, (field, "decay.kind", "factorize.init"))
+        for title, members in _titled([g for g in groups if len({settings_of(v)[field] for v in g[1]}) > 1]):
+            lines = _lines(members, _decay_and_init, field)
+            panels.append((title, _scores(lines, field.partition(".")[2].replace("_", " "), log=log)))
     return panels
 
 
@@ -87,6 +101,31 @@ def step_panels(variants: Sequence[Variant]) -> list[Panel]:
             ("effective_step", "effective step size"),
         ):
             panels.append((f"{model} on {data}, {title}", _curves(chosen, column, log=column != "test_accuracy")))
+    return panels
+
+
+def translation_panels(variants: Sequence[Variant]) -> list[Panel]:
+    """Return figure 4: BLEU over the strength of the decay of dense networks, and over the size, by initialization.
+
+    Of networks with the same decay, initialization and size, the one of the best strength is drawn.
+    """
+    panels = []
+    translated = [v for v in variants if v.metric == "bleu"]
+    for title, members in _titled(_alike(translated, ("decay", "factorize"))):
+        dense = [v for v in members if v.scheme == "none"]
+        decayed = _lines((v for v in dense if _kind(v) != "none"), _forms, "decay.strength")
+        if decayed:
+            without = [(_decay(v), v.score.mean) for v in dense if _kind(v) == "none"]
+            panels.append((title, _scores(decayed, "strength", log=True, levels=dict(without))))
+        factorized = [v for v in members if v.scheme != "none"]
+        sizes = {}
+        for label in dict.fromkeys(map(_decay_and_init, factorized)):
+            some = [v for v in factorized if _decay_and_init(v) == label]
+            some += [v for v in dense if _kind(v) == _kind(some[0])]
+            best = {v.parameters: v for v in sorted(some, key=lambda v: v.score.mean)}
+            sizes[label] = sorted((size / 1e6, v) for size, v in best.items())
+        if sizes:
+            panels.append((title, _scores(sizes, "parameters, millions")))
     return panels
 
 
@@ -114,32 +153,53 @@ def _curves(variants: Mapping[str, Variant], column: str, *, log: bool) -> Calla
     return draw
 
 
-def _sweep(variants: Sequence[Variant], field: str, *, log: bool) -> Callable[[Axes], None]:
+def _scores(
+    lines: Mapping[str, Points], xlabel: str, *, log: bool = False, levels: Mapping[str, float] | None = None
+) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
-        for number, label in enumerate(dict.fromkeys(map(_decay_and_init, variants))):
-            members = sorted((v for v in variants if _decay_and_init(v) == label), key=lambda v: settings_of(v)[field])
-            places = [settings_of(v)[field] for v in members]
-            means, errors = [v.score.mean for v in members], [v.score.deviation or 0.0 for v in members]
-            axes.errorbar(places, means, errors, color=f"C{number}", label=label, marker="o", capsize=2)
-        axes.set(xlabel=field.partition(".")[2].replace("_", " "), xscale="log" if log else "linear")
+        for number, (label, points) in enumerate(lines.items()):
+            means, errors = [v.score.mean for _, v in points], [v.score.deviation or 0.0 for _, v in points]
+            axes.errorbar([x for x, _ in points], means, errors, color=f"C{number}", label=label, marker="o", capsize=2)
+        for label, level in (levels or {}).items():
+            axes.axhline(level, color="C7", linestyle="--", label=label)
+        axes.set(xlabel=xlabel, xscale="log" if log else "linear")
 
     return draw
 
 
-def _sweeps(variants: Sequence[Variant], field: str) -> list[list[Variant]]:
-    """Return variants that differ in a field, the decay and the initialization alone, if it has two values or more."""
-    groups: list[tuple[Settings, list[Variant]]] = []
+def _lines(variants: Iterable[Variant], label: Callable[[Variant], str], field: str) -> dict[str, Points]:
+    """Return the variants of each label over a field."""
+    found: dict[str, list[tuple[float, Variant]]] = {}
     for variant in variants:
-        settings = settings_of(variant)
-        if not isinstance(settings.get(field), int | float) or _kind(variant) not in ("weight", "frobenius"):
-            continue
-        rest = {key: value for key, value in settings.items() if key not in (field, "decay.kind", "factorize.init")}
+        found.setdefault(label(variant), []).append((settings_of(variant)[field], variant))
+    return {label: sorted(points, key=lambda point: point[0]) for label, points in found.items()}
+
+
+def _alike(variants: Iterable[Variant], apart: Sequence[str]) -> list[Group]:
+    """Return variants in groups that differ in some fields or sections alone."""
+    groups: list[Group] = []
+    for variant in variants:
+        settings = settings_of(variant).items()
+        rest = {key: value for key, value in settings if not {key, key.partition(".")[0]} & set(apart)}
         same = next((members for found, members in groups if found == rest), None)
         if same is None:
             groups.append((rest, [variant]))
         else:
             same.append(variant)
-    return [members for _, members in groups if len({settings_of(v)[field] for v in members}) > 1]
+    return groups
+
+
+def _titled(groups: Sequence[Group]) -> Iterator[tuple[str, list[Variant]]]:
+    """Yield the variants of each group below a title that also says what tells it from groups with the same title."""
+    titles = [f"{first.model} on {first.data}, {first.metric_name}" for _, (first, *_) in groups]
+    for title, (settings, members) in zip(titles, groups, strict=True):
+        others = [found for other, (found, _) in zip(titles, groups, strict=True) if other == title]
+        told = [
+            f"{key.partition('.')[2]} {value}"
+            for key, value in settings.items()
+            if any(other.get(key) != value for other in others)
+        ]
+        yield f"{title}\n{', '.join(told)}".strip(), members
 
 
 def _distinct(variants: Iterable[Variant], label: Callable[[Variant], str]) -> dict[str, Variant]:
@@ -157,18 +217,27 @@ def _kind(variant: Variant) -> str:
 
 
 def _decay(variant: Variant) -> str:
-    return DECAYS[_kind(variant)][0]
+    return f"{DECAYS[_kind(variant)][0]}{_mark(variant)}"
 
 
 def _decay_and_init(variant: Variant) -> str:
     init = variant.recipe["factorize"].get("init")
-    return f"{_decay(variant)}, {'SI' if init in ('spectral', None) else init}"
+    return f"{DECAYS[_kind(variant)][0]}, {'SI' if init in ('spectral', None) else init}{_mark(variant)}"
+
+
+def _forms(variant: Variant) -> str:
+    forms = " and ".join(form.upper() for form in variant.recipe["decay"].get("forms") or ())
+    return f"{DECAYS[_kind(variant)][0]}{f' of {forms}' if forms else ''}{_mark(variant)}"
 
 
 def _budget(variant: Variant) -> str:
     fields = variant.recipe["factorize"]
-    init = fields.get("init") or "spectral"
+    init = f"{fields.get('init') or 'spectral'}{_mark(variant)}"
     return next((f"{name.replace('_', ' ')} {fields[name]:g}, {init}" for name in BUDGETS if fields.get(name)), init)
+
+
+def _mark(variant: Variant) -> str:
+    return f" (shortened: {variant.shortened})" if variant.shortened else ""
 
 
 def _figure(panels: Sequence[Panel]) -> Figure:

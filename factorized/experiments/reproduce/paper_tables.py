@@ -83,18 +83,19 @@ def _grid_table(
     by_row: dict[tuple[str, str | None], dict[str, Cell]] = {}
     for cell in cells:
         by_row.setdefault((cell.row, cell.source), {})[cell.column] = cell
-    parts = ("ours", "ours deviation", "n", "paper", "paper deviation")
-    columns = [Column("method"), *(Column(n, number=True, parts=tuple(f"{n} {part}" for part in parts)) for n in names)]
+    parts = ("ours", "ours deviation", "n", "verdict", "paper", "paper deviation")
+    method = Column("method", parts=("method", "quoted from"))
+    columns = [method, *(Column(n, number=True, parts=tuple(f"{n} {part}" for part in parts)) for n in names)]
     rows, tones = [], []
     for (label, source), found in by_row.items():
         cited = f"quoted from {source}" if source is not None else ""
-        row = [Value(label, small=cited)]
+        row = [Value(label, (label, source), small=cited)]
         for name in names:
             row.append(_grid_value(found.get(name), trained))
         rows.append(row)
         tones.append("quoted" if cited else "")
     better = "lower" if metric == "error" else "higher"
-    note = f"Ours above, the paper's below; test {metric} in percent, {better} is better. {DASH}: not trained."
+    note = f"Ours first, then the paper's; test {metric} in percent, {better} is better. {DASH}: not trained."
     return Table(slug_of(f"table-{number}-{grid}"), f"Table {number}: {grid}", columns, rows, note, tones)
 
 
@@ -104,13 +105,13 @@ def _grid_value(cell: Cell | None, trained: Mapping[str | None, Comparison]) -> 
     printed = "" if cell.figure is None else str(Summary(cell.figure, cell.deviation, TRIALS))
     found = trained.get(cell.recipe) if cell.recipe is not None else None
     if found is None:  # a figure of others
-        return Value(printed, (None, None, None, cell.figure, cell.deviation))
+        return Value(printed, (None, None, None, None, cell.figure, cell.deviation))
     ours = found.ours
     if ours is None:
-        return Value(DASH, (None, None, 0, cell.figure, cell.deviation), small=printed, tone="missing")
+        return Value(DASH, (None, None, 0, found.verdict, cell.figure, cell.deviation), small=printed, tone="missing")
     chips = ("shortened",) if found.verdict == "shortened" else ("changed",) if found.verdict == "changed" else ()
     best = "best of its size" in (found.variant.marks if found.variant is not None else ())
-    raw = (ours.mean, ours.deviation, ours.n, cell.figure, cell.deviation)
+    raw = (ours.mean, ours.deviation, ours.n, found.verdict, cell.figure, cell.deviation)
     return Value(str(ours), raw, f"{printed}, n = {ours.n}", found.verdict, (*chips, *(("best",) if best else ())))
 
 

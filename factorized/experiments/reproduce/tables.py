@@ -47,7 +47,7 @@ def variant_table(variants: Sequence[Variant]) -> Table:
             [
                 Value(
                     variant.label,
-                    (_marked(variant),),
+                    (variant.title,),
                     small=_beside_name(variant),
                     chips=(*variant.marks, *_chips(variant)),
                 ),
@@ -93,7 +93,7 @@ def run_table(variants: Sequence[Variant]) -> Table:
             commit = str(machine.get("commit") or "")
             rows.append(
                 (
-                    Value(_marked(variant)),
+                    Value(variant.title),
                     Value(str(run.seed), (run.seed,)),
                     Value(variant.metric_name, (run.metric,)),
                     Value(f"{run.score:.2f}", (run.score,)),
@@ -128,7 +128,7 @@ def layer_tables(variants: Sequence[Variant]) -> list[Table]:
         note = f"Norms of the products after training, means of n = {len(recorded)}."
         slug = slug_of(f"layers-{variant.label}")
         taken = sum(table.slug == slug or table.slug.startswith(f"{slug}--") for table in tables)
-        tables.append(Table(f"{slug}--{taken + 1}" if taken else slug, variant.label, columns, rows, note))
+        tables.append(Table(f"{slug}--{taken + 1}" if taken else slug, variant.title, columns, rows, note))
     return tables
 
 
@@ -203,12 +203,6 @@ def mixed(variant: Variant) -> tuple[str, ...]:
     versions = {tuple(machine.get(name) for name in (*VERSIONS, "commit")) for machine in machines}
     hardware = {(machine.get("device"), machine.get("processes")) for machine in machines}
     return (*(("mixed versions",) if len(versions) > 1 else ()), *(("mixed hardware",) if len(hardware) > 1 else ()))
-
-
-def _marked(variant: Variant) -> str:
-    """Return the label of a variant, marked where its runs are shortened: CSV has no chips."""
-    told = variant.shortened
-    return variant.label if not told or told in variant.label else f"{variant.label} (shortened: {told})"
 
 
 def _chips(variant: Variant) -> tuple[str, ...]:

@@ -31,6 +31,12 @@ class Variant:
     marks: tuple[str, ...] = ()  # "best", and of what
 
     @property
+    def title(self) -> str:
+        """The label, marked where its runs are shortened."""
+        told = self.shortened
+        return self.label if not told or told in self.label else f"{self.label} (shortened: {told})"
+
+    @property
     def name(self) -> str:
         """The name of the recipe."""
         return self.runs[0].name

@@ -83,7 +83,7 @@ class QuestionWindows(Dataset[dict[str, Any]]):
             number = numbers[source]
             question, sides = self.questions[number], encoded.sequence_ids(window)
             if 1 not in sides:
-                raise ValueError(f"question {question.id!r}: its context has not a single token; remove the question")
+                raise ValueError(f"question {question.id!r}: its context has no tokens; remove the question")
             first, end = sides.index(1), len(sides) - sides[::-1].index(1)
             inputs = {name: np.asarray(rows[window], dtype=np.int32) for name, rows in encoded.items()}
             places = np.asarray(offsets[window][first:end], dtype=np.int32)

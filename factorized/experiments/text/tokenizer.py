@@ -121,7 +121,7 @@ def _check_learned(model: Any, size: int, given: int) -> None:
             f"data.vocabulary = {size} is too small: characters and special tokens alone are {learned}; ask for more"
         )
     if learned <= given:
-        raise ValueError("the training text has not a single token to learn; give text with words")
+        raise ValueError("the training text has no tokens to learn; give text with words")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def pack(
                 count += len(some)
                 progress(stage, count, total)
         if any(packer.tokens.length == count for packer in packers):  # nothing but ends
-            raise ValueError(f"{stage}: the text has not a single token; give text with words")
+            raise ValueError(f"{stage}: the text has no tokens; give text with words")
         (unfinished / HEADER).write_text(json.dumps({"words": [packer.words for packer in packers]}))
         unfinished.rename(place)
     words = json.loads((place / HEADER).read_text())["words"]

@@ -40,7 +40,7 @@ def test_an_unusable_file_is_listed_with_what_is_wrong(cli: Cli, tmp_path: Path)
     ("arguments", "message"),
     [
         (["prepare", "cifer10"], "did you mean 'cifar10'?"),
-        (["prepare", "."], "is no data set"),
+        (["prepare", "."], "is not a data set"),
         (["ls", "--folder", "/no/such/folder"], "there is no folder /no/such/folder"),
         (["prepare"], "Missing argument"),
         (["prepare", "digits", "--name", "-1"], "name must be a plain name, without folder or ending"),

@@ -205,8 +205,8 @@ def test_ctrl_c_reaches_several_processes_once_and_they_save_themselves(tmp_path
 
 
 @pytest.mark.nightly
-def test_figure_5_is_reproduced_on_text_shortened(cli: Cli, tmp_path: Path) -> None:
-    command = ("reproduce", "figure5", "--cells", "translation/numbers*", "--seeds", "1", "--updates", "3")
+def test_figure_4_is_reproduced_on_text_shortened(cli: Cli, tmp_path: Path) -> None:
+    command = ("reproduce", "figure4", "--cells", "translation/numbers*", "--seeds", "1", "--updates", "3")
     said = cli(*command, "--device", "cpu", "--quiet")
     assert (said.code, said.err) == (0, "")
     runs = runs_in(tmp_path / "out")

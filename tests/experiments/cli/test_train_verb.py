@@ -62,7 +62,8 @@ def test_data_may_be_a_data_set_or_a_folder_of_them(cli: Cli, npz: Path, tmp_pat
     assert cli("evaluate", run, "--data", folder).code == 0  # found by its name
     again = ("--set", "model.name=resnet8", "--data", shutil.copy(npz, tmp_path / "noise.npz.bak"))
     assert (
-        "is no data set" in cli("train", "cifar10/resnet20", *TINY, *again, "--out", tmp_path / "b", "--resume").error
+        "is not a data set"
+        in cli("train", "cifar10/resnet20", *TINY, *again, "--out", tmp_path / "b", "--resume").error
     )
     (tmp_path / "moved").mkdir()
     again = ("--set", "model.name=resnet8", "--data", shutil.copy(npz, tmp_path / "moved" / "noise.npz"))
@@ -85,7 +86,7 @@ def test_a_folder_that_would_not_be_looked_into_is_refused(cli: Cli, npz: Path, 
     named = name if name == "digits" else str(npz)
     change = ("--set", f"data.name={named}")
     message = cli("train", "digits/resnet8", *SHORT, *change, "--data", tmp_path / "photos", "--out", tmp_path).error
-    assert f"'{named}' comes from no folder of data sets" in message
+    assert f"'{named}' is not read from a folder of data sets" in message
     assert "photos is not a data set itself: expected train/CLASS/" in message
 
 
@@ -134,7 +135,7 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
         (["--set", "data.workers=2"], 'workers = 2 read ahead for place = "loader"'),
         (["--set", "run.batch=100000"], "run.batch = 100000 is more than the"),
         (["--set", "data.name=cifer10"], "did you mean 'cifar10'?"),
-        (["--set", "model.name=vgg19"], "needs 16×16 at least"),
+        (["--set", "model.name=vgg19"], "needs at least 16×16"),
         (["--out", "/proc/nothing"], "cannot write to /proc/nothing"),
     ],
 )

@@ -74,7 +74,7 @@ def test_without_flips_no_image_is_mirrored() -> None:
 
 
 def test_a_negative_pad_says_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="pad must be a number of pixels from 0, got -1"):
+    with pytest.raises(ValueError, match="pad must be a number of pixels of at least 0, got -1"):
         draw_crops(3, -1, "cpu")
 
 

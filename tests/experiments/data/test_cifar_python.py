@@ -190,5 +190,5 @@ def test_class_names_must_be_text(tmp_path: Path, images: Images) -> None:
 
 def test_another_folder_is_no_cifar_folder(tmp_path: Path) -> None:
     assert cifar_layout(tmp_path) is None
-    with pytest.raises(ValueError, match="is no CIFAR folder: expected one of the sets of files data_batch_1"):
+    with pytest.raises(ValueError, match="is not a CIFAR folder: expected one of the sets of files data_batch_1"):
         load_cifar_python(tmp_path, silent)

@@ -99,7 +99,10 @@ Change = Callable[[Path], object]
         (lambda f: (f / "test").rename(f / "tests"), "must hold test images in one of test/CLASS/, val/CLASS/"),
         (lambda f: (f / "test" / "kind 1").rename(f / "test" / "kind 7"), "kind 7: there is no class 'kind 7'"),
         (lambda f: [p.unlink() for p in (f / "train" / "kind 1").iterdir()], "kind 1 holds no images; expected files"),
-        (lambda f: (f / "train" / "kind 0" / "0000.png").write_bytes(b"no image"), "0000.png is damaged, or no image"),
+        (
+            lambda f: (f / "train" / "kind 0" / "0000.png").write_bytes(b"no image"),
+            "0000.png is damaged or not an image",
+        ),
         (lambda f: [p.unlink() for p in f.glob("test/*/*")], "test holds no images"),
         (
             lambda f: (f / "test" / "kind 0").rename(f / "lost"),
@@ -157,7 +160,7 @@ def test_a_damaged_tiny_imagenet_says_which_file_and_what_was_expected(
 def test_an_image_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path, small_images())
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(ValueError, match=r"0000.png is damaged, or no image: .*decompression bomb"):
+    with pytest.raises(ValueError, match=r"0000.png is damaged or not an image: .*decompression bomb"):
         load_image_folder(folder, silent)
 
 

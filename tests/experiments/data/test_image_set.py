@@ -88,7 +88,7 @@ def test_a_channel_of_one_colour_can_be_divided_by() -> None:
 
 
 def test_no_images_have_no_statistics() -> None:
-    with pytest.raises(ValueError, match="need one image at least"):
+    with pytest.raises(ValueError, match="need at least one image"):
         channel_statistics([])
 
 

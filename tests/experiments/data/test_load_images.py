@@ -126,9 +126,11 @@ def test_an_unknown_name_says_what_there_is(tmp_path: Path, name: str, message: 
 
 def test_a_file_or_folder_of_another_kind_says_what_was_expected(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ValueError, match=r"notes.txt is no data set: expected an .npz file, a prepared .safetensors"):
+    with pytest.raises(
+        ValueError, match=r"notes.txt is not a data set: expected an .npz file, a prepared .safetensors"
+    ):
         load_images(str(tmp_path / "notes.txt"))
-    with pytest.raises(ValueError, match=r"is no data set: .* train/CLASS/ and test/CLASS/; it holds notes.txt"):
+    with pytest.raises(ValueError, match=r"is not a data set: .* train/CLASS/ and test/CLASS/; it holds notes.txt"):
         load_images(str(tmp_path))
 
 

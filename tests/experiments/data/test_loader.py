@@ -94,8 +94,8 @@ def test_processes_share_a_test_set_without_counting_an_image_twice(source: Tens
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch": 0}, "batch must be a whole number from 1, got 0"),
-        ({"batch": 4, "workers": -1}, "workers must be a whole number from 0"),
+        ({"batch": 0}, "batch must be a whole number of at least 1, got 0"),
+        ({"batch": 4, "workers": -1}, "workers must be a whole number of at least 0"),
         ({"batch": 4, "rank": 2, "world": 2}, "rank must be in 0..1, got 2"),
         ({"batch": 24, "drop_last": True}, "batch=24 is more than the 23 images there are"),
     ],

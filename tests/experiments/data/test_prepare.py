@@ -178,7 +178,7 @@ def rewritten(path: Path, change: Any) -> None:
         (lambda path: path.unlink(), "is missing; `factorized data prepare` writes it"),
         (
             lambda path: rewritten(path, lambda h: h["__metadata__"].update(info=h["__metadata__"]["info"] + " ")),
-            "its description has another checksum",
+            "the checksum of its description does not match",
         ),
         (
             lambda path: rewritten(path, lambda h: h["__metadata__"].update(format="2")),

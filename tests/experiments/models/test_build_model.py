@@ -58,7 +58,7 @@ def test_an_unknown_name_names_the_nearest(name: str, near: str) -> None:
         ({"classes": 0}, "classes must be"),
         ({"classes": 10, "image_size": 0}, "image_size must be"),
         ({"classes": 10, "channels": -1}, "channels must be"),
-        ({"classes": 10, "image_size": 8}, "vgg19 halves an image four times and needs 16×16 at least, got 8×8"),
+        ({"classes": 10, "image_size": 8}, "vgg19 halves an image four times and needs at least 16×16, got 8×8"),
     ],
 )
 def test_wrong_sizes_say_what_is_allowed(arguments: dict[str, int], message: str) -> None:

@@ -170,7 +170,7 @@ def test_a_wide_block_that_changes_shape_convolves_its_activated_input() -> None
         (lambda: resnet(31), "depth must be 6n \\+ 2"),
         (lambda: resnet(2), "depth must be 6n \\+ 2"),
         (lambda: wide_resnet(27), "depth must be 6n \\+ 4"),
-        (lambda: wide_resnet(28, 0), "width must be a whole number from 1"),
+        (lambda: wide_resnet(28, 0), "width must be a whole number of at least 1"),
         (lambda: vgg19_nfc(10, 0), "pool must be .* got 0"),
     ],
 )

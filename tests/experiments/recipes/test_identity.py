@@ -55,7 +55,7 @@ def test_fields_of_factorize_that_a_dense_network_has_no_use_for_do_not_count() 
 
 def test_the_folder_of_another_run_counts_by_its_last_parts() -> None:
     here, there, other = (
-        print_of(f"model.from_run={folder}/seed-0", name="squad/bert")
+        print_of(f"model.from_run={folder}/seed-0", name="squad/bert-small")
         for folder in ("/tmp/a/bert/small-12345678", "b/bert/small-12345678", "b/bert/small-87654321")
     )
     assert here == there != other

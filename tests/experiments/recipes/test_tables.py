@@ -68,7 +68,7 @@ def test_settings_may_hold_the_names_of_grid_row_and_column(tmp_path: Path) -> N
 
 
 def test_a_table_is_found_by_its_name_or_file(tmp_path: Path) -> None:
-    assert table_names() == ["bert", "figure5", "language", "table1", "table2", "table3", "table4"]
+    assert table_names() == ["bert", "figure4", "language", "table1", "table2", "table3", "table4"]
     assert [cell.row for cell in table_cells(str(write(tmp_path, TABLE)))] == ["FD", "FD", "FD", "Pruning"]
     assert len(table_recipes("table3")) == 2 * 4 * 7
     names = [recipe.name for recipe in table_recipes("table1", "cifar10/resnet32x2*0.1*")]
@@ -90,7 +90,7 @@ def test_the_example_of_an_own_table_is_one(tmp_path: Path) -> None:
         (
             "tabel3",
             "*",
-            "there is no table 'tabel3' to train; did you mean 'table3'.; there are bert, figure5, .*table4",
+            "there is no table 'tabel3' to train; did you mean 'table3'.; there are bert, figure4, .*table4",
         ),
         ("table9", "*", "there is no table 'table9' to train"),
         ("table7", "*", "table7 of the paper's appendix shows the runs of table2; reproduce that one"),

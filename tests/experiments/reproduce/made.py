@@ -51,9 +51,9 @@ def image_result(name: str, seed: int, accuracy: float, *changes: str, **fields:
 PRODUCTS = {epoch: {"nuclear": 10.0 + epoch, "nuclear_bound": 12.0 + 2 * epoch} for epoch in (1, 2, 3, 4)}
 
 
-def text_result(name: str, seed: int, score: str, value: float, **fields: Any) -> dict[str, Any]:
+def text_result(name: str, seed: int, score: str, value: float, *changes: str, **fields: Any) -> dict[str, Any]:
     """Return the result of a recipe of text."""
-    recipe = load_any_recipe(name)
+    recipe = load_any_recipe(name, changes)
     history = [
         *({"update": update, "loss": 5.0 / update} for update in (10, 20, 30, 40)),
         *({"update": update, "validation_loss": 6.0 / update, score: 100 / update} for update in (20, 40)),

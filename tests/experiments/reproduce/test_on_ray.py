@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from factorized.experiments.cli.main import main
+from factorized.experiments.reproduce.job import Job, Outcome
 from factorized.experiments.reproduce.on_ray import RayEngine
 from tests.experiments.reproduce.small_table import (
     TABLE,
@@ -33,7 +34,14 @@ LONG = TABLE.replace("epochs = 4, milestones = [2]", "epochs = 60")
 def cluster() -> Iterator[None]:
     """A cluster with room for two tasks; its workers find this package where the tests do."""
     environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env=environment)
+    ray.init(
+        num_cpus=2,
+        num_gpus=1,  # as Ray counts them; no task of these tests uses it
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env=environment,
+    )
     try:
         yield
     finally:
@@ -68,6 +76,19 @@ def test_a_killed_worker_is_replaced_and_its_run_goes_on_from_its_checkpoint(clu
     events = list(Path(low_rank.folder).rglob("events.out.tfevents.*"))
     assert len(events) == 2  # one of each process that trained it
     assert len(runs_in(tmp_path / "out")) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+def test_every_seed_has_its_share_of_a_gpu(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell_resources(job: Job, device: str | None) -> Outcome:
+        resources = ray.get_runtime_context().get_assigned_resources()
+        return Outcome(job, [], f"{device}, {resources.get('GPU', 0.0):g} GPU, {resources['CPU']:g} CPU")
+
+    monkeypatch.setattr("factorized.experiments.reproduce.on_ray.run_job", tell_resources)
+    both, one = (jobs(tmp_path, seeds=seeds)[0] for seeds in (2, 1))
+    assert [outcome.error for outcome in RayEngine(gpus=0.5).run([both])] == ["cuda, 0.5 GPU, 1 CPU"] * 2
+    assert [outcome.error for outcome in RayEngine(cpus=2).run([one])] == ["cuda, 1 GPU, 2 CPU"]
 
 
 @pytest.mark.nightly

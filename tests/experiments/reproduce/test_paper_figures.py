@@ -1,4 +1,4 @@
-"""Figures 1 to 3 of the paper, drawn from what runs logged."""
+"""The paper's figures, drawn from what runs logged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from factorized.experiments.reproduce.paper_figures import (
     norm_panels,
     step_panels,
     sweep_panels,
+    translation_panels,
 )
 from factorized.experiments.reproduce.variant import Variant, group_runs
-from tests.experiments.reproduce.made import image_result, run_of
+from tests.experiments.reproduce.made import image_result, run_of, text_result
 
 RESNET = "cifar10/resnet20-lowrank"
 
@@ -105,10 +106,81 @@ def test_step_sizes_are_drawn_where_decays_differ() -> None:
     assert step_panels(logged("si")) == []
 
 
+def translators(*given: tuple[str, float, int, tuple[str, ...]]) -> list[Variant]:
+    """Return a run of each recipe with its BLEU, its parameters and changes."""
+    return group_runs(
+        run_of(text_result(f"translation/tatoeba{name}", 0, "bleu", bleu, *changes, parameters=parameters))
+        for name, bleu, parameters, changes in given
+    )
+
+
+def test_translation_is_drawn_over_the_strength_of_the_decay_of_dense_networks() -> None:
+    dense = [("-wd", 31.0, "1e-4"), ("-wd", 33.0, "1e-5"), ("-fd-ov", 34.0, "1e-5"), ("-fd-ov-qk", 35.0, "1e-5")]
+    found = translators(
+        ("", 32.0, 9_000_000, ()),
+        *((name, bleu, 9_000_000, (f"decay.strength={strength}",)) for name, bleu, strength in dense),
+    )
+    (title, draw), *rest = translation_panels(found)
+    assert drawn([(title, draw)])["translation on tatoeba, BLEU"] == {
+        "weight decay": ([1e-5, 1e-4], [33.0, 31.0]),
+        "Frobenius decay of OV": ([1e-5], [34.0]),
+        "Frobenius decay of OV and QK": ([1e-5], [35.0]),
+        "no decay": ([0, 1], [32.0, 32.0]),
+    }
+    assert rest == []  # nothing was compressed
+    assert sweep_panels(found) == []
+
+
+def test_translation_is_drawn_over_the_size_with_the_best_strength_of_each() -> None:
+    decayed = ("decay.kind=weight", "decay.strength=1e-4")
+    found = translators(
+        ("", 32.0, 9_000_000, ()),
+        ("-0.5", 20.0, 5_000_000, ()),
+        ("-0.25-si", 25.0, 3_000_000, ()),
+        ("-0.5-si", 30.0, 5_000_000, ()),
+        ("-0.5-si", 28.0, 5_000_000, decayed),
+        ("-0.5-si", 29.0, 5_000_000, (decayed[0], "decay.strength=1e-5")),
+    )
+    (panel,) = drawn(translation_panels(found)).values()
+    assert panel == {
+        "no decay, default": ([5, 9], [20.0, 32.0]),
+        "no decay, SI": ([3, 5, 9], [25.0, 30.0, 32.0]),
+        "weight decay, SI": ([5], [29.0]),
+    }
+
+
+def test_sweeps_of_the_same_network_say_what_tells_them_apart() -> None:
+    swept = [
+        ("si", f"decay.strength={strength}", f"optimizer.lr={lr}") for strength in (1e-3, 1e-4) for lr in (0.1, 0.05)
+    ]
+    alone = ("si", "decay.strength=1e-3", "optimizer.momentum=0.5")  # no sweep: its settings tell nothing apart
+    assert [title for title, _ in sweep_panels(variants(*swept, alone))] == [
+        "resnet20 on cifar10, accuracy, %\nlr 0.1",
+        "resnet20 on cifar10, accuracy, %\nlr 0.05",
+    ]
+
+
+def test_shortened_runs_are_marked_in_every_legend() -> None:
+    short = [("decay.strength=1e-3", "schedule.epochs=2"), ("decay.strength=1e-4", "schedule.epochs=2")]
+    found = variants(*((name, *changes) for name in ("wd", "si-fd") for changes in short))
+    found += variants(("wd", "factorize.rank_scale=0.5", "schedule.epochs=2"), parameters=9000)
+    for variant in found:
+        for run in variant.runs:
+            for row in run.result["history"]:
+                row["effective_step"] = 0.1
+    found += translators(("-wd", 31.0, 9, ("schedule.updates=2",)), ("-0.5-si", 30.0, 5, ("schedule.updates=2",)))
+    for draw in (norm_panels, sweep_panels, step_panels, translation_panels):
+        labels = [label for lines in drawn(draw(found)).values() for label in lines]
+        assert labels
+        assert all("(shortened: 2 of " in label for label in labels), labels
+
+
 def test_figures_are_png_and_svg_and_the_same_each_time(tmp_path: Path) -> None:
     found = variants(("wd",), ("si",))
     files = draw_figures(found, tmp_path / "a")
     assert [path.name for path in files] == ["figure1.png", "figure1.svg"]
+    translated = draw_figures(translators(("", 32.0, 9, ()), ("-0.5", 20.0, 5, ())), tmp_path / "t")
+    assert [path.name for path in translated] == ["figure4.png", "figure4.svg"]
     assert len(set(Image.open(files[0]).convert("RGB").get_flattened_data())) > 50
     assert files[1].read_bytes() == draw_figures(found, tmp_path / "b")[1].read_bytes()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def test_write_report_writes_the_page_and_every_table_as_csv_and_markdown(tmp_pa
     assert files == {"paper", "variants", "runs", "machines", "data", "missing", f"layers-{SI.replace('/', '-')}", grid}
     assert files == {path.stem for path in (tmp_path / "report/tables").glob("*.md")}
     assert all(f'download="{name}.csv"' in page and f'id="{name}"' in page for name in files)
+    for chart in ("Ours against the paper", "Differences in the paper's deviations", "Test accuracy, % of resnet32x2"):
+        assert f'aria-label="{escape(chart)}' in page
     (row,) = read_csv(tmp_path / "report/tables/paper.csv")
     assert (row["recipe"], row["n"], row["paper"], row["paper deviation"]) == (SI, "2", "92.52", "0.66")
     assert float(row["ours"]) == 93.34
@@ -105,8 +108,8 @@ def test_write_report_writes_the_page_and_every_table_as_csv_and_markdown(tmp_pa
         "0",
         "91.72",
     )
-    quoted = [r["method"] for r in read_csv(tmp_path / f"report/tables/{grid}.csv")]
-    assert "Pruning" in quoted
+    quoted = {r["method"]: r["quoted from"] for r in read_csv(tmp_path / f"report/tables/{grid}.csv")}
+    assert (quoted["Pruning"], quoted["Low-Rank (SI)"]) == ("wang:20a", "")
     assert "quoted from wang:20a" in page
 
 
@@ -134,14 +137,19 @@ def test_mixed_versions_are_shown_as_such() -> None:
     assert "mixed versions" not in alike
 
 
-def test_shortened_runs_are_marked_in_every_table(tmp_path: Path) -> None:
-    runs = write(tmp_path / "runs", image_result(SI, 0, 40.0, "schedule.epochs=2"))
+def test_shortened_runs_are_marked_in_every_table_and_chart(tmp_path: Path) -> None:
+    runs = write(tmp_path / "runs", image_result(SI, 0, 40.0, "schedule.epochs=2", layers=[LAYER]))
     report = write_report([runs], tmp_path / "out")
     assert report.judged == []
-    for name in ("paper", "variants", "table-1-resnet-32x2-on-cifar-10"):
-        assert "shortened" in (tmp_path / f"out/tables/{name}.md").read_text()
-    assert "1 variant is shortened" in (tmp_path / "out/report.html").read_text()
-    assert "shortened: 2 of 200 epochs" in (tmp_path / "out/report.html").read_text()
+    for name in ("paper", "variants", "runs", "table-1-resnet-32x2-on-cifar-10"):
+        for kind in ("csv", "md"):
+            assert "shortened" in (tmp_path / f"out/tables/{name}.{kind}").read_text(), (name, kind)
+    page = (tmp_path / "out/report.html").read_text()
+    assert "1 variant is shortened" in page
+    marked = f"{SI} (shortened: 2 of 200 epochs)"
+    assert f'data-series="{marked.rpartition("/")[2]}"' in page  # a curve and its place in the legend
+    assert f"<h4>{marked}</h4>" in page  # the norms of its products
+    assert f"<summary>{marked}</summary>" in page  # its layers
 
 
 def test_what_failed_and_what_was_left_out_is_on_the_page(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_results_are_found_at_any_depth_in_the_order_of_their_seeds(tmp_path: Pa
         (text_result("translation/numbers", 0, "bleu", 31.25), "bleu", 31.25, "update"),
         (text_result("language/tiny", 0, "perplexity", 88.5), "perplexity", 88.5, "update"),
         (text_result("bert/tiny", 0, "loss", 2.75), "loss", 2.75, "update"),
-        (text_result("squad/bert", 0, "f1", 60), "f1", 60.0, "update"),
+        (text_result("squad/bert-small", 0, "f1", 60), "f1", 60.0, "update"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -95,7 +95,7 @@ def test_progress_is_told(paragraphs: list[Paragraph], tokenizer: Any) -> None:
     [
         ("cat " * 26, "The cat.", "question 'q' has 26 tokens, which leaves 11 of data.length = 40.*data.stride = 12"),
         ("cat " * 99, "The cat.", "question 'q' has 99 tokens, which leaves 0 of data.length = 40"),
-        ("Who?", "\u0007", "question 'q': its context has not a single token"),
+        ("Who?", "\u0007", "question 'q': its context has no tokens"),
     ],
 )
 def test_a_question_that_cannot_be_cut_into_windows_is_named(

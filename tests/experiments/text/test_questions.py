@@ -191,7 +191,7 @@ def test_a_shrunk_encoder_is_fine_tuned_evaluated_and_composed(
 ) -> None:
     before = pretrained_run(tmp_path, lambda model: factorize_attention(model, 0.5))
     changes = ('data.train=["train.json"]', "data.length=48", "data.stride=8", "schedule.updates=2", "run.batch=4")
-    recipe: Any = load_any_recipe("squad/bert", (*changes, f"model.from_run={before}"))
+    recipe: Any = load_any_recipe("squad/bert-small", (*changes, f"model.from_run={before}"))
     folder = tmp_path / "squad"
     corpus = load_corpus(recipe, folder, tmp_path / "cache")
     (result,) = train_text(recipe, corpus, tmp_path / "out", device=CPU)
@@ -215,8 +215,13 @@ def test_a_shrunk_encoder_is_fine_tuned_evaluated_and_composed(
     assert load_corpus(composed, folder, tmp_path / "cache").tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
-def test_the_shipped_recipe_is_that_of_the_paper() -> None:
-    recipe: Any = load_any_recipe("squad/bert")
+def test_the_recipe_of_bert_base_is_that_of_the_paper() -> None:
+    recipe: Any = load_any_recipe("squad/bert-base")
     assert (recipe.task, recipe.optimizer.lr, recipe.run.batch) == ("questions", 3e-5, 32)
     assert (recipe.data.length, recipe.data.stride, recipe.schedule.warmup) == (384, 128, 0.1)
-    assert recipe.schedule.updates == 2 * (4457 // recipe.run.batch)  # two epochs of the sample's windows
+    assert recipe.schedule.updates == 5530  # two epochs
+
+
+def test_the_sample_is_read_four_times() -> None:
+    recipe: Any = load_any_recipe("squad/bert-small")
+    assert recipe.schedule.updates == 4 * (4457 // recipe.run.batch)  # windows of the sample

@@ -69,9 +69,9 @@ def test_a_vocabulary_is_learned_from_the_beginning_of_a_very_long_text(
 
 def test_text_without_a_token_is_refused(tmp_path: Path) -> None:
     tokenizer = _tokenizer("masked", tmp_path)
-    with pytest.raises(ValueError, match="tokenizing: the text has not a single token; give text with words"):
+    with pytest.raises(ValueError, match="tokenizing: the text has no tokens; give text with words"):
         pack(tmp_path, {}, lambda: [("",), (" ",)], tokenizer, end=3)
-    with pytest.raises(ValueError, match="not a single token"):
+    with pytest.raises(ValueError, match="has no tokens"):
         pack(tmp_path, {}, lambda: [("cat", "")], tokenizer, sides=2, end=3)
 
 

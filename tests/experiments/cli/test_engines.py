@@ -1,0 +1,37 @@
+"""What ``--engine`` and its options come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from factorized.experiments.cli.engines import make_engine
+from factorized.experiments.reproduce.local import LocalEngine
+
+NOTHING = {"address": None, "cpus": 1.0, "slurm": None, "quiet": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "devices"),
+    [
+        (None, None, ("cuda:0", "cuda:1")),
+        (None, 3, ("cuda:0", "cuda:1", "cuda:0")),
+        (None, 1, ("cuda:0",)),
+        ("cpu", None, ("cpu",)),
+        ("cpu", 2, ("cpu", "cpu")),
+    ],
+)
+def test_this_machine_has_a_process_for_each_gpu_unless_told_otherwise(
+    device: str | None, workers: int | None, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    engine = make_engine("local", Path("out"), device=device, workers=workers, gpus=None, **NOTHING)  # type: ignore[arg-type]
+    assert isinstance(engine, LocalEngine)
+    assert engine.devices == devices
+
+
+def test_a_share_of_a_gpu_is_refused_by_slurm() -> None:
+    with pytest.raises(ValueError, match=r"--gpus 0.5: Slurm gives whole GPUs; a share of one is for --engine ray"):
+        make_engine("slurm", Path("out"), device=None, workers=None, gpus=0.5, **NOTHING)  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""``help(fz.name)`` is enough to use a public name: it has an example that runs, its arguments and its errors."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from factorized import testing
+
+PUBLIC = {
+    **{f"fz.{name}": getattr(fz, name) for name in fz.__all__ if name != "__version__"},
+    **{f"fz.integrations.{name}": getattr(fz.integrations, name) for name in dir(fz.integrations)},
+    **{f"factorized.testing.{name}": getattr(testing, name) for name in ("Case", "LayerContract")},
+}
+FUNCTIONS = [name for name, public in PUBLIC.items() if inspect.isfunction(public)]
+
+
+@pytest.fixture
+def two_processes() -> Iterator[None]:
+    """Pretend to be the first of two processes, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # of other packages: Lightning's loggers, torch's meshes
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_example_of_a_public_name_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")  # tables are as wide as the terminal
+    if name.endswith("wiseParallel"):
+        request.getfixturevalue("two_processes")
+    torch.manual_seed(0)
+    names = {"fz": fz, "torch": torch, "nn": nn}  # as the docstring of the package says
+    finder = doctest.DocTestFinder(recurse=False)
+    (example,) = finder.find(PUBLIC[name], name, globs=names)
+    assert example.examples, f"{name} has no example"
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)
+    assert report == [], "".join(report)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_names_its_arguments_and_its_errors(name: str) -> None:
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    assert "Raises:" in text
+    described = set(re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)) | set(re.findall(r"``(\w+)", text))
+    assert [argument for argument in inspect.signature(PUBLIC[name]).parameters if argument not in described] == []
