@@ -74,7 +74,9 @@ def matrices(device: torch.device, rounds: int) -> Iterable[Row]:
             "batch": batch,
             "rounds": rounds,
             "seconds": seconds,
-            "error_over_optimum": {m: round(float((W - P).norm() / (W - best).norm()), 6) for m, P in found.items()},
+            "error_over_optimum": {
+                m: round(float((W.double() - P).norm() / (W - best).norm()), 6) for m, P in found.items()
+            },
             "from_the_best_product": {m: float(f"{(P - best).norm() / best.norm():.1e}") for m, P in found.items()},
         }
 

@@ -24,7 +24,6 @@ from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-MISSING = "Not measured yet."
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "guide" / "limits.md",
@@ -135,37 +134,41 @@ def training_step() -> str:
 
 
 def decomposition() -> str:
-    """Return the table of randomized against exact decompositions."""
+    """Return the table of exact decompositions against those by Gram matrix and randomized ones."""
     report = _read("svd-cpu")
     lines = [
-        "| Gaussian matrix | rank | exact SVD | randomized | times faster "
-        "| error relative to the best rank-r approximation |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| Gaussian matrix | rank | exact SVD | Gram matrix | its distance from the best product | randomized "
+        "| its error over the optimum | its distance from the best product |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["rows"]:
         batch = f"{row['batch']} of " if row["batch"] > 1 else ""
-        exact, randomized = row["exact_seconds"], row["randomized_seconds"]
+        exact, gram, randomized = (row["seconds"][way]["median"] for way in ("exact", "gram", "randomized"))
+        distance = row["from_the_best_product"]
         lines.append(
-            f"| {batch}{row['size']}×{row['size']} | {row['rank']} | {exact:.3f} s | {randomized:.3f} s "
-            f"| {row['times_faster']:.1f} | {row['error_over_optimum']:.4f} |"
+            f"| {batch}{row['size']}×{row['size']} | {row['rank']} | {exact:.3f} s | {gram:.3f} s "
+            f"| {distance['gram']:.0e} | {randomized:.3f} s | {row['error_over_optimum']['randomized']:.4f} "
+            f"| {distance['randomized']:.2f} |"
         )
-    return "\n".join([*lines, "", f"{_machine(report)}; medians of n = {report['rows'][0]['rounds']}, interleaved."])
+    note = f"Distances are relative, ‖P - best‖ / ‖best‖. {_cpu_time(report)}"
+    return "\n".join([*lines, "", note])
 
 
 def surgery() -> str:
     """Return the table of the spectral initialization of whole transformers."""
     report = _read("svd-models-cpu")
     lines = [
-        "| model, budget | layers | `exact=True` | default | times faster | error over the optimum "
+        "| model, budget | layers | n | `exact=True` | default | times faster | error over the optimum "
         '| a plan with `allocate="spectrum"` |',
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["rows"]:
         exact, default, plan = (row["seconds"][way] for way in ("exact", "default", "plan by spectrum"))
         budget = ", ".join(f"`{key}={value}`" for key, value in row["budget"].items())
         times = exact["median"] / default["median"]
         lines.append(
-            f"| {row['model']}, {budget} | {row['layers']} | {_seconds(exact)} | {_seconds(default)} | {times:.1f} "
+            f"| {row['model']}, {budget} | {row['layers']} | {row['rounds']} | {_seconds(exact)} | {_seconds(default)} "
+            f"| {times:.1f} "
             f"| {row['error_over_optimum']:.6f} | {_seconds(plan)} |"
         )
     return "\n".join([*lines, "", f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"])
@@ -187,12 +190,13 @@ def svd_peers() -> str:
 
 
 def _seconds(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.1f} ({spread['least']:.1f} to {spread['largest']:.1f})"
+    several = f" ({spread['least']:.1f} to {spread['largest']:.1f})" if spread["least"] < spread["largest"] else ""
+    return f"{spread['median']:.1f}{several}"
 
 
 def _cpu_time(report: dict[str, Any]) -> str:
-    rounds = sorted({row["rounds"] for row in report["rows"]})
-    return f"{_machine(report)}, CPU time; medians of n = {' or '.join(map(str, rounds))}, interleaved."
+    rounds = " or ".join(map(str, sorted({row["rounds"] for row in report["rows"]})))
+    return f"{_machine(report)}, CPU time on a machine shared with other work; medians of n = {rounds}, interleaved."
 
 
 def monarch() -> str:
