@@ -24,6 +24,7 @@ from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
+MISSING = "Not measured yet."
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "guide" / "limits.md",
@@ -151,6 +152,53 @@ def decomposition() -> str:
     return "\n".join([*lines, "", f"{_machine(report)}; medians of n = {report['rows'][0]['rounds']}, interleaved."])
 
 
+def surgery() -> str:
+    """Return the table of the spectral initialization of whole transformers."""
+    if not _measured("svd-models-cpu"):
+        return MISSING
+    report = _read("svd-models-cpu")
+    lines = [
+        "| model, budget | layers | `exact=True` | default | times faster | error over the optimum "
+        '| a plan with `allocate="spectrum"` |',
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["rows"]:
+        exact, default, plan = (row["seconds"][way] for way in ("exact", "default", "plan by spectrum"))
+        budget = ", ".join(f"`{key}={value}`" for key, value in row["budget"].items())
+        times = exact["median"] / default["median"]
+        lines.append(
+            f"| {row['model']}, {budget} | {row['layers']} | {_seconds(exact)} | {_seconds(default)} | {times:.1f} "
+            f"| {row['error_over_optimum']:.6f} | {_seconds(plan)} |"
+        )
+    return "\n".join([*lines, "", f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"])
+
+
+def svd_peers() -> str:
+    """Return the table of spectral factors beside those of other packages."""
+    if not _measured("svd-peers-cpu"):
+        return MISSING
+    report = _read("svd-peers-cpu")
+    names = list(report["rows"][0]["seconds"])
+    lines = [
+        f"| Gaussian matrix, rank | {' | '.join(f'`{name}`' if '.' in name else name for name in names)} |",
+        f"| --- |{' ---: |' * len(names)}",
+    ]
+    for row in report["rows"]:
+        cells = [f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names]
+        lines.append(f"| {row['size']}×{row['size']}, {row['rank']} | {' | '.join(cells)} |")
+    note = f"Seconds, and the error ‖W - UVᵀ‖ over the optimum. {_cpu_time(report)}"
+    return "\n".join([*lines, "", note])
+
+
+def _seconds(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.1f} ({spread['least']:.1f} to {spread['largest']:.1f})"
+
+
+def _cpu_time(report: dict[str, Any]) -> str:
+    rounds = sorted({row["rounds"] for row in report["rows"]})
+    return f"{_machine(report)}, CPU time; medians of n = {' or '.join(map(str, rounds))}, interleaved."
+
+
 def monarch() -> str:
     """Return the table of the errors of Monarch matrices and low rank."""
     report = _read("monarch-cpu")
@@ -202,6 +250,58 @@ def calibrated() -> str:
     return "\n".join([*lines, "", note])
 
 
+def ranks() -> str:
+    """Return the table of scores by the way ranks were chosen."""
+    report = _read("ranks-cpu")
+    found = {(row["network"], row["ratio"], row["ranks"]): row for row in report["rows"]}
+    ways = list(dict.fromkeys(row["ranks"] for row in report["rows"] if row["ranks"] != "dense"))
+    titles = {"uniform": "uniform", "weights": "by weights", "outputs": "by outputs", "loss": "by outputs and loss"}
+    lines = [
+        f"| network | parameters kept | {' | '.join(titles[way] for way in ways)} |",
+        f"| --- | ---: |{' ---: |' * len(ways)}",
+    ]
+    for network, ratio in dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1):
+        cells = [_mean(found[network, ratio, way]) for way in ways]
+        lines.append(f"| {network} | {ratio:.0%} | {' | '.join(cells)} |")
+    dense = [f"{row['network']} {row['mean']:.2f}" for row in report["rows"] if row["ranks"] == "dense"]
+    note = (
+        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
+        f"{_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense: {', '.join(dense)}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def compression() -> str:
+    """Return the table of scores of this library and of others, before and after recovery."""
+    report = _read("compression-cpu")
+    rows = [row for row in report["rows"] if row["method"] != "dense"]
+    found = {(row["network"], row["method"], row["recovery"], row["ratio"]): row for row in rows}
+    ratios = sorted({row["ratio"] for row in rows}, reverse=True)
+    after = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
+    lines = [
+        f"| network | method | {' | '.join(f'{ratio:.0%}' for ratio in ratios)} |",
+        f"| --- | --- |{' ---: |' * len(ratios)}",
+    ]
+    order = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(after).index(key[2]))
+    for network in dict.fromkeys(key[0] for key in found):
+        for _, method, recovery in (key for key in order if key[0] == network):
+            cells = [_mean(found[network, method, recovery, ratio]) for ratio in ratios]
+            lines.append(f"| {network} | {method}{after[recovery]} | {' | '.join(cells)} |")
+    dense = [row for row in report["rows"] if row["method"] == "dense"]
+    told = ", ".join(f"{row['network']} {row['mean']:.2f} (n = {row['n']})" for row in dense)
+    note = (
+        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
+        f"{_machine(report)}; means and deviations over seeds. Dense: {told}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _mean(row: dict[str, Any]) -> str:
+    digits = 1 if row["score"] == "accuracy" else 2
+    spread = "" if row["deviation"] is None else f" ± {row['deviation']:.{digits}f}"
+    return f"{row['mean']:.{digits}f}{spread}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "low-rank": low_rank,
@@ -210,8 +310,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "epoch": epoch,
     "training-step": training_step,
     "decomposition": decomposition,
+    "surgery": surgery,
+    "svd-peers": svd_peers,
     "monarch": monarch,
     "calibrated": calibrated,
+    "ranks": ranks,
+    "compression": compression,
 }
 
 
@@ -259,6 +363,10 @@ def _conditions(rows: Sequence[Variant]) -> str:
     first = rows[0].runs[0]
     epochs, batch = first.length, first.recipe["run"]["batch"]
     return f"Accuracy after the last of {epochs} epochs, batch {batch}; {_machine(first.result)}, bf16."
+
+
+def _measured(name: str) -> bool:
+    return (RESULTS / f"{name}.json").is_file()
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -32,9 +32,9 @@ from factorized.nn.linear import FactorizedLinear
 from factorized.nn.parallel import ColwiseParallel, RowwiseParallel
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
+from factorized.planning.calibration import Calibrated
 from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
 from factorized.planning.planner import plan
-from factorized.surgery.calibrate import Calibrated
 from factorized.surgery.compose import compose
 from factorized.surgery.factorize import factorize
 from factorized.surgery.lower import lower

@@ -36,6 +36,7 @@ PATH = [
     "experiments.training",
     "experiments.text",
     "experiments.reproduce",
+    "experiments.compress",
     "experiments.cli",
 ]
 LIBRARY = [stage for stage in PATH if "." not in stage]

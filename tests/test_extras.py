@@ -17,7 +17,7 @@ MODULES = {
     "pytest-xdist": "xdist",
 }
 # needed by others: transformers' Trainer, torch's ONNX exporter; or run as commands
-INDIRECT = {"accelerate", "onnx", "onnxscript", "pytest-xdist", "ruff", "mypy", "pre-commit"}
+INDIRECT = {"accelerate", "onnx", "onnxscript", "pytest-xdist", "ruff", "mypy", "basedpyright", "pre-commit"}
 INDIRECT |= {"mkdocs-material", "mkdocstrings", "mkdocstrings-python"}  # named in mkdocs.yml
 PACKAGES = sorted({re.split(r"[\[<>=]", text)[0] for extra in EXTRAS.values() for text in extra} - {"factorized"})
 

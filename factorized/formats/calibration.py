@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from factorized.formats.kernel import KernelShape
+from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.formats.svd import truncated_factors
 
 # Added to the moments as a share of their mean: directions that no input has are kept by the size of their weights.
@@ -92,6 +92,11 @@ def added(moments: Sequence[Moment]) -> list[Moment]:
     return [Moment(torch.stack(sums).sum(0), transposed) for (transposed, _), sums in kinds.items()]
 
 
+def scaled(moment: Moment, by: float) -> Moment:
+    """Return the moment of inputs whose squares count this many times."""
+    return Moment(by * moment.sums, moment.transposed)
+
+
 def regularized(moment: Moment) -> Moment:
     """Return the moment with a small multiple of the identity added; the identity where every input is zero."""
     sums = moment.sums
@@ -120,6 +125,28 @@ def calibrated_factors(
         return Q @ U, V
     A = torch.linalg.eigh(_times(W, C) @ W.mT).eigenvectors[..., -rank:]
     return truncated_factors(A, W.mT @ A, (), rank)
+
+
+def output_spectrum(
+    weight: Tensor,  # of the shape of the layer's weight
+    moments: Sequence[Moment],
+    shape: KernelShape,
+) -> Tensor:  # (full rank,)
+    """Return what each rank of the best product keeps of ``Σ ‖weight·x‖²``, largest first; they add up to it.
+
+    These are the squared singular values of the whitened weight, summed over groups. For weights without a closed form
+    (``calibrated_factors``) they are approximate.
+    """
+    exact, moments = weight.double(), [regularized(moment) for moment in moments]
+    matrix = to_matrix(exact, shape)
+    found = []
+    for moment in moments:
+        W = matrix.mT if moment.transposed else matrix
+        W = W if W.shape[-2] <= W.shape[-1] else torch.linalg.qr(W).R
+        values = torch.linalg.eigvalsh(_times(W, moment.of_matrix(shape)) @ W.mT).clamp(min=0)
+        found.append(values.flip(-1).sum(0))
+    spectrum = torch.stack(found).sum(0)
+    return spectrum * (output_error(exact, moments, shape) / spectrum.sum().clamp(min=torch.finfo().tiny))
 
 
 def refined(

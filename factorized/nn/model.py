@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -37,6 +37,12 @@ def check_copyable(model: nn.Module) -> None:
                     "spectral_norm, and such a layer cannot be copied. Make it a parameter again first, by "
                     "torch.nn.utils.prune.remove, remove_weight_norm or remove_spectral_norm"
                 )
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first dotted names as a list in a sentence, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name or "the model" for name in names[:most]) + more
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Second moments of the inputs of dense layers, collected while a model runs."""
+"""Second moments of the inputs of dense layers, and of the gradients of their outputs, collected while a model runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class InputMoments:
 
     def __call__(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Add the inputs of one call: a forward pre-hook with keywords."""
-        x = arguments[0] if arguments else next(iter(keywords.values()))
+        x = (arguments[0] if arguments else next(iter(keywords.values()))).detach()
         if self.looks_up:
             self._count(x, layer.padding_idx if isinstance(layer, nn.EmbeddingBag) else None)
         elif isinstance(layer, _ConvNd):
@@ -86,10 +86,36 @@ class InputMoments:
         self.samples += samples
 
 
+class OutputGradients:
+    """Adds up the squares of the gradients that the outputs of one layer get in backward passes."""
+
+    def __init__(self) -> None:
+        self.squares, self.entries = 0.0, 0
+
+    @property
+    def mean_square(self) -> float:
+        """The mean over all entries of all outputs; 0 before any."""
+        return self.squares / max(1, self.entries)
+
+    def __call__(self, layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Watch the output of one call: a forward hook."""
+        if not output.requires_grad:  # the first layer of all: a copy, as code after it may write in place
+            output = output.detach().requires_grad_().clone()
+        output.register_hook(self._add)
+        return output
+
+    def _add(self, gradient: Tensor) -> None:
+        self.squares += gradient.double().square().sum().item()
+        self.entries += gradient.numel()
+
+
 @contextmanager
-def collecting(found: Mapping[nn.Module, InputMoments]) -> Iterator[None]:
-    """Collect the moments of these layers whenever they are called inside."""
+def collecting(
+    found: Mapping[nn.Module, InputMoments], gradients: Mapping[nn.Module, OutputGradients] | None = None
+) -> Iterator[None]:
+    """Collect the moments and gradients of these layers whenever they are called inside."""
     hooks = [layer.register_forward_pre_hook(moments, with_kwargs=True) for layer, moments in found.items()]
+    hooks += [layer.register_forward_hook(watch) for layer, watch in (gradients or {}).items()]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Running a model once on an example; evaluation mode; counting parameters."""
+"""Running a model once on an example; evaluation mode; freezing and counting parameters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from torch.nn.parameter import is_lazy
 ExampleInput = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
-def run_once(model: nn.Module, example_input: ExampleInput, argument: str = "example_input") -> None:
-    """Run ``model`` on ``example_input`` without gradients, in evaluation mode, every layer called as a module.
+def run_once(
+    model: nn.Module, example_input: ExampleInput, argument: str = "example_input", *, gradients: bool = False
+) -> Any:
+    """Run ``model`` on ``example_input`` in evaluation mode, every layer called as a module; return its outputs.
 
-    ``argument`` is what an error calls the input.
+    ``argument`` is what an error calls the input. No graph is recorded unless ``gradients``.
     """
     try:
-        arguments, keywords = _as_call(example_input, _device_of(model))
-        with torch.no_grad(), evaluation_mode(model), _no_fused_attention():
-            model(*arguments, **keywords)
+        arguments, keywords = _as_call(model, example_input)
+        with torch.set_grad_enabled(gradients), evaluation_mode(model), _no_fused_attention():
+            return model(*arguments, **keywords)
     except Exception as error:
         raise ValueError(
             f"{argument} does not run through {type(model).__name__}: {error}. Give what its forward takes: "
@@ -38,15 +40,18 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _as_call(example_input: ExampleInput, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
+def move_to(model: nn.Module, values: Sequence[Any]) -> list[Any]:
+    """Return the values with tensors on the device of the model."""
+    device = _device_of(model)
+    return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
+
+def _as_call(model: nn.Module, example_input: ExampleInput) -> tuple[list[Any], dict[str, Any]]:
     if isinstance(example_input, Tensor):
-        return [move(example_input)], {}
+        return move_to(model, [example_input]), {}
     if isinstance(example_input, Mapping):
-        return [], {key: move(value) for key, value in example_input.items()}
-    return [move(value) for value in example_input], {}
+        return [], dict(zip(example_input, move_to(model, list(example_input.values())), strict=True))
+    return move_to(model, example_input), {}
 
 
 @contextmanager
@@ -59,6 +64,19 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Let no parameter of ``model`` require a gradient inside."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from factorized.nn.running import ExampleInput, count_parameters
 from factorized.planning.advice import Change, above_reach, out_of_reach, starved
 from factorized.planning.assemble import assemble
 from factorized.planning.budget import Of, read_budget
+from factorized.planning.calibration import Calibrated
 from factorized.planning.candidate import Candidate
 from factorized.planning.loose import loose_entries
 from factorized.planning.parts import parts_of
@@ -28,6 +29,7 @@ from factorized.planning.projections import AttentionOption, read_option
 from factorized.planning.ranks import Choices, lowest_cost
 from factorized.planning.select import find_candidates
 from factorized.planning.solve import Problem, pose, solve
+from factorized.planning.spectrum import spectra_of
 
 TINY = 50_000  # a layer with less than the model's parameters over this is not worth factorizing
 Allocate = Literal["uniform", "spectrum"]
@@ -47,6 +49,7 @@ class PlanOptions(TypedDict, total=False):
     of: Of
     example_input: ExampleInput | None
     allocate: Allocate
+    calibration: Calibrated | None
     multiple_of: int | None
     include: Sequence[Pattern] | None
     exclude: Sequence[Pattern]
@@ -67,6 +70,7 @@ def plan(
     of: Of = "model",
     example_input: ExampleInput | None = None,
     allocate: Allocate = "uniform",
+    calibration: Calibrated | None = None,
     multiple_of: int | None = None,
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] = (),
@@ -85,12 +89,14 @@ def plan(
         rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))``
             otherwise; for tensors see ``TensorTrain`` and ``Tucker``.
         rank: the same rank everywhere; layers that it would not make smaller stay dense.
-        energy: share of each layer's squared singular values to keep.
+        energy: share of each layer's squared singular values to keep; with ``calibration``, of its outputs.
         macs: multiply-accumulates of the whole model after, relative to before, on ``example_input``.
         of: what ``ratio`` and ``macs`` are a share of: the whole ``"model"``, or only the ``"selected"`` layers.
         example_input: what the model's forward takes (a tensor, a tuple, a dict); fills the plan's MACs.
         allocate: ``"uniform"`` spends a budget at one rank scale (the paper), ``"spectrum"`` where the singular values
-            of the given weights gain most.
+            of the given weights gain most; with ``calibration``, where the outputs of layers gain most.
+        calibration: ``fz.Calibrated(batches)``: data to choose ranks by, for ``allocate="spectrum"`` and ``energy``.
+            ``fz.factorize`` takes it as ``init=``.
         multiple_of: round ranks to multiples of this number, within the budget (``energy`` rounds up). By default,
             a ``ratio`` or ``macs`` rounds the ranks of matrices with a side of 512 or more to multiples of 8 to 64, as
             far as that leaves less than 1 % of the budget unspent: GPUs multiply those faster. 1 rounds nothing.
@@ -119,6 +125,8 @@ def plan(
     scheme = LowRank() if scheme is None else scheme
     given = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     budget = read_budget(scheme, allocate, example_input is not None, given, of, multiple_of)
+    by_spectrum = allocate == "spectrum" or budget.name == "energy"
+    _check_calibration(calibration, by_spectrum)
     if min_size is not None:
         check_whole("min_size", min_size, least=0)
     options = PlanOptions(
@@ -141,7 +149,9 @@ def plan(
     changes = _changes(scheme, options)
     if budget.is_share and problem.target < lowest_cost(problem.items):
         raise ValueError(out_of_reach(model, problem, changes, posed))
-    choices = solve(problem, allocate)
+    precise = budget.name == "energy"  # other spectra are compared with one another: five digits are enough
+    spectra = spectra_of(model, problem.weights, calibration, precise=precise) if by_spectrum else None
+    choices = solve(problem, spectra)
     if budget.is_share and (message := above_reach(model, problem, choices)) is not None:
         raise ValueError(message)
     if all(choice is None for choice in choices):
@@ -153,6 +163,15 @@ def plan(
     if (message := starved(model, problem, choices, made, changes, posed)) is not None:
         warnings.warn(message, stacklevel=2)
     return made
+
+
+def _check_calibration(calibration: object, by_spectrum: bool) -> None:
+    if calibration is None:
+        return
+    if not isinstance(calibration, Calibrated):
+        raise ValueError(f"calibration must be fz.Calibrated(batches), got {type(calibration).__name__}")
+    if not by_spectrum:
+        raise ValueError('calibration= chooses ranks for allocate="spectrum" or energy=; give one of them')
 
 
 def _candidates(

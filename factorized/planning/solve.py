@@ -27,7 +27,7 @@ from factorized.planning.ranks import (
     spend_by_spectrum,
     spend_uniformly,
 )
-from factorized.planning.spectrum import rank_for_energy, squared_spectrum
+from factorized.planning.spectrum import rank_for_energy
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,24 @@ def pose(
     return Problem(scheme, budget, candidates, weights, costs, items, measured, whole, whole - dense)
 
 
-def solve(problem: Problem, allocate: str) -> Choices:
-    """Return a choice for every weight, None where it stays dense."""
+def solve(problem: Problem, spectra: Sequence[Sequence[float]] | None) -> Choices:
+    """Return a choice for every weight, None where it stays dense.
+
+    ``spectra`` says what every rank of every weight keeps: for ``energy``, and to spend a share by; without it a share
+    is spent uniformly.
+    """
     scheme, budget, items, weights = problem.scheme, problem.budget, problem.items, problem.weights
     if budget.name in ("rank", "rank_scale"):
         _warn_if_clipped(scheme, budget, weights)
     if budget.is_share:
-        return _spend(problem, allocate)
+        return _spend(problem, spectra)
     multiple = budget.multiple_of or 1
     if budget.name == "rank_scale":
         found: Sequence[Choice | None] = [item.at_scale(budget.value) for item in items]
     elif budget.name == "rank":
         found = _at_one_rank(scheme, weights, int(budget.value))
     else:
-        kept = [rank_for_energy(squared_spectrum(tied[0], precise=True), budget.value) for tied in weights]
+        kept = [rank_for_energy(energies, budget.value) for energies in spectra or ()]
         found = [_at_rank(tied[0], scheme, rank) for tied, rank in zip(weights, kept, strict=True)]
     nearest = ceil if budget.name == "energy" else round  # no less energy than was asked for
     return [
@@ -100,15 +104,12 @@ def solve(problem: Problem, allocate: str) -> Choices:
     ]
 
 
-def _spend(problem: Problem, allocate: str) -> Choices:
+def _spend(problem: Problem, spectra: Sequence[Sequence[float]] | None) -> Choices:
     """Spend a share on exact ranks, then again in multiples on the layers whose ranks are rounded by default."""
-    energies = None
-    if allocate == "spectrum":  # compared with one another, so that five digits are enough
-        energies = [squared_spectrum(tied[0], precise=False).tolist() for tied in problem.weights]
 
     def spend(items: Mapping[int, Item], budget: int) -> Choices:
-        if energies is not None:
-            return spend_by_spectrum([*items.values()], [energies[index] for index in items], budget)
+        if spectra is not None:
+            return spend_by_spectrum([*items.values()], [spectra[index] for index in items], budget)
         return spend_uniformly([*items.values()], budget)
 
     choices = spend(dict(enumerate(problem.items)), problem.target)

@@ -1,21 +1,66 @@
-"""The singular values of the given weights, for budgets that need them."""
+"""Spectra of weights, or of what they keep of their outputs, for budgets that are spent by them."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from factorized._torch import all_finite
 from factorized.attention.cost import attention_spectrum
+from factorized.formats.calibration import output_spectrum
 from factorized.formats.kernel import to_matrix
 from factorized.formats.svd import squared_singular_values
 from factorized.nn.dense import dense_weight
-from factorized.planning.candidate import AttentionCandidate, Selected
+from factorized.nn.model import listed, named
+from factorized.planning.assemble import Tied
+from factorized.planning.calibration import Calibrated, collect
+from factorized.planning.candidate import AttentionCandidate, LayerCandidate, Selected
 
 
 @torch.no_grad()
+def spectra_of(
+    model: nn.Module, weights: Sequence[Tied], calibration: Calibrated | None, *, precise: bool
+) -> list[list[float]]:
+    """Return what every rank of every weight keeps, largest first.
+
+    Of weights, these are squared singular values, ``precise`` or not (see ``squared_spectrum``). With calibration they
+    are shares of the outputs, equal for all layers, or times the effect on the loss where it has one: what losing the
+    whole output would change, by the mean squares of its gradient and of the output. Attention that is taken as a
+    whole, and layers that never run, count by the shares of their bare weights, with the mean effect of the others.
+    """
+    bare = {tied[0].name: tied[0] for tied in weights}
+    if calibration is None:
+        return [squared_spectrum(first, precise=precise).tolist() for first in bare.values()]
+    first = {name: one for name, one in bare.items() if isinstance(one, LayerCandidate)}
+    for one in first.values():
+        _checked_weight(one)
+    sharing = {tied[0].name: {one.name: one.module for one in tied} for tied in weights if tied[0].name in first}
+    found: dict[str, Tensor] = {}
+    for name, collected in collect(model, calibration, sharing, calibration.loss):
+        if collected.ran:
+            with named(name):
+                shape = first[name].shape
+                weight = dense_weight(first[name].module).reshape(shape.weight_shape)
+                found[name] = output_spectrum(weight, collected.moments, shape)
+    if never_ran := [name for name in first if name not in found]:
+        warnings.warn(
+            f"calibration: no batch reaches {listed(never_ran)} (the module is never called), so the spectra of the "
+            "bare weights are used there",
+            stacklevel=4,
+        )
+    effects = {name: spectrum.sum().item() if calibration.loss is not None else 1.0 for name, spectrum in found.items()}
+    mean = sum(effects.values()) / max(1, len(effects))
+    shares = {
+        name: _shares(found[name] if name in found else squared_spectrum(one, precise=precise))
+        for name, one in bare.items()
+    }
+    return [(share * effects.get(name, mean)).tolist() for name, share in shares.items()]
+
+
 def squared_spectrum(candidate: Selected, *, precise: bool) -> Tensor:  # (full rank,)
     """Return the squared singular values of a weight, summed over its groups; of attention, over forms and heads.
 
@@ -23,19 +68,28 @@ def squared_spectrum(candidate: Selected, *, precise: bool) -> Tensor:  # (full 
     """
     if isinstance(candidate, AttentionCandidate):
         return attention_spectrum(candidate.name, candidate.unit, candidate.forms)
+    matrix = to_matrix(_checked_weight(candidate), candidate.shape)
+    return squared_singular_values(matrix, precise=precise).sum(dim=0)
+
+
+def rank_for_energy(energies: Sequence[float], share: float) -> int:
+    """Return the smallest rank that keeps ``share`` of a spectrum."""
+    kept = list(accumulate(energies))
+    return next(rank for rank, energy in enumerate(kept, start=1) if energy >= share * kept[-1])
+
+
+def _checked_weight(candidate: LayerCandidate) -> Tensor:
+    """Return the weight of a layer; raise if it has no values, or ones that are not finite."""
     weight = dense_weight(candidate.module)
     if weight.is_meta:
         raise ValueError(
             f"{candidate.name}: singular values need weights, but the model is on the meta device; "
             'load it, or plan by ratio= or rank_scale= with allocate="uniform"'
         )
-    matrix = to_matrix(weight.reshape(candidate.shape.weight_shape), candidate.shape)
-    if not all_finite(matrix):
+    if not all_finite(weight):
         raise ValueError(f"{candidate.name}: weight holds NaN or infinite values, so it has no singular values")
-    return squared_singular_values(matrix, precise=precise).sum(dim=0)
+    return weight.reshape(candidate.shape.weight_shape)
 
 
-def rank_for_energy(energies: Tensor, share: float) -> int:
-    """Return the smallest rank that keeps ``share`` of the squared spectrum."""
-    kept = list(accumulate(energies.tolist()))
-    return next(rank for rank, energy in enumerate(kept, start=1) if energy >= share * kept[-1])
+def _shares(spectrum: Tensor) -> Tensor:
+    return spectrum / spectrum.sum().clamp(min=torch.finfo().tiny)

@@ -30,11 +30,12 @@ from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
 from factorized.nn.model import Model, check_model, named
 from factorized.planning.budget import BUDGETS
+from factorized.planning.calibration import Calibrated
 from factorized.planning.plan import Entry, Plan
 from factorized.planning.planner import PlanOptions
 from factorized.planning.planner import plan as make_plan
 from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
-from factorized.surgery.calibrate import Calibrated, calibrate_all
+from factorized.surgery.calibrate import calibrate_all
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.progress import Count, Progress
@@ -76,7 +77,8 @@ def factorize(
         model: any ``nn.Module``.
         plan: a plan, or a scheme, for which ``fz.plan`` is called first; ``LowRank()`` unless given.
         init: how the factors are filled. ``"spectral"`` decomposes the weights of the layers, random or trained: the
-            default except for ``Overcomplete``. ``fz.Calibrated(batches)`` uses trained weights and data.
+            default except for ``Overcomplete``. ``fz.Calibrated(batches)`` uses trained weights and data, which then
+            also choose the ranks for ``allocate="spectrum"`` and ``energy``.
             ``"default"`` (the default for ``Overcomplete``), ``"kaiming"``, ``"normal"`` or a callable draws them; the
             cores of tensors are drawn so that the weight has the variance of a dense one.
         exact: take ``torch.linalg.svd`` for spectral factors. Other decompositions are several times faster; at low
@@ -103,6 +105,10 @@ def factorize(
     if isinstance(plan, Plan):
         _refuse_options(options)
     else:
+        if isinstance(init, Calibrated) and (
+            options.get("allocate") == "spectrum" or options.get("energy") is not None
+        ):
+            options.setdefault("calibration", init)
         plan = make_plan(model, plan, **options)
     init = init if init is not None else plan.scheme.init
     if not isinstance(init, Calibrated):

@@ -262,4 +262,4 @@ def _by_ratio(model: nn.Module, cuts: Sequence[Cut], ratio: float) -> list[Choic
 
 def _by_energy(cut: Cut, share: float) -> Choice:
     energies = cut.energies()
-    return cut.at_most(rank_for_energy(energies, share)) if energies.sum() > 0 else cut.choices[-1]
+    return cut.at_most(rank_for_energy(energies.tolist(), share)) if energies.sum() > 0 else cut.choices[-1]

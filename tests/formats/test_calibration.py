@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorized.formats.calibration import Moment, added, calibrated_factors, output_error, regularized
+from factorized.formats.calibration import (
+    Moment,
+    added,
+    calibrated_factors,
+    output_error,
+    output_spectrum,
+    regularized,
+)
 from factorized.formats.format import Format
 from factorized.formats.kernel import KernelShape
 from factorized.formats.kronecker import Kronecker
@@ -192,3 +199,33 @@ def test_moments_of_one_kind_add_up_and_others_stay() -> None:
     assert not first.transposed
     assert second.transposed
     torch.testing.assert_close(second.sums, c.sums)
+
+
+@pytest.mark.parametrize("extents", [(12, 30), (30, 12)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_spectrum_of_outputs_is_what_the_best_products_of_every_rank_lose(
+    extents: tuple[int, int], groups: int
+) -> None:
+    (m, n), moment = extents, moment_of(extents[1], groups)
+    shape = KernelShape(groups * m, groups * n, (), groups)
+    weight = draw(*shape.weight_shape)
+    spectrum = output_spectrum(weight, [moment], shape)
+    assert spectrum.shape == (min(m, n),)
+    for rank in (0, 1, 5, min(m, n) - 1):
+        best = sum(optimum(W, C, rank) for W, C in zip(weight.reshape(groups, m, n), moment.sums, strict=True))
+        torch.testing.assert_close(spectrum[rank:].sum(), best, rtol=1e-2, atol=0)  # the ridge
+
+
+def test_the_spectrum_of_a_kernel_split_over_both_factors_adds_up_to_its_outputs() -> None:
+    shape = LowRank().kernel((6, 4, 3, 3))
+    weight, moment = draw(6, 4, 3, 3), moment_of(36)
+    spectrum = output_spectrum(weight, [moment], shape)
+    torch.testing.assert_close(spectrum.sum(), output_error(weight, [moment], shape), rtol=1e-6, atol=0)
+    assert (spectrum.diff() <= 0).all()
+
+
+def test_a_weight_or_inputs_of_zeros_have_a_finite_spectrum() -> None:
+    shape = KernelShape(5, 4, (), 1)
+    zeros = Moment(torch.zeros(1, 4, 4, dtype=torch.float64))
+    assert not output_spectrum(torch.zeros(5, 4), [moment_of(4)], shape).any()
+    torch.testing.assert_close(output_spectrum(draw(5, 4), [zeros], shape), torch.linalg.svdvals(draw(5, 4)).square())

@@ -35,6 +35,7 @@ GIVEN: dict[str, Any] = {
     "of": "selected",
     "example_input": EXAMPLES[Mlp],
     "allocate": "spectrum",
+    "calibration": fz.Calibrated([]),
     "multiple_of": 8,
     "include": ["wide"],
     "exclude": ["wide"],

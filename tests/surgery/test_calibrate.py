@@ -274,11 +274,13 @@ def test_running_leaves_modes_statistics_gradients_and_hooks_as_they_were() -> N
 
 
 def test_several_passes_give_what_one_pass_gives_and_hold_few_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from factorized.surgery import calibrate
+    from factorized.planning import calibration
 
     watched: list[int] = []
-    collecting = calibrate.collecting
-    monkeypatch.setattr(calibrate, "collecting", lambda layers: watched.append(len(layers)) or collecting(layers))
+    collecting = calibration.collecting
+    monkeypatch.setattr(
+        calibration, "collecting", lambda layers, others: watched.append(len(layers)) or collecting(layers, others)
+    )
     dense, plan = convolutions(), fz.plan(convolutions(), rank=3, keep_first_and_last=False, exclude=["9"])
     one, several = (
         fz.factorize(copy.deepcopy(dense), plan, init=fz.Calibrated([images()], layers_per_pass=size))

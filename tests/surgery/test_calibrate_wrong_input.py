@@ -75,7 +75,7 @@ def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message:
         (iter([]), "batches holds no examples.*used before"),
         (
             [torch.randn(8, 20), torch.randn(8, 19)],
-            r"batch 1 of init=Calibrated\(batches\) does not run through Sequential",
+            r"batch 1 of Calibrated\(batches\) does not run through Sequential",
         ),
         ([{"y": torch.randn(8, 20)}], "batch 0 of .* does not run through Sequential.*a dict of keywords"),
         ([torch.randn(30, 20), torch.full((1, 20), torch.nan)], "0: its inputs on the batches .* hold NaN"),

@@ -8,6 +8,7 @@ import typer
 
 from factorized.experiments.cli import (
     compose,
+    compress,
     data,
     demo,
     evaluate,
@@ -43,6 +44,7 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
+app.command("compress", epilog=compress.EXAMPLES)(compress.compress)
 app.command("translate", epilog=translate.EXAMPLES)(translate.translate)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)

@@ -57,12 +57,15 @@ def train_text(
     overwrite: bool = False,
     allow_other_devices: bool = False,
     reporter: Reporter | None = None,
+    start: nn.Module | None = None,
 ) -> list[dict[str, Any]]:
     """Train the recipe's network once for each seed, into ``folder/seed-<seed>``, and return the results.
 
-    ``resume``, ``overwrite`` and ``allow_other_devices`` are those of ``train`` for images. Under ``torchrun`` every
-    process calls this.
+    ``resume``, ``overwrite`` and ``allow_other_devices`` are those of ``train`` for images. ``start`` is trained in
+    place of the recipe's own network, with one seed. Under ``torchrun`` every process calls this.
     """
+    if start is not None and len(seeds) > 1:
+        raise ValueError(f"start is one network, trained with one seed, got seeds {list(seeds)}")
     folders = [folder / f"seed-{seed}" for seed in seeds]
     task = TASKS[recipe.task](recipe, corpus)
     results = []
@@ -72,7 +75,7 @@ def train_text(
                 "run.shard = true splits a network over several processes, and this is the only one; start it with "
                 "torchrun --nproc-per-node N -m factorized.experiments.cli train ..., or set run.shard = false"
             )
-        model = build_text_network(recipe, corpus.tokenizer, seeds[0])
+        model = build_text_network(recipe, corpus.tokenizer, seeds[0]) if start is None else start
         needed = 6 * sum(parameter.nbytes for parameter in model.parameters()) + 2**20
         processes.from_first(lambda: prepare_folders(folders, needed, claims, resume=resume, overwrite=overwrite))
         shown = reporter if reporter is not None and processes.is_first else Reporter(quiet=True)

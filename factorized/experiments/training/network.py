@@ -28,6 +28,14 @@ from factorized.surgery.factorize import factorize
 from factorized.surgery.progress import Progress
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A network to train further, in place of the one that a recipe builds, and the plan it was factorized by."""
+
+    network: nn.Module
+    plan: Plan
+
+
 def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     """Return the recipe's network before factorization, drawn with ``seed``."""
     torch.manual_seed(seed)

@@ -20,6 +20,7 @@ from factorized.experiments.training.evaluate import Evaluator
 from factorized.experiments.training.folder import prepare_folders, writing
 from factorized.experiments.training.interrupt import PATIENCE, Interrupted, StopRequest
 from factorized.experiments.training.network import (
+    Start,
     boundless_buffers,
     build_dense,
     build_optimizer,
@@ -74,18 +75,22 @@ def train(
     overwrite: bool = False,
     allow_other_devices: bool = False,
     reporter: Reporter | None = None,
+    start: Start | None = None,
 ) -> list[dict[str, Any]]:
     """Train the recipe's network once for each seed, into ``folder/seed-<seed>``, and return the results.
 
     ``resume`` goes on with the runs that are there and is refused where there is none; ``"auto"`` then starts anew. A
     run that began with another number of processes, or on another kind of device, would not end where it would have
-    ended there: going on with it is refused unless ``allow_other_devices`` is set.
+    ended there: going on with it is refused unless ``allow_other_devices`` is set. ``start`` is trained in place of the
+    recipe's own network, with one seed.
 
     All seeds share one copy of the data and, on a GPU, one compiled and captured step. Under ``torchrun`` every process
     calls this and trains on its share of each batch; the first one writes.
     """
     if not seeds or len(set(seeds)) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**63:
         raise ValueError(f"seeds must be different whole numbers from 0 to 2**63 - 1, at least one, got {list(seeds)}")
+    if start is not None and len(seeds) > 1:
+        raise ValueError(f"start is one network, trained with one seed, got seeds {list(seeds)}")
     folders = [folder / f"seed-{seed}" for seed in seeds]
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:
@@ -98,6 +103,7 @@ def train(
             processes,
             allow_other_devices=allow_other_devices,
             progress=shown.decomposing,
+            start=start,
         )
         trainer = build(seeds[0])
         processes.from_first(
@@ -124,12 +130,16 @@ class Trainer:
         *,
         allow_other_devices: bool = False,
         progress: Progress | None = None,  # of decompositions that take a while
+        start: Start | None = None,
     ) -> None:
         self.allow_other_devices, self.progress = allow_other_devices, progress
         self.recipe, self.images, self.processes, self.device = recipe, images, processes, processes.device
-        dense = build_dense(recipe, images, seed)
-        self.plan = plan_network(recipe, dense, images)
-        self.network = self._factorize(dense)
+        if start is None:
+            dense = build_dense(recipe, images, seed)
+            self.plan = plan_network(recipe, dense, images)
+            self.network = self._factorize(dense)
+        else:
+            self.plan, self.network = start.plan, start.network.cpu()
         check_network(recipe, self.network, images)
         self.macs = count_macs(self.network, self.plan, images)
         # of the first seed; others are drawn when their turn comes

@@ -24,6 +24,7 @@ VERBS = [
     "train",
     "evaluate",
     "compose",
+    "compress",
     "data prepare",
     "data ls",
     "report",
@@ -36,7 +37,7 @@ VERBS = [
 def commands_of(text: str) -> list[str]:
     """Return the commands on indented lines and in backquotes, without the remarks behind them."""
     lines = re.findall(r"^ +(factorized [a-z].*)$", text, flags=re.MULTILINE)
-    inline = re.findall(r"`(factorized (?:train|plan|demo|data|recipes|report|compose|evaluate)[^`]*)`", text)
+    inline = re.findall(r"`(factorized (?:train|plan|demo|data|recipes|report|compose|compress|evaluate)[^`]*)`", text)
     return [re.split(r" {2,}|#", command)[0].strip() for command in lines + inline]
 
 

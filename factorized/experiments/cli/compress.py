@@ -1,0 +1,159 @@
+"""``factorized compress``: a trained model made smaller, by its data, and trained further to recover."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from factorized.experiments.cli.arguments import Data, Device, Quiet, TrustModel, complete_recipe, examples
+from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from factorized.experiments.compress.subject import AnyRecipe, Subject
+    from factorized.experiments.recipes.recipe import Factorize
+
+EXAMPLES = examples(
+    "factorized compress out/digits/resnet8/seed-0 --ratio 0.3",
+    "factorized compress out/cifar10/resnet32x2/seed-0 --ratio 0.1 --data DIR --recover cifar10/resnet32x2",
+    "factorized compress out/language/tiny/seed-0 --ratio 0.5 --to lowered",
+    "factorized compress models/gpt2 --ratio 0.7 --data DIR     a folder of transformers, and one of .txt files",
+    "factorized compress mymodels:trained --ratio 0.5 --data images.npz",
+)
+NO_RECOVERY = "none"
+
+
+class Ranks(StrEnum):
+    """What ranks are chosen by."""
+
+    loss = "loss"
+    outputs = "outputs"
+    uniform = "uniform"
+
+
+class Form(StrEnum):
+    """What the compressed network can be written as, beside its factors."""
+
+    lowered = "lowered"
+    composed = "composed"
+
+
+class Kind(StrEnum):
+    """How a convolution is factorized."""
+
+    spatial = "spatial"
+    channel = "channel"
+
+
+def compress(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="The folder of a finished run, a folder of a Hugging Face model, or module:function, which returns a "
+            "trained classifier of images.",
+            show_default=False,
+        ),
+    ],
+    ratio: Annotated[float, typer.Option(help="Parameters after, as a share of those before.", show_default=False)],
+    data: Data = None,
+    recover: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="A recipe to train the compressed network by. Without it, a run of ours trains for a tenth of its own "
+            f"recipe, and others do not train; `{NO_RECOVERY}` trains nothing.",
+            autocompletion=complete_recipe,
+            show_default=False,
+        ),
+    ] = None,
+    to: Annotated[
+        list[Form] | None,
+        typer.Option(help="Write the network as plain modules too: still low-rank, or dense.", show_default=False),
+    ] = None,
+    ranks: Annotated[
+        Ranks, typer.Option(help="Spend the ratio by the effect on the loss, by outputs, or on equal rank scales.")
+    ] = Ranks.loss,
+    kind: Annotated[Kind, typer.Option(help="Two one-dimensional convolutions, or k×k and 1×1.")] = Kind.spatial,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.", show_default=False),
+    ] = None,
+    multiple_of: Annotated[int | None, typer.Option(help="Round ranks to multiples.", show_default=False)] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Training examples to calibrate with.")] = 2048,
+    layers_per_pass: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Hold the moments of so many layers at a time: slower, in less memory.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder; RUN/compressed-RATIO, or out/compressed/NAME-RATIO.", show_default=False),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever the folder holds.")] = False,
+    device: Device = None,
+    trust_model: TrustModel = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compress a trained model: choose ranks and fill factors by its data, train it further, and write a page about it.
+
+    The same command goes on where an earlier one was stopped: what is finished is not done again.
+    """
+    from factorized.experiments.cli.device import pick_device
+    from factorized.experiments.cli.subjects import default_folder, open_subject
+    from factorized.experiments.compress.page import write_page
+    from factorized.experiments.compress.work import Settings, Work
+    from factorized.experiments.training.folder import claimed
+    from factorized.experiments.training.progress import Reporter
+
+    settings = Settings(
+        ratio=ratio,
+        ranks=ranks.value,
+        kind=kind.value,
+        exclude=tuple(exclude or ()),
+        multiple_of=multiple_of,
+        samples=samples,
+        layers_per_pass=layers_per_pass,
+    )
+    subject = open_subject(model, data, pick_device(device), trust_model=trust_model)
+    recipe = _recovery(subject, recover, settings.factorize)
+    folder = out or default_folder(model, ratio)
+
+    def tell(line: str) -> None:
+        if not quiet:
+            say(line)
+
+    reporter = Reporter(console(quiet=quiet), quiet=quiet)
+    with progress_bar(quiet=quiet) as bar:
+        work = Work(subject, settings, folder, overwrite=overwrite, say=tell, progress=bar, reporter=reporter)
+        with claimed(folder):
+            work.run(recipe, [form.value for form in to or ()])
+            page = write_page(work.state, folder)
+    _report(work.state)
+    say(f"{folder}; drawn on {page}")
+
+
+def _recovery(subject: Subject, name: str | None, factorize: Factorize) -> AnyRecipe | None:
+    """Return the recipe that recovers the network: the one of that name, or its own; None for no recovery."""
+    from factorized.experiments.compress.subject import recovery_recipe
+    from factorized.experiments.recipes.find import load_any_recipe
+
+    if name == NO_RECOVERY or (name is None and subject.recipe is None):
+        return None
+    own = None if subject.recipe is None else subject.fit(subject.recipe)
+    given = None if name is None else subject.fit(load_any_recipe(name))
+    return recovery_recipe(own, given, factorize)
+
+
+def _report(state: dict[str, Any]) -> None:
+    score = state["score"]
+    table = plain_table("network", "parameters", score, numbers=("parameters", score))
+    for stage in ("before", "compressed", "recovered", "lowered", "composed"):
+        if stage in state:
+            found = state[stage]
+            name = "dense" if stage == "before" else stage
+            table.add_row(name, f"{found['parameters']:,}", f"{found['scores'][score]:.2f}")
+    console().print(table)

@@ -1,0 +1,160 @@
+"""The trained model that ``factorized compress`` is given: a run of ours, a Hugging Face folder, or a function."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from factorized.experiments.cli.console import progress_bar
+from factorized.experiments.cli.images import load_data_of_run
+from factorized.experiments.cli.text import is_text_run, load_text
+from factorized.experiments.training.trained import FOLDER, RESULT, checksum_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from factorized.experiments.compress.subject import Subject
+
+CONFIG = "config.json"
+LENGTH = 128  # tokens of a sequence that a model of others is calibrated and judged with
+
+
+def open_subject(model: str, data: str | None, device: torch.device, *, trust_model: bool = False) -> Subject:
+    """Return the trained model of that name with its data."""
+    path = Path(model.removeprefix("hf:")).expanduser()
+    if (path / RESULT).is_file():
+        return _text_run(path, data, device) if is_text_run(path) else _image_run(path, data, device, trust_model)
+    if (path / CONFIG).is_file():
+        return _hugging_face(path, data, device)
+    if ":" in model and not model.startswith("hf:"):
+        return _classifier(model, model, [], data, device)
+    within = sorted(found.parent for found in path.glob(f"**/{RESULT}"))[:1] if path.is_dir() else []
+    hint = f"; did you mean {within[0]}?" if within else ""
+    raise ValueError(
+        f"MODEL must be the folder of a finished run (with {RESULT}) or of a Hugging Face model (with {CONFIG}), or "
+        f"module:function, got {model}{hint}"
+    )
+
+
+def default_folder(model: str, ratio: float) -> Path:
+    """Return where the compression of a model lies unless another folder is given."""
+    path = Path(model.removeprefix("hf:")).expanduser()
+    if (path / RESULT).is_file():
+        return path / f"compressed-{ratio:g}"
+    return Path("out") / "compressed" / f"{path.name.replace(':', '-')}-{ratio:g}"
+
+
+def _image_run(run: Path, data: str | None, device: torch.device, trust_model: bool) -> Subject:
+    from factorized.experiments.compress.images import ImageSubject
+    from factorized.experiments.training.trained import load_trained
+
+    recipe, result, _ = load_trained(run, trust_model=trust_model)
+    images = load_data_of_run(recipe, result, data)
+
+    def make() -> nn.Module:
+        return load_trained(run, trust_model=trust_model)[2]
+
+    identity = [*result["files"].values(), images.checksum]
+    name, seed = f"{recipe.name} seed {result['seed']}", result["seed"]
+    return ImageSubject(name, identity, device, make, recipe.model.name, images, recipe, seed)
+
+
+def _text_run(run: Path, data: str | None, device: torch.device) -> Subject:
+    from factorized.experiments.compress.text import TextSubject
+    from factorized.experiments.text.tokenizer import load_tokenizer
+    from factorized.experiments.text.trained import load_text_run
+
+    recipe, result, _, _ = load_text_run(run)
+    corpus = load_text(recipe, data, tokenizer=load_tokenizer(run / FOLDER))
+
+    def make() -> nn.Module:
+        return load_text_run(run)[2]
+
+    identity = [*result["files"].values(), corpus.checksum]
+    name, seed = f"{recipe.name} seed {result['seed']}", result["seed"]
+    return TextSubject(name, identity, device, make, recipe, corpus, seed)
+
+
+def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subject:
+    """Return a model of transformers: of the task that its config names."""
+    from factorized.experiments.compress.text import TextSubject
+    from factorized.experiments.data.extras import need
+    from factorized.experiments.models.hugging_face import quiet
+    from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
+    from factorized.experiments.text.models import AUTO
+    from factorized.experiments.text.tokenizer import load_tokenizer
+    from factorized.files.pretrained import refuse_own_code
+
+    refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
+    transformers = need("transformers", "transformers", "a Hugging Face model", "text")
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    task = _task(transformers, folder, config)
+    identity = [checksum_of(path) for path in sorted(folder.glob("*.safetensors"))]
+    if not identity:
+        raise ValueError(
+            f"{folder} holds no .safetensors file; save the model there with model.save_pretrained(folder)"
+        )
+    if task == "images":
+        return _classifier(f"hf:{folder}", folder.name, identity, data, device)
+    longest = next((config[key] for key in ("max_position_embeddings", "n_positions") if config.get(key)), LENGTH)
+    text = (
+        TextData(length=min(LENGTH, longest))
+        if data is None
+        else TextData(name="own", train=["."], length=min(LENGTH, longest))
+    )
+    recipe = TextRecipe(name=folder.name, task=task, model=TextModel(name=f"hf:{folder}"), data=text)
+    corpus = load_text(recipe, data, tokenizer=load_tokenizer(folder))
+
+    def make() -> nn.Module:
+        with quiet(transformers):
+            auto = getattr(transformers, AUTO[task])
+            found: nn.Module = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return found
+
+    return TextSubject(folder.name, [*identity, corpus.checksum], device, make, recipe, corpus, own=False)
+
+
+def _task(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
+    """Return what the class in a config is for: a task of text, or images."""
+    named = transformers.models.auto.modeling_auto
+    kinds = {
+        "language": named.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": named.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "images": named.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    }
+    classes = config.get("architectures") or []
+    for task, names in kinds.items():
+        held = {name for value in names.values() for name in (value if isinstance(value, (tuple, list)) else (value,))}
+        if held.intersection(classes):
+            return task
+    raise ValueError(
+        f"{folder / CONFIG}: architectures must name a model for causal or masked language modeling or for image "
+        f"classification, got {classes}; load another in Python, and use fz.Calibrated"
+    )
+
+
+def _classifier(model: str, name: str, identity: list[str], data: str | None, device: torch.device) -> Subject:
+    """Return a classifier that a function or a Hugging Face folder gives, with the images of ``data``."""
+    import torch
+
+    from factorized.experiments.compress.images import ImageSubject
+    from factorized.experiments.data.load import load_images
+    from factorized.experiments.models.build import build_model
+
+    if data is None:
+        raise ValueError(f"{model} classifies images; name them by --data: a file, a folder, or a set such as digits")
+    with progress_bar() as bar:
+        images = load_images(data, None, bar)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)  # a function that draws its weights draws the same ones again
+        return build_model(model, len(images.classes), images.size[0], images.channels)
+
+    held = hashlib.sha256()
+    for tensor in make().state_dict().values():
+        held.update(f"{tuple(tensor.shape)} {tensor.double().sum().item()!r}".encode())
+    identity = [*identity, held.hexdigest(), images.checksum]
+    return ImageSubject(name, identity, device, make, model, images)

@@ -1,0 +1,125 @@
+"""What compression does to every layer: its spectrum, what it lost, and how its outputs differ from the dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorized.formats.calibration import output_spectrum
+from factorized.nn.dense import dense_weight
+from factorized.nn.held_weight import named_layers
+from factorized.nn.model import named
+from factorized.nn.running import run_once
+from factorized.planning.calibration import Calibrated, collect
+from factorized.planning.plan import Plan
+
+POINTS = 200  # of a spectrum that is kept: enough to draw it
+
+
+@torch.no_grad()
+def output_spectra(model: nn.Module, plan: Plan, calibration: Calibrated) -> dict[str, list[float]]:
+    """Return, by layer of the plan, the share of its outputs that each rank keeps, largest first; none for others."""
+    modules = named_layers(model)
+    formats = {entry.name: entry.format for entry in plan.layers if entry.format is not None and entry.tied_to is None}
+    sharing: dict[str, dict[str, nn.Module]] = {name: {} for name in formats}
+    for entry in plan.layers:
+        sharing[entry.tied_to or entry.name][entry.name] = modules[entry.name]
+    found: dict[str, list[float]] = {}
+    for name, collected in collect(model, calibration, sharing):
+        shape = formats[name].shape
+        if collected.ran:
+            with named(name):
+                weight = dense_weight(modules[name]).reshape(shape.weight_shape)
+                spectrum = output_spectrum(weight, collected.moments, shape)
+                found[name] = (spectrum / spectrum.sum().clamp(min=torch.finfo().tiny)).tolist()
+    return found
+
+
+def layer_rows(plan: Plan, spectra: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return what the page shows of every layer of a plan."""
+    rows = []
+    for entry in plan.layers:
+        spectrum = spectra.get(entry.tied_to or entry.name)
+        rank = entry.rank if isinstance(entry.rank, int) else 0
+        step = max(1, -(-len(spectrum) // POINTS)) if spectrum else 1
+        rows.append(
+            {
+                "name": entry.name,
+                "type": entry.type,
+                "shape": list(entry.shape),
+                "rank": rank,
+                "full_rank": len(spectrum) if spectrum else None,
+                "params": entry.params,
+                "params_after": entry.params_after,
+                "tied_to": entry.tied_to,
+                "spectrum": spectrum[::step] if spectrum else None,
+            }
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer: what it was called with, and its output, on the CPU."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Tensor
+
+
+def layer_calls(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str, LayerCall]:
+    """Return the last call of some layers while the model runs on one batch; layers that never run have none."""
+    seen: dict[str, LayerCall] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+            if isinstance(output, Tensor):
+                seen[name] = LayerCall(_on_cpu(arguments), _on_cpu(keywords), output.detach().cpu())
+
+        return hook
+
+    modules = dict(model.named_modules())
+    hooks = [modules[name].register_forward_hook(keep(name), with_kwargs=True) for name in names if name in modules]
+    try:
+        run_once(model, batch[0] if isinstance(batch, (tuple, list)) else batch, "the first batch")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+@torch.no_grad()
+def losses_alone(model: nn.Module, calls: dict[str, LayerCall]) -> dict[str, float]:
+    """Return ``‖y' - y‖² / ‖y‖²`` of layers that are called as the dense ones were: what each loses by itself."""
+    device = next(model.parameters()).device
+    model.eval()
+    return {
+        name: _relative(model.get_submodule(name)(*_moved(one.arguments, device), **_moved(one.keywords, device)), one)
+        for name, one in calls.items()
+    }
+
+
+def differences(calls: dict[str, LayerCall], now: dict[str, LayerCall]) -> dict[str, float]:
+    """Return ``‖y' - y‖² / ‖y‖²`` of layers in two networks: what they and the layers before them changed."""
+    return {name: _relative(now[name].output, one) for name, one in calls.items() if name in now}
+
+
+def _relative(output: Tensor, dense: LayerCall) -> float:
+    y = dense.output.float()
+    return ((output.float().cpu() - y).square().sum() / y.square().sum().clamp(min=torch.finfo().tiny)).item()
+
+
+def _on_cpu(values: Any) -> Any:
+    return _moved(values, torch.device("cpu"))
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    if isinstance(values, dict):
+        return {key: _moved(value, device) for key, value in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_moved(value, device) for value in values)
+    return values.detach().to(device) if isinstance(values, Tensor) else values

@@ -1,0 +1,110 @@
+"""What is compressed: a trained network with its data, its score, and a way to train it further."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from factorized.experiments.recipes.recipe import Factorize, Recipe
+from factorized.experiments.recipes.shorten import length_of, shorten
+from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.training.progress import Reporter
+from factorized.nn.running import ExampleInput
+from factorized.planning.plan import Plan
+
+AnyRecipe = Recipe | TextRecipe
+RECOVERY = 0.1  # of the training of a run: how long it is trained to recover, unless a recipe is given
+
+
+class Subject(ABC):
+    """A trained network with its data. Abstract.
+
+    Args:
+        name: what messages and the page call it.
+        identity: checksums of its weights and data, which change when either does.
+        device: where it runs.
+        recipe: the one that it was trained with; None where nobody knows.
+        seed: of that training.
+    """
+
+    score: str  # the figure that it is judged by
+    lower_is_better: bool
+    forms: ClassVar[tuple[str, ...]] = ("lowered", "composed")  # the plain forms that it can be written in
+
+    def __init__(
+        self, name: str, identity: Sequence[str], device: torch.device, recipe: AnyRecipe | None = None, seed: int = 0
+    ) -> None:
+        self.name, self.identity, self.device, self.recipe, self.seed = name, identity, device, recipe, seed
+
+    @abstractmethod
+    def dense(self) -> nn.Module:
+        """Return the trained network, read anew, on the device."""
+
+    @property
+    def example_input(self) -> ExampleInput | None:
+        """One input to count multiply-accumulates on; None for texts, whose length is free."""
+        return None
+
+    @abstractmethod
+    def batches(self, samples: int) -> list[Any]:
+        """Return so many training examples in batches, always the same ones."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> Callable[..., Tensor]:
+        """The loss of outputs and the other parts of a batch."""
+
+    @abstractmethod
+    def evaluate(self, network: nn.Module) -> dict[str, float]:
+        """Return the figures of a network on the test data, the score among them."""
+
+    @abstractmethod
+    def save(self, network: nn.Module, folder: Path) -> None:
+        """Write a factorized or plain network to a folder, replacing what is there."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> nn.Module:
+        """Return the factorized network of such a folder, on the device."""
+
+    @abstractmethod
+    def fit(self, recipe: AnyRecipe) -> AnyRecipe:
+        """Return the recipe with this model and its data; raise if it trains something else."""
+
+    @abstractmethod
+    def train(
+        self, recipe: AnyRecipe, network: nn.Module, plan: Plan, folder: Path, reporter: Reporter
+    ) -> dict[str, Any]:
+        """Train a factorized network further, or go on with that, into ``folder``; return the result of the run.
+
+        The recipe is one that ``fit`` returned.
+        """
+
+    @abstractmethod
+    def trained(self, folder: Path) -> nn.Module:
+        """Return the network that was trained into ``folder``, on the device."""
+
+
+def recovery_recipe(own: AnyRecipe | None, given: AnyRecipe | None, factorize: Factorize) -> AnyRecipe:
+    """Return the recipe that recovers a compressed network: the one given, or a tenth of its own training.
+
+    A recipe of a dense network decays weights; here it decays the products that take their place, at the same strength.
+    Its learning rate starts where its own training would be after the first milestone.
+    """
+    recipe = given if given is not None or own is None else shorten(own, max(1, round(RECOVERY * length_of(own))))
+    if recipe is None:
+        raise ValueError("a network that no recipe of ours trained needs a recipe to recover by")
+    fields: dict[str, Any] = {"factorize": factorize, "paper": None, "name": f"{recipe.name}-recovery"}
+    if recipe.factorize.scheme == "none" and recipe.decay.kind != "none":
+        fields["decay"] = recipe.decay.model_copy(update={"kind": "frobenius"})
+    if given is None:
+        lr = recipe.optimizer.lr * (recipe.schedule.factor if isinstance(recipe, Recipe) else START_OF_TEXT)
+        fields["optimizer"] = recipe.optimizer.model_copy(update={"lr": lr})
+    return recipe.model_copy(update=fields)
+
+
+START_OF_TEXT = 0.5  # of the learning rate, where recovery on text begins

@@ -1,0 +1,145 @@
+"""Transformers of text to compress: runs of ours, and Hugging Face folders."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorized.experiments.compress.subject import AnyRecipe, Subject
+from factorized.experiments.data.extras import need
+from factorized.experiments.models.hugging_face import quiet
+from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.corpus import Corpus
+from factorized.experiments.text.models import AUTO
+from factorized.experiments.text.task import TextTask, in_batches
+from factorized.experiments.text.train import TASKS, train_text
+from factorized.experiments.text.trained import load_text_run
+from factorized.experiments.training.progress import Reporter
+from factorized.files.pretrained import from_pretrained, save_pretrained
+from factorized.planning.plan import Plan
+from factorized.surgery.compose import is_factorized
+
+BATCH = 16
+
+
+class TextSubject(Subject):
+    """A transformers model with the corpus of its task.
+
+    It is composed to be written as plain modules: transformers opens no folder of a model whose layers are two.
+
+    Args:
+        make: returns the trained network, read anew.
+        recipe: of the run; for a model of others, one with its task and how its text is read.
+        corpus: the text, in the model's own tokens.
+        own: whether the recipe is the one that the model was trained with.
+    """
+
+    forms = ("composed",)
+
+    def __init__(
+        self,
+        name: str,
+        identity: Sequence[str],
+        device: torch.device,
+        make: Callable[[], nn.Module],
+        recipe: TextRecipe,
+        corpus: Corpus,
+        seed: int = 0,
+        *,
+        own: bool = True,
+    ) -> None:
+        super().__init__(name, identity, device, recipe if own else None, seed)
+        self.make, self.corpus, self.reads = make, corpus, recipe
+        self.task: TextTask = TASKS[recipe.task](recipe, corpus)
+        self.score, self.lower_is_better = self.task.score, self.task.lower_is_better
+
+    def dense(self) -> nn.Module:
+        """Return the trained network."""
+        return self.make().to(self.device).eval()
+
+    def batches(self, samples: int) -> list[Any]:
+        """Return training sequences, spread evenly over the text, with labels; masked tokens are always the same."""
+        examples: Any = self.task.examples
+        step = max(1, len(examples) // samples)
+        some = [examples[number] for number in islice(range(0, len(examples), step), samples)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return [self.task.collate(batch) for batch in in_batches(some, BATCH)]
+
+    @property
+    def loss(self) -> Callable[..., Tensor]:
+        """The loss that the model computes itself from the labels of a batch."""
+        return _own_loss
+
+    def evaluate(self, network: nn.Module) -> dict[str, float]:
+        """Return the figures of the task on all text that was held out."""
+        found = self.task.test(network.to(self.device))
+        return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+
+    def save(self, network: nn.Module, folder: Path) -> None:
+        """Write a folder that transformers opens, by ``fz.from_pretrained`` if it is factorized; with the tokenizer."""
+        transformers = self._transformers()
+        shutil.rmtree(folder, ignore_errors=True)
+        plain: Any = network
+        with quiet(transformers):
+            if is_factorized(network):
+                save_pretrained(network, folder)
+            else:
+                plain.save_pretrained(folder)
+            self.corpus.tokenizer.save_pretrained(folder)
+
+    def load(self, folder: Path) -> nn.Module:
+        """Return the network that ``save`` wrote."""
+        transformers = self._transformers()
+        with quiet(transformers):
+            network = from_pretrained(getattr(transformers, AUTO[self.reads.task]), folder)
+        return network.to(self.device).eval()
+
+    def fit(self, recipe: AnyRecipe) -> AnyRecipe:
+        """Return the recipe with this model and this text."""
+        model = self.reads.model.model_copy(update={"from_run": None})
+        return self._of_task(recipe).model_copy(update={"data": self.reads.data, "model": model})
+
+    def _of_task(self, recipe: AnyRecipe) -> TextRecipe:
+        if not isinstance(recipe, TextRecipe) or recipe.task != self.reads.task:
+            got = f"task {recipe.task!r}" if isinstance(recipe, TextRecipe) else "images"
+            raise ValueError(
+                f"--recover {recipe.name} is for {got}, and {self.name} is of task {self.reads.task!r}; give another "
+                "recipe"
+            )
+        return recipe
+
+    def train(
+        self, recipe: AnyRecipe, network: nn.Module, plan: Plan, folder: Path, reporter: Reporter
+    ) -> dict[str, Any]:
+        """Train as the recipe says, on this text."""
+        (result,) = train_text(
+            self._of_task(recipe),
+            self.corpus,
+            folder,
+            seeds=(self.seed,),
+            device=self.device,
+            resume="auto",
+            reporter=reporter,
+            start=network.cpu(),
+        )
+        return result
+
+    def trained(self, folder: Path) -> nn.Module:
+        """Return the network of the run."""
+        _, _, network, _ = load_text_run(folder / f"seed-{self.seed}")
+        return network.to(self.device)
+
+    def _transformers(self) -> Any:
+        return need("transformers", "transformers", f"task {self.reads.task!r}", "text")
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    found: Tensor = outputs.loss
+    return found

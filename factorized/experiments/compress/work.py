@@ -1,0 +1,295 @@
+"""The stages of a compression, each kept in its folder as soon as it is done, so that nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from factorized.experiments.compress.layers import differences, layer_calls, layer_rows, losses_alone, output_spectra
+from factorized.experiments.compress.subject import AnyRecipe, Subject
+from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.progress import Progress, silent
+from factorized.experiments.recipes.recipe import Factorize
+from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.record import describe_machine, write_json
+from factorized.files.checksum import is_sealed
+from factorized.formats.product import LowRank
+from factorized.nn.running import count_parameters
+from factorized.planning.calibration import Calibrated
+from factorized.planning.plan import Plan
+from factorized.planning.planner import plan as make_plan
+from factorized.surgery.compose import compose, is_factorized
+from factorized.surgery.factorize import factorize
+from factorized.surgery.lower import lower
+
+STATE = "compress.json"
+COMPRESSED, RECOVERED = "compressed", "recovered"  # folders
+SAMPLES = 2048
+Ranks = Literal["loss", "outputs", "uniform"]
+Plain = Literal["lowered", "composed"]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of a compression."""
+
+    ratio: float
+    ranks: Ranks = "loss"  # how the budget is spent
+    kind: Literal["spatial", "channel"] = "spatial"  # of factorized convolutions
+    exclude: tuple[str, ...] = ()
+    multiple_of: int | None = None
+    samples: int = SAMPLES  # examples to calibrate with
+    layers_per_pass: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio < 1:
+            raise ValueError(
+                f"--ratio must be above 0 and below 1, the share of parameters to keep, got {self.ratio:g}"
+            )
+
+    @property
+    def factorize(self) -> Factorize:
+        """The same as a recipe has it."""
+        return Factorize(
+            scheme="low_rank",
+            ratio=self.ratio,
+            allocate="uniform" if self.ranks == "uniform" else "spectrum",
+            kind=self.kind,
+            exclude=list(self.exclude),
+            multiple_of=self.multiple_of,
+        )
+
+
+class Work:
+    """One compression in its folder.
+
+    Args:
+        subject: the network.
+        settings: what is asked.
+        folder: where everything is written. If it holds the same compression, what is finished is kept.
+        overwrite: begin anew, whatever the folder holds.
+        say: called with a line for every stage.
+        progress: called with a stage, what is done of it, and its total.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        settings: Settings,
+        folder: Path,
+        *,
+        overwrite: bool = False,
+        say: Say = print,
+        progress: Progress = silent,
+        reporter: Reporter | None = None,
+    ) -> None:
+        self.subject, self.settings, self.folder = subject, settings, folder
+        self.say, self.progress, self.reporter = say, progress, reporter or Reporter(quiet=True)
+        asked = {**asdict(settings), "model": subject.name, "identity": list(subject.identity)}
+        self.asked: dict[str, Any] = json.loads(json.dumps(asked))
+        self.state = self._begin(overwrite)
+
+    def run(self, recipe: AnyRecipe | None, plain: Sequence[Plain] = ()) -> dict[str, Any]:
+        """Do every stage that is not done, and return what is known; ``recipe`` recovers the network, if given."""
+        for form in plain:
+            if form not in self.subject.forms:
+                raise ValueError(
+                    f"{self.subject.name} cannot be written as {form}: transformers would not open it. Ask for "
+                    f"{' or '.join(self.subject.forms)}, or lower it in Python: fz.lower(fz.from_pretrained(...))"
+                )
+        self._stage("before", self._evaluate_dense)
+        self._stage("plan", self._plan)
+        self._stage("compressed", self._factorize)
+        if recipe is not None:
+            self._check_recovery(recipe)
+            self._stage("recovered", lambda: self._recover(recipe))
+        for form in plain:
+            self._stage(form, lambda form=form: self._write_plain(form))  # type: ignore[misc]  # bound early
+        wanted = ["compressed", *(["recovered"] if "recovered" in self.state else [])]
+        if not set(wanted).issubset(self.state.get("differences", ())):
+            self.state.pop("differences", None)
+            self._stage("differences", lambda: self._differences(wanted))
+        return self.state
+
+    @cached_property
+    def batches(self) -> list[Any]:
+        """What the network is calibrated with."""
+        return self.subject.batches(self.settings.samples)
+
+    @cached_property
+    def dense(self) -> nn.Module:
+        """The trained network; what compresses it in place deletes this, so that it is read again."""
+        network = self.subject.dense()
+        if is_factorized(network):
+            raise ValueError(
+                f"{self.subject.name} is factorized already, with {count_parameters(network):,} parameters; compress a "
+                "dense network, or lower its ranks by fz.truncate"
+            )
+        return network
+
+    def _begin(self, overwrite: bool) -> dict[str, Any]:
+        """Return the state of the same compression in the folder, or a new one."""
+        path = self.folder / STATE
+        fresh = {"asked": self.asked, "score": self.subject.score, "lower_is_better": self.subject.lower_is_better}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if overwrite:
+                for name in (COMPRESSED, RECOVERED, "lowered", "composed"):
+                    shutil.rmtree(self.folder / name, ignore_errors=True)
+                path.unlink(missing_ok=True)
+            if not path.is_file():
+                machine = describe_machine(self.subject.device)
+                return {**fresh, "machine": machine, "seconds": {}, "notes": []}
+            found = json.loads(path.read_text())
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to {self.folder}: {in_words(error, named=False)}; choose another folder by --out"
+            ) from None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not is_sealed(found):
+            raise ValueError(f"{path} is damaged, or was changed; begin anew with --overwrite, or choose another --out")
+        found.pop("checksum")
+        other = [key for key, value in self.asked.items() if found["asked"].get(key) != value]
+        if other:
+            key = other[0]
+            raise ValueError(
+                f"{self.folder} holds another compression: {key} is {found['asked'].get(key)!r} there, and "
+                f"{self.asked[key]!r} was asked for; choose another --out, or begin anew with --overwrite"
+            )
+        return found
+
+    def _stage(self, name: str, work: Callable[[], Any]) -> None:
+        """Do one stage, unless it is done, and write down what it found."""
+        if name in self.state:
+            return
+        began = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            self.state[name] = work()
+        notes = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning))
+        for note in notes:
+            self.say(f"note: {note}")
+        self.state["notes"] = [*self.state["notes"], *notes]
+        self.state["seconds"][name] = time.perf_counter() - began
+        try:
+            write_json(self.folder / STATE, self.state)
+        except OSError as error:
+            raise ValueError(f"cannot write to {self.folder}: {in_words(error, named=False)}; make room") from error
+
+    def _evaluate_dense(self) -> dict[str, Any]:
+        scores = self.subject.evaluate(self.dense)
+        self.say(f"{self.subject.name}: {count_parameters(self.dense):,} parameters, {self.told(scores)}")
+        return {"scores": scores, "parameters": count_parameters(self.dense)}
+
+    def _calibration(self, stage: str) -> Calibrated:
+        loss = self.subject.loss if self.settings.ranks == "loss" else None
+        watched = Watched(self.batches, self.progress, stage)
+        return Calibrated(watched, layers_per_pass=self.settings.layers_per_pass, loss=loss)
+
+    def _plan(self) -> dict[str, Any]:
+        settings, dense = self.settings, self.dense
+        by_spectrum = settings.ranks != "uniform"
+        made = make_plan(
+            dense,
+            LowRank(settings.kind),
+            ratio=settings.ratio,
+            allocate="spectrum" if by_spectrum else "uniform",
+            calibration=self._calibration("choosing ranks") if by_spectrum else None,
+            exclude=settings.exclude,
+            multiple_of=settings.multiple_of,
+            example_input=self.subject.example_input,
+        )
+        spectra = output_spectra(dense, made, self._calibration("reading spectra"))
+        self.say(f"plan: {len(made.layers)} layers factorized, {made.params_after:,} of {made.params:,} parameters")
+        return {"plan": made.to_dict(), "layers": layer_rows(made, spectra)}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, once it was made."""
+        return Plan.from_dict(self.state["plan"]["plan"])
+
+    def _factorize(self) -> dict[str, Any]:
+        dense = self.dense
+        del self.dense  # it is changed in place
+        calibration = self._calibration("calibrating")
+        network = factorize(
+            dense, self.plan, init=calibration, progress=lambda done, total: self.progress("factorizing", done, total)
+        )
+        self.subject.save(network, self.folder / COMPRESSED)
+        scores = self.subject.evaluate(network)
+        self.say(f"compressed: {count_parameters(network):,} parameters, {self.told(scores)}")
+        return {"scores": scores, "parameters": count_parameters(network)}
+
+    def _check_recovery(self, recipe: AnyRecipe) -> None:
+        before = self.state.get("recovered")
+        if before is not None and before["asked"] != recipe.to_dict():
+            raise ValueError(
+                f"{self.folder} was recovered by another recipe ({before['asked']['name']}); choose another --out, or "
+                "begin anew with --overwrite"
+            )
+
+    def _recover(self, recipe: AnyRecipe) -> dict[str, Any]:
+        network = self.subject.load(self.folder / COMPRESSED)
+        result = self.subject.train(recipe, network, self.plan, self.folder / RECOVERED, self.reporter)
+        scores = self.subject.evaluate(self.subject.trained(self.folder / RECOVERED))
+        self.say(f"recovered: {self.told(scores)}, after {result['seconds']:.0f} s of {recipe.name}")
+        kept = {"asked": recipe.to_dict(), "recipe": result["recipe"], "history": result["history"]}
+        return {"scores": scores, "parameters": result["parameters"], **kept}
+
+    def final(self) -> nn.Module:
+        """Return the compressed network, recovered if it was."""
+        if "recovered" in self.state:
+            return self.subject.trained(self.folder / RECOVERED)
+        return self.subject.load(self.folder / COMPRESSED)
+
+    def _write_plain(self, form: Plain) -> dict[str, Any]:
+        network = self.final().cpu()
+        plain = (lower(network) if form == "lowered" else compose(network)).eval()
+        self.subject.save(plain, self.folder / form)
+        scores = self.subject.evaluate(plain)
+        self.say(f"{form}: {count_parameters(plain):,} parameters, {self.told(scores)}; {self.folder / form}")
+        return {"scores": scores, "parameters": count_parameters(plain)}
+
+    def _differences(self, wanted: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Return how the outputs of every layer differ from the dense network's, also by itself.
+
+        One network is held at a time, with the calls of its layers on one batch.
+        """
+        batch, names = self.batches[0], [entry.name for entry in self.plan.layers]
+        calls = layer_calls(self.dense, names, batch)
+        del self.dense
+        found = {}
+        for stage in wanted:
+            network = self.subject.load(self.folder / COMPRESSED) if stage == "compressed" else self.final()
+            if stage == "compressed":
+                found["alone"] = losses_alone(network, calls)
+            found[stage] = differences(calls, layer_calls(network, names, batch))
+        return found
+
+    def told(self, scores: dict[str, float]) -> str:
+        """Return the score as a message has it."""
+        name = self.subject.score
+        return f"{name} {scores[name]:.2f}{' %' if name == 'accuracy' else ''}"
+
+
+class Watched:
+    """An iterable of batches that reports how many of them were taken."""
+
+    def __init__(self, batches: Sequence[Any], progress: Progress, stage: str) -> None:
+        self.batches, self.progress, self.stage = batches, progress, stage
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches):
+            yield batch
+            self.progress(self.stage, number + 1, len(self.batches))

@@ -1,0 +1,200 @@
+"""``fz.Calibrated``: the data that ranks and factors are chosen by, and what it tells of every layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorized._checks import check_whole
+from factorized.attention.family import is_transposed
+from factorized.formats.calibration import Moment, added, scaled
+from factorized.nn.moments import InputMoments, OutputGradients, collecting
+from factorized.nn.running import frozen, move_to, run_once
+
+Loss = Callable[..., Tensor]  # of a model's outputs and the other parts of a batch
+
+
+class Calibrated:
+    """Data to compress a trained model by: an ``init=`` of ``fz.factorize`` that keeps the outputs of its layers.
+
+    Spectral initialization minimizes ``‖W - U Vᵀ‖``; this one minimizes ``E‖(W - U Vᵀ)x‖²`` over the inputs ``x`` that
+    the layer has while the model runs on the batches: whitened by their second moment, the weight is truncated by its
+    SVD. The bias of a layer, where it has one to itself, is adjusted to keep the mean of the outputs; then ``x`` is the
+    input less its mean. The model runs without gradients in evaluation mode, and data is moved to its device. A layer
+    that never runs gets spectral initialization, and a warning names it. Heads that are cut get it too.
+
+    With ``allocate="spectrum"``, ranks are chosen by what they cost the outputs on the batches as well. ``fz.plan``
+    takes the same object as ``calibration=``.
+
+    Args:
+        batches: an iterable of batches, such as a ``DataLoader``. A batch is what the model's forward takes: a tensor,
+            or a dict of keywords. Of a tuple ``(inputs, labels)``, the first is used; it may itself be a tuple of
+            arguments or a dict.
+        samples: stop after the batch that brings the number of examples to this many; None takes every batch. Needed
+            for iterators that never end.
+        layers_per_pass: hold the moments of so many layers at a time, and run the batches once for each such part of
+            the model; None runs them once. A layer with n inputs (for a convolution: in channels times taps) takes
+            8 n² bytes.
+        loss: called with the model's outputs and the other parts of the batch: ``F.cross_entropy`` for
+            ``(inputs, labels)``, ``lambda outputs: outputs.loss`` for a dict with labels. With it,
+            ``allocate="spectrum"`` weighs the layers by their effect on this loss, found in one backward pass; else an
+            equal share of any layer's outputs counts the same.
+
+    Raises:
+        ValueError: an argument has a wrong value; when used, also if the batches hold no examples, or do not run
+            through the model, or the loss is not one finite number.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4))
+        >>> batches = [torch.randn(32, 16) for _ in range(10)]
+        >>> model = fz.factorize(model, fz.LowRank(), rank=4, init=fz.Calibrated(batches, samples=256))
+        >>> model[2].rank
+        4
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        *,
+        samples: int | None = None,
+        layers_per_pass: int | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+            raise ValueError(
+                f"batches must be an iterable of batches, such as a DataLoader, got {type(batches).__name__}; put a "
+                "single batch into a list: [batch]"
+            )
+        if samples is not None:
+            check_whole("samples", samples)
+        if layers_per_pass is not None:
+            check_whole("layers_per_pass", layers_per_pass)
+            if isinstance(batches, Iterator):
+                raise ValueError(
+                    "layers_per_pass runs the batches several times, which an iterator cannot give; pass a list or a "
+                    "DataLoader"
+                )
+        if loss is not None and not callable(loss):
+            raise ValueError(f"loss must be a function of outputs and labels, such as F.cross_entropy, got {loss!r}")
+        self.batches, self.samples, self.layers_per_pass, self.loss = batches, samples, layers_per_pass, loss
+
+    def __repr__(self) -> str:
+        given = f"samples={self.samples}, layers_per_pass={self.layers_per_pass}"
+        weighed = "" if self.loss is None else f", loss={getattr(self.loss, '__name__', type(self.loss).__name__)}"
+        return f"Calibrated({type(self.batches).__name__}, {given}{weighed})"
+
+    def run(self, model: nn.Module, loss: Loss | None = None) -> None:
+        """Run ``model`` on the batches; with a loss also backwards, down to outputs but not parameters."""
+        seen = 0
+        for number, batch in enumerate(self.batches):
+            inputs, *rest = batch if isinstance(batch, (tuple, list)) and batch else [batch]
+            text = f"batch {number} of Calibrated(batches)"
+            if loss is None:
+                run_once(model, inputs, text)
+            else:
+                _run_backward(model, loss, inputs, rest, text)
+            seen += _examples(inputs)
+            if self.samples is not None and seen >= self.samples:
+                return
+        if not seen:
+            raise ValueError(
+                "Calibrated(batches): batches holds no examples. An iterator that was used before is empty: pass "
+                "a list or a DataLoader. Nothing was changed"
+            )
+
+
+def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any], text: str) -> None:
+    with frozen(model):
+        outputs = run_once(model, inputs, text, gradients=True)
+        try:
+            with torch.enable_grad():
+                value = loss(outputs, *move_to(model, rest))
+        except Exception as error:
+            raise ValueError(
+                f"{text}: loss raised {type(error).__name__}: {error}. It is called with the model's outputs and the "
+                "other parts of the batch"
+            ) from error
+        if not isinstance(value, Tensor) or value.dim() or not torch.isfinite(value):
+            got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)
+            raise ValueError(f"{text}: loss must return one finite number as a tensor without dimensions, got {got}")
+        if not value.requires_grad:
+            raise ValueError(f"{text}: loss does not depend on the outputs of any layer to factorize")
+        value.backward()
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What the batches say of the layers that share one weight."""
+
+    ran: dict[str, InputMoments]  # by name, of those that were called
+    gradients: dict[str, OutputGradients]  # by name; empty without a backward pass
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The moments of all uses; after a backward pass, each scaled by the mean square of its output's gradient."""
+        if not all(torch.isfinite(one.moment.sums).all() for one in self.ran.values()):
+            raise ValueError("its inputs on the batches of Calibrated hold NaN or infinite values; nothing was changed")
+        weighed = [
+            scaled(one.moment, self.gradients[name].mean_square) if self.gradients else one.moment
+            for name, one in self.ran.items()
+        ]
+        return added(weighed)
+
+
+def collect(
+    model: nn.Module,
+    calibration: Calibrated,
+    sharing: Mapping[str, Mapping[str, nn.Module]],
+    loss: Loss | None = None,
+) -> Iterator[tuple[str, Collected]]:
+    """Run the batches and yield what they say of every weight, by the name of the first layer that has it.
+
+    ``sharing`` has the layers of every weight by their names. With a loss, gradients are collected too.
+    """
+    held_once = _held_once(model)
+    for part in _parts(list(sharing), calibration.layers_per_pass):
+        layers = {name: layer for leader in part for name, layer in sharing[leader].items()}
+        moments = {
+            name: InputMoments(
+                layer,
+                transposed=is_transposed(layer),
+                centered=layer._parameters.get("bias") in held_once,
+            )
+            for name, layer in layers.items()
+        }
+        gradients = {name: OutputGradients() for name in layers} if loss is not None else {}
+        with collecting(
+            {layer: moments[name] for name, layer in layers.items()},
+            {layers[name]: one for name, one in gradients.items()},
+        ):
+            calibration.run(model, loss)
+        for leader in part:
+            ran = {name: moments[name] for name in sharing[leader] if moments[name].samples}
+            yield leader, Collected(ran, {name: gradients[name] for name in ran if gradients})
+
+
+def _held_once(model: nn.Module) -> set[nn.Parameter | None]:
+    """Return the parameters that only one module holds."""
+    held = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    return {parameter for parameter, times in held.items() if times == 1 and parameter is not None}
+
+
+def _parts(names: list[str], size: int | None) -> Iterator[list[str]]:
+    rest = iter(names)
+    while part := list(islice(rest, size)):
+        yield part
+
+
+def _examples(inputs: Any) -> int:
+    """Return the size of the batch: the first dimension of its first tensor; 1 where there is none."""
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else [inputs]
+    )
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    return tensors[0].shape[0] if tensors else 1

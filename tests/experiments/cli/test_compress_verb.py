@@ -1,0 +1,316 @@
+"""``factorized compress``: a run, a Hugging Face folder or a function made smaller, stage by stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import factorized as fz
+from factorized.experiments.cli.main import main
+from factorized.experiments.compress import images as image_subjects
+from factorized.experiments.compress.images import ImageSubject
+from factorized.experiments.models.build import build_model
+from tests.browser import Browser
+from tests.experiments.cli.conftest import Cli
+from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files
+
+RATIO = 0.3
+QUICK = ("--kind", "channel", "--samples", "256")  # factors in closed form
+STAGES = ("before", "plan", "compressed", "recovered", "differences")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense run of three epochs, which is worth compressing."""
+    out = tmp_path_factory.mktemp("dense")
+    assert main(["train", "digits/resnet8", "--set", "schedule.epochs=3", "--out", str(out), "--quiet"]) == 0
+    return out / "digits/resnet8/seed-0"
+
+
+@pytest.fixture(scope="module")
+def compressed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That run compressed, recovered, lowered and composed."""
+    out = tmp_path_factory.mktemp("compressed")
+    given = ["--ratio", RATIO, "--out", out, "--to", "lowered", "--to", "composed", "--quiet"]
+    assert main(["compress", str(run), *map(str, given)]) == 0
+    return out
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "compress.json").read_text())
+    return found
+
+
+def test_a_run_keeps_its_ratio_and_most_of_its_accuracy(run: Path, compressed: Path) -> None:
+    state = state_of(compressed)
+    dense = json.loads((run / "result.json").read_text())
+    assert state["before"]["scores"]["accuracy"] == pytest.approx(dense["accuracy"])
+    assert state["before"]["parameters"] == dense["parameters"]
+    assert RATIO - 0.01 < state["compressed"]["parameters"] / dense["parameters"] <= RATIO
+    assert state["recovered"]["parameters"] == state["compressed"]["parameters"]
+    assert state["compressed"]["scores"]["accuracy"] > dense["accuracy"] - 15
+    assert state["recovered"]["scores"]["accuracy"] > dense["accuracy"] - 10
+    assert set(STAGES) <= state["seconds"].keys()
+    assert state["machine"]["torch"] == torch.__version__
+
+
+def test_recovery_is_a_run_like_any_other(cli: Cli, compressed: Path) -> None:
+    recovered = compressed / "recovered/seed-0"
+    assert cli("evaluate", recovered).code == 0
+    recipe = json.loads((recovered / "result.json").read_text())["recipe"]
+    assert recipe["decay"]["kind"] == "frobenius"
+    assert recipe["factorize"]["ratio"] == RATIO
+    assert recipe["schedule"]["epochs"] == 1
+
+
+def test_the_compressed_network_opens_by_itself(compressed: Path) -> None:
+    state = state_of(compressed)
+    network = fz.load(compressed / "compressed", build_model("resnet8", 10, 8, 1))
+    assert {entry["name"]: entry["rank"] for entry in state["plan"]["layers"]} == {
+        name: module.rank for name, module in network.named_modules() if isinstance(module, fz.FactorizedConv2d)
+    }
+    assert sum(p.numel() for p in network.parameters()) == state["compressed"]["parameters"]
+
+
+def test_plain_forms_are_as_accurate_as_the_recovered_network(compressed: Path) -> None:
+    state = state_of(compressed)
+    for form, parameters in (("lowered", state["recovered"]["parameters"]), ("composed", 75_002)):
+        assert state[form]["parameters"] == parameters
+        assert state[form]["scores"]["accuracy"] == pytest.approx(state["recovered"]["scores"]["accuracy"], abs=0.5)
+        assert load_file(compressed / form / "model.safetensors")
+
+
+def test_layers_show_what_they_lost_alone_and_in_the_network(compressed: Path) -> None:
+    state = state_of(compressed)
+    names = [row["name"] for row in state["plan"]["layers"]]
+    alone, within = state["differences"]["alone"], state["differences"]["compressed"]
+    assert list(alone) == list(within) == list(state["differences"]["recovered"]) == names
+    assert alone[names[0]] == pytest.approx(within[names[0]], rel=1e-3)  # nothing is compressed before it
+    assert within[names[-1]] > alone[names[-1]] > 0
+    for row in state["plan"]["layers"]:
+        assert sum(row["spectrum"]) == pytest.approx(1)
+        assert row["spectrum"] == sorted(row["spectrum"], reverse=True)
+
+
+@pytest.fixture
+def copied(compressed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(compressed, tmp_path / "copied"))
+
+
+def test_what_is_finished_is_not_done_again(cli: Cli, run: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("this was done before")
+
+    before = (copied / "compress.json").read_bytes()
+    for name in ("evaluate", "save", "load", "train", "dense", "batches"):
+        monkeypatch.setattr(ImageSubject, name, refuse)
+    said = cli("compress", run, "--ratio", RATIO, "--out", copied)
+    assert said.code == 0, said.err
+    assert "recovered" in said.out
+    assert (copied / "compress.json").read_bytes() == before
+
+
+def test_a_compression_that_was_stopped_goes_on_where_it_was(
+    cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    arguments = ("compress", run, "--ratio", RATIO, "--out", tmp_path / "out", *QUICK)
+    with monkeypatch.context() as patched:
+        patched.setattr(image_subjects, "train", stop)
+        assert cli(*arguments).code == 130
+    stopped = state_of(tmp_path / "out")
+    assert "compressed" in stopped
+    assert "recovered" not in stopped
+    said = cli(*arguments)
+    assert said.code == 0, said.err
+    assert "plan:" not in said.out  # it was there
+    ended = state_of(tmp_path / "out")
+    assert {key: ended[key] for key in ("before", "plan", "compressed")} == {
+        key: stopped[key] for key in ("before", "plan", "compressed")
+    }
+    assert ended["recovered"]["scores"]
+
+
+def test_recovery_can_be_added_later_and_another_one_is_refused(cli: Cli, run: Path, tmp_path: Path) -> None:
+    arguments = ("compress", run, "--ratio", RATIO, "--out", tmp_path / "out", *QUICK, "--ranks", "uniform")
+    assert cli(*arguments, "--recover", "none").code == 0
+    assert "recovered" not in state_of(tmp_path / "out")
+    page = (tmp_path / "out/compress.html").read_text()
+    assert "won back" not in page
+    assert cli(*arguments).code == 0
+    assert "won back" in (tmp_path / "out/compress.html").read_text()
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "digits/resnet8"\n[schedule]\nepochs = 1\n')
+    assert "was recovered by another recipe (digits/resnet8-recovery)" in cli(*arguments, "--recover", own).error
+    assert cli(*arguments, "--recover", own, "--overwrite").code == 0
+    assert state_of(tmp_path / "out")["recovered"]["asked"]["name"] == "own-recovery"
+
+
+def test_ranks_by_loss_by_outputs_and_uniform_ones_differ(cli: Cli, run: Path, tmp_path: Path) -> None:
+    found = {}
+    for ranks in ("loss", "outputs", "uniform"):
+        out = tmp_path / ranks
+        said = cli("compress", run, "--ratio", "0.2", "--ranks", ranks, "--recover", "none", "--out", out, *QUICK)
+        assert said.code == 0, said.err
+        found[ranks] = [row["rank"] for row in state_of(out)["plan"]["layers"]]
+    assert len({tuple(ranks) for ranks in found.values()}) == 3
+
+
+def test_few_samples_are_noted_and_layers_stay_dense_on_request(cli: Cli, run: Path, tmp_path: Path) -> None:
+    given = ("--ratio", "0.5", "--recover", "none", "--samples", 1, "--exclude", "stages.0.*", "--multiple-of", 4)
+    said = cli("compress", run, *given, "--layers-per-pass", 2, "--out", tmp_path)
+    assert said.code == 0, said.err
+    assert "note: init=Calibrated: fewer samples than directions" in said.out
+    assert "fewer samples than directions" in (tmp_path / "compress.html").read_text()
+    rows = state_of(tmp_path)["plan"]["layers"]
+    assert not any(row["name"].startswith("stages.0") for row in rows)
+    assert all(row["rank"] % 4 == 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ratio", "1.5"), "--ratio must be above 0 and below 1, the share of parameters to keep, got 1.5"),
+        (("--ratio", "0"), "--ratio must be above 0 and below 1"),
+        (("--ratio", "0.001"), "ratio=0.001 is out of reach for ResNet"),
+        (("--ratio", "0.5", "--recover", "digits/resnet9"), "digits/resnet8"),
+        (("--ratio", "0.5", "--recover", "language/tiny"), "--recover language/tiny trains on text, and"),
+        (("--ratio", "0.5", "--exclude", "nothing"), "nothing"),
+        (("--ratio", "0.5", "--data", "nowhere"), "there is no file or folder nowhere"),
+        (("--ratio", "0.5", "--device", "tpu"), "--device must be cpu, cuda or cuda:NUMBER"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    cli: Cli, run: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in cli("compress", run, *arguments, "--out", tmp_path / "out").error
+
+
+def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path: Path, npz: Path) -> None:
+    assert f"did you mean {run}?" in cli("compress", run.parents[1], "--ratio", "0.5").error
+    assert "MODEL must be the folder of a finished run" in cli("compress", tmp_path, "--ratio", "0.5").error
+    assert "classifies images; name them by --data" in cli("compress", "a:b", "--ratio", "0.5").error
+    assert "there is no module 'nowhere'" in cli("compress", "nowhere:b", "--ratio", "0.5", "--data", npz).error
+
+
+def test_a_folder_of_another_compression_and_a_damaged_one_are_refused(cli: Cli, run: Path, copied: Path) -> None:
+    said = cli("compress", run, "--ratio", "0.5", "--out", copied)
+    assert "holds another compression: ratio is 0.3 there, and 0.5 was asked for" in said.error
+    (copied / "compress.json").write_text('{"asked": {}}')
+    assert "compress.json is damaged, or was changed" in cli("compress", run, "--ratio", RATIO, "--out", copied).error
+
+
+def test_a_factorized_run_and_a_folder_that_cannot_be_written_are_refused(
+    cli: Cli, run: Path, compressed: Path, tmp_path: Path
+) -> None:
+    recovered = compressed / "recovered/seed-0"
+    assert "is factorized already" in cli("compress", recovered, "--ratio", "0.5", "--out", tmp_path / "a").error
+    (tmp_path / "file").write_text("")
+    assert "cannot write to" in cli("compress", run, "--ratio", "0.5", "--out", tmp_path / "file").error
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_loads_nothing_fits_the_screen_and_draws_every_layer(
+    browser: Browser, compressed: Path, width: int
+) -> None:
+    page = compressed / "compress.html"
+    browser.open(page, width)
+    assert (browser.errors, browser.requests) == ([], [page.resolve().as_uri()])
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    layers = len(state_of(compressed)["plan"]["layers"])
+    assert browser.run("document.querySelectorAll('#layers svg.spectrum').length") == layers
+    assert browser.run("document.querySelectorAll('#layers .kept').length") == layers
+    assert browser.run("document.querySelectorAll('#charts figure').length") >= 1
+    texts = browser.run("[...document.querySelectorAll('.facts dt')].map(e => e.textContent)")
+    assert texts == [
+        "parameters",
+        "accuracy, dense",
+        "accuracy, compressed",
+        "accuracy, recovered",
+        "won back by recovery",
+    ]
+
+
+def test_a_function_that_returns_a_trained_classifier_is_compressed(
+    cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own_models_to_compress.py").write_text(
+        "from safetensors.torch import load_file\n"
+        "from factorized.experiments.models.resnet import resnet\n"
+        "def trained(classes, channels):\n"
+        "    model = resnet(8, classes, channels)\n"
+        f"    model.load_state_dict(load_file({str(run / 'model/dense.safetensors')!r}))\n"
+        "    return model\n"
+    )
+    said = cli("compress", "own_models_to_compress:trained", "--ratio", RATIO, "--data", "digits", *QUICK)
+    assert said.code == 0, said.err
+    state = state_of(Path("out/compressed/own_models_to_compress-trained-0.3"))
+    assert "recovered" not in state  # nobody said how
+    dense = json.loads((run / "result.json").read_text())["accuracy"]
+    assert state["before"]["scores"]["accuracy"] == pytest.approx(dense, abs=0.3)
+    assert state["compressed"]["parameters"] <= RATIO * state["before"]["parameters"]
+
+
+def _text_run(cli: Cli, task: str) -> str:
+    changes = [f"--set={change}" for change in (*SMALL, *BY_TASK[task], *files(Path("texts"), task))]
+    assert cli("train", NAMES[task], "--data", "texts", "--device", "cpu", *changes).code == 0
+    return f"out/{NAMES[task]}/seed-0"
+
+
+@pytest.mark.parametrize("task", ["language", "masked", pytest.param("translation", marks=pytest.mark.nightly)])
+def test_a_run_on_text_is_compressed_recovered_and_composed(
+    cli: Cli, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = _text_run(cli, task)
+    given = ("--ratio", "0.9", "--data", "texts", "--device", "cpu")
+    said = cli("compress", run, *given, "--to", "composed")
+    assert said.code == 0, said.err
+    state = state_of(Path(run) / "compressed-0.9")
+    score = state["score"]
+    assert state["compressed"]["parameters"] <= 0.9 * state["before"]["parameters"]
+    assert state["composed"]["scores"][score] == pytest.approx(state["recovered"]["scores"][score], rel=1e-2, abs=0.1)
+    decay = "none" if task == "translation" else "frobenius"  # as its own recipe has it
+    assert state["recovered"]["recipe"]["decay"]["kind"] == decay
+    assert cli("evaluate", f"{run}/compressed-0.9/recovered/seed-0", "--data", "texts", "--device", "cpu").code == 0
+    assert "cannot be written as lowered" in cli("compress", run, *given, "--to", "lowered").error
+    assert "is for images" in cli("compress", run, *given, "--recover", "digits/resnet8").error
+
+
+def test_a_hugging_face_folder_is_compressed_by_text_files_and_recovered_by_a_recipe(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(_text_run(cli, "language")) / "model"
+    given = ("--ratio", "0.9", "--data", "texts", "--device", "cpu", "--out", "small")
+    said = cli("compress", folder, *given)
+    assert said.code == 0, said.err
+    assert "recovered" not in state_of(Path("small"))
+    Path("own.toml").write_text(
+        'extends = "language/tiny"\n[schedule]\nupdates = 2\n'
+        "[run]\nbatch = 4\nevaluate_every = 2\ncheckpoint_every = 2\n"
+    )
+    said = cli("compress", folder, *given, "--recover", "own.toml")
+    assert said.code == 0, said.err
+    assert state_of(Path("small"))["recovered"]["recipe"]["model"]["name"].startswith("hf:")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForTokenClassification"]}))
+    assert "architectures must name a model for causal or masked" in cli("compress", folder, *given).error
+    (folder / "config.json").write_text("{")
+    assert "config.json is damaged" in cli("compress", folder, *given).error

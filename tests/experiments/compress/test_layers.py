@@ -1,0 +1,52 @@
+"""What compression does to every layer, measured on one batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import factorized as fz
+from factorized.experiments.compress.layers import differences, layer_calls, losses_alone, output_spectra
+from factorized.planning.calibration import Calibrated
+from tests.planning.models_for_planning import Mlp, TiedReader
+
+NAMES = ["wide", "square", "narrow"]
+
+
+def test_a_layer_loses_by_itself_what_its_spectrum_says() -> None:
+    torch.manual_seed(0)
+    dense, x = Mlp(), torch.randn(200, 20)
+    for layer in (dense.wide, dense.square):
+        layer.register_parameter("bias", None)  # so that means count
+    plan = fz.plan(dense, rank=9)
+    calibration = Calibrated([x])
+    spectra = output_spectra(dense, plan, calibration)
+    model = fz.factorize(copy.deepcopy(dense), plan, init=calibration)
+    alone = losses_alone(model, layer_calls(dense, NAMES, x))
+    assert list(spectra) == list(alone) == NAMES
+    for name, lost in alone.items():
+        assert lost == pytest.approx(sum(spectra[name][9:]), rel=1e-3)
+    assert all(module.training for module in dense.modules())
+
+
+def test_differences_add_up_along_the_network_and_are_zero_where_nothing_changed() -> None:
+    torch.manual_seed(0)
+    dense, x = Mlp(), torch.randn(50, 20)
+    calls = layer_calls(dense, NAMES, x)
+    assert set(differences(calls, layer_calls(copy.deepcopy(dense), NAMES, x)).values()) == {0.0}
+    model = fz.factorize(copy.deepcopy(dense), rank=4, include=["wide"])
+    found = differences(calls, layer_calls(model, NAMES, x))
+    alone = losses_alone(model, calls)
+    assert found["wide"] == pytest.approx(alone["wide"], rel=1e-5)
+    assert found["square"] > 0 == alone["square"]
+
+
+def test_layers_that_share_a_weight_share_a_spectrum_and_layers_that_never_run_have_none() -> None:
+    model, ids = TiedReader(), torch.randint(200, (16, 8))
+    plan = fz.plan(model, ratio=0.5, keep_first_and_last=False)
+    leaders = {entry.name for entry in plan.layers if entry.tied_to is None}
+    assert output_spectra(model, plan, Calibrated([ids])).keys() == leaders
+    assert layer_calls(nn.Sequential(nn.Linear(2, 2)), ["missing"], torch.randn(1, 2)) == {}
