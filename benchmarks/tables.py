@@ -24,6 +24,7 @@ from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
+MISSING = "Not measured yet."
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "guide" / "limits.md",
