@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # bf16 on some hosts dies with an illegal instruction above this instruction set.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test nightly lint format types env clean
+.PHONY: demo test nightly lint format types docs env clean
 
 demo: $(STAMP)
 	$(BIN)/factorized demo
@@ -30,6 +30,11 @@ format: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Not --quiet: it would hide warnings from --strict.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "the site is site/index.html"
+
 env: $(STAMP)
 
 # torch goes in first and pinned: a looser requirement with none installed pulls gigabytes of CUDA libraries.
@@ -38,8 +43,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "factorized needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,vision]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,text,vision]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

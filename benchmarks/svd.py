@@ -1,75 +1,205 @@
-"""Time the randomized decomposition against the exact one on a Gaussian matrix, the hardest spectrum.
+"""Time spectral initialization: single matrices, whole transformers, and what other packages do.
 
-python -m benchmarks.svd --out benchmarks/results/svd-cpu.json
+    python -m benchmarks.svd matrices --out benchmarks/results/svd-cpu.json
+    python -m benchmarks.svd models --out benchmarks/results/svd-models-cpu.json
+    python -m benchmarks.svd peers --out benchmarks/results/svd-peers-cpu.json --sizes 2048 4096
+
+On a CPU, times are those that one thread computed (``time.process_time``), which other processes disturb least. The
+transformers have random weights: nothing is downloaded. ``peers`` needs peft.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+import factorized as fz
 from factorized.experiments.training.record import describe_machine
-from factorized.formats.svd import Method, truncated_svd
+from factorized.formats.svd import Method, spectral_factors, truncated_svd
+from factorized.surgery.factorize import build_layers
+
+METHODS: tuple[Method, ...] = ("exact", "gram", "randomized")
+MATRICES = [(256, 16, 10), (576, 32, 10), (1024, 64, 1), (1024, 256, 1), (2048, 128, 1), (2048, 256, 1)]
+MODELS = ["BERT-base", "GPT-2", "BERT-large"]
+Row = dict[str, Any]
+Ways = dict[str, Callable[[], Any]]
 
 
-def seconds(W: torch.Tensor, rank: int, method: Method) -> float:
-    """Time one decomposition."""
-    if W.is_cuda:
+def clock(device: torch.device) -> float:
+    """Return the seconds that this process computed, or on a GPU those that passed."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
-    truncated_svd(W, rank, method)
-    if W.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+        return time.perf_counter()
+    return time.process_time()
 
 
-def compare(size: int, rank: int, batch: int, device: str, rounds: int) -> dict[str, object]:
-    """Time both ways, interleaved, and compare the randomized error ‖W - U S Vᵀ‖ with the optimum."""
-    W = torch.randn(batch, size, size, device=device)
-    times: dict[Method, list[float]] = {"exact": [], "randomized": []}
-    for method in times:
-        seconds(W, rank, method)
+def timed(ways: Ways, device: torch.device, rounds: int) -> tuple[Row, dict[str, Any]]:
+    """Return the median, least and largest seconds of every way, measured in turn, and what each returned."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    results: dict[str, Any] = {}
     for _ in range(rounds):
-        for method, values in times.items():
-            values.append(seconds(W, rank, method))
-    error = {}
-    for method in times:
-        U, S, V = truncated_svd(W, rank, method)
-        error[method] = torch.linalg.matrix_norm(W - (U * S.unsqueeze(-2)) @ V.mT).mean().item()
-    exact, randomized = (statistics.median(times[method]) for method in ("exact", "randomized"))
-    return {
-        "size": size,
-        "rank": rank,
-        "batch": batch,
-        "rounds": rounds,
-        "exact_seconds": round(exact, 5),
-        "randomized_seconds": round(randomized, 5),
-        "times_faster": round(exact / randomized, 2),
-        "error_over_optimum": round(error["randomized"] / error["exact"], 5),
+        for name, way in ways.items():
+            start = clock(device)
+            results[name] = way()
+            times[name].append(clock(device) - start)
+    spread = {
+        name: {"median": round(statistics.median(t), 4), "least": round(min(t), 4), "largest": round(max(t), 4)}
+        for name, t in times.items()
     }
+    return spread, results
+
+
+def matrices(device: torch.device, rounds: int) -> Iterable[Row]:
+    """Compare the methods on Gaussian matrices, the hardest spectrum: time, error, distance from the best product."""
+    for size, rank, batch in MATRICES:
+        W = torch.randn(batch, size, size, device=device)
+        ways: Ways = {method: partial(truncated_svd, W, rank, method) for method in METHODS}
+        ways["exact"]()  # the first call loads libraries
+        best = product(*truncated_svd(W.double(), rank, "exact"))
+        seconds, results = timed(ways, device, rounds)
+        found = {method: product(*result) for method, result in results.items()}
+        yield {
+            "size": size,
+            "rank": rank,
+            "batch": batch,
+            "rounds": rounds,
+            "seconds": seconds,
+            "error_over_optimum": {
+                m: round(float((W.double() - P).norm() / (W - best).norm()), 6) for m, P in found.items()
+            },
+            "from_the_best_product": {m: float(f"{(P - best).norm() / best.norm():.1e}") for m, P in found.items()},
+        }
+
+
+def product(U: Tensor, S: Tensor, V: Tensor) -> Tensor:
+    """Return the matrix of a decomposition."""
+    return (U * S.unsqueeze(-2)) @ V.mT
+
+
+def transformer(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model of transformers with random weights, and the budget it gets."""
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    if name == "BERT-base":
+        return BertModel(BertConfig()), {"ratio": 0.5}
+    if name == "GPT-2":
+        return GPT2LMHeadModel(GPT2Config()), {"ratio": 0.5}
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    return BertModel(BertConfig(**sizes)), {"rank": 256, "exclude": ["*embeddings*"]}
+
+
+def models(device: torch.device, rounds: int, names: list[str]) -> Iterable[Row]:
+    """Time what ``fz.factorize`` does before it changes a transformer, by default and exactly; a plan by spectrum."""
+    for name in names:
+        dense, budget = transformer(name)
+        dense = dense.to(device)
+        plan = fz.plan(dense, **budget)
+        ways: Ways = {
+            "default": partial(build_layers, dense, plan, "spectral"),
+            "exact": partial(build_layers, dense, plan, "spectral", exact=True),
+            "plan by spectrum": partial(fz.plan, dense, ratio=0.5, allocate="spectrum"),
+        }
+        seconds, results = timed(ways, device, rounds)
+        error = {way: lost(dense, results[way]) for way in ("default", "exact")}
+        yield {
+            "model": name,
+            "budget": {key: value for key, value in budget.items() if key != "exclude"},
+            "layers": len(plan.selected),
+            "rounds": rounds,
+            "seconds": seconds,
+            "error_over_optimum": round(error["default"] / error["exact"], 7),
+        }
+
+
+@torch.no_grad()
+def lost(dense: nn.Module, layers: Mapping[str, nn.Module]) -> float:
+    """Return the distance between the weights of a model and those of the layers that would replace its own."""
+    pairs = [(dense.get_submodule(name).weight, layer.weight) for name, layer in layers.items()]
+    squares = [(old - new).double().square().sum() for old, new in pairs]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def ours(W: Tensor, rank: int, method: Method) -> Tensor:
+    """Return the product of the spectral factors."""
+    U, V = spectral_factors(W, rank, method)
+    return U @ V.mT
+
+
+def lowrank(W: Tensor, rank: int, niter: int) -> Tensor:
+    """Return the product of ``torch.svd_lowrank``."""
+    return product(*torch.svd_lowrank(W, rank, niter=niter))
+
+
+def pissa(dense: nn.Module, rank: int, init: Any) -> Tensor:
+    """Return the product of the adapter that peft makes of a linear."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=init, target_modules=["0"])
+    layer = get_peft_model(copy.deepcopy(dense), config).base_model.model[0]
+    return layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+
+
+def peers(device: torch.device, rounds: int, sizes: list[int]) -> Iterable[Row]:
+    """Compare spectral factors with peft's PiSSA and torch.svd_lowrank on square Gaussian matrices."""
+    for size in sizes:
+        layer = nn.Sequential(nn.Linear(size, size, bias=False, device=device))
+        W = layer[0].weight.detach().normal_()
+        for rank in (size // 32, size // 4):
+            ways: Ways = {
+                "factorized": partial(ours, W, rank, "auto"),
+                "factorized, exact": partial(ours, W, rank, "exact"),
+                "torch.svd_lowrank": partial(lowrank, W, rank, 2),
+                "torch.svd_lowrank, 8 iterations": partial(lowrank, W, rank, 8),
+                "peft pissa": partial(pissa, layer, rank, "pissa"),
+                "peft pissa_niter_16": partial(pissa, layer, rank, "pissa_niter_16"),
+            }
+            with torch.no_grad():
+                seconds, results = timed(ways, device, rounds)
+                errors = {name: float((W - found).norm()) for name, found in results.items()}
+            yield {
+                "size": size,
+                "rank": rank,
+                "rounds": rounds,
+                "seconds": seconds,
+                "error_over_optimum": {name: round(e / errors["factorized, exact"], 5) for name, e in errors.items()},
+            }
 
 
 def main() -> None:
-    """Parse the command line, run the comparison and write one JSON file."""
+    """Parse the command line, run one part and write one JSON file, row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["matrices", "models", "peers"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2048], help="of the matrices of peers")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = []
-    for size, rank, batch in [(256, 16, 10), (576, 32, 10), (1024, 64, 1), (2048, 128, 1), (2048, 256, 1)]:
-        rows.append(compare(size, rank, batch, arguments.device, arguments.rounds))
-        print(rows[-1], flush=True)
+    device = torch.device(arguments.device)
+    parts: dict[str, Callable[[], Iterable[Row]]] = {
+        "matrices": lambda: matrices(device, arguments.rounds),
+        "models": lambda: models(device, arguments.rounds, arguments.models),
+        "peers": lambda: peers(device, arguments.rounds, arguments.sizes),
+    }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(
-        json.dumps({"machine": describe_machine(torch.device(arguments.device)), "rows": rows}, indent=1)
-    )
+    rows = []
+    for row in parts[arguments.part]():
+        rows.append(row)
+        print(row, flush=True)
+        arguments.out.write_text(json.dumps({"machine": describe_machine(device), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,36 +10,56 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from factorized.experiments.recipes.find import paper_cells
+from factorized.experiments.reproduce.compare import Comparison
 from factorized.experiments.reproduce.report import Report, make_report
 from factorized.experiments.reproduce.runs import read_runs
+from factorized.experiments.reproduce.summary import Summary
 from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
+MISSING = "Not measured yet."
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("calibrated", "frobenius_decay", "low_rank", "monarch")),
+    ROOT / "docs" / "guide" / "limits.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("calibrated", "frobenius_decay", "low_rank", "monarch", "overcomplete", "spectral_initialization")
+    ),
 )
 
 
+def accuracy() -> str:
+    """Return the README's chart with what it shows in words."""
+    smaller, large = _row("cifar10/resnet32x2-lowrank-0.1-si-fd"), _row("cifar10/resnet32x2")
+    better, plain = _row("cifar10/resnet32-full-fd"), _row("cifar10/resnet32")
+    composed = Summary.of([run.result["composed"]["accuracy"] for run in better.runs if "composed" in run.result])
+    seeds = [row.score.n for row in _rows(table=1) if row.name.startswith("cifar10/")]
+    return "\n".join(
+        [
+            "![Test accuracy against parameters, ours and the paper's](docs/figures/accuracy.svg)",
+            "",
+            "Low-rank networks trained with both ideas of the paper, explained below, and with neither; dense at the "
+            f"right end. Solid lines are ours (n = {min(seeds)} to {max(seeds)}), dotted ones the paper's (n = 3). "
+            f"{_conditions([large])}",
+            "",
+            f"- **Smaller:** ResNet-32x2 with {smaller.parameters:,} of its {large.parameters:,} parameters reaches "
+            f"{_score(smaller.score)}, dense {_score(large.score)}.",
+            f"- **Better at the same size:** ResNet-32, trained as products and multiplied out, reaches "
+            f"{_score(composed)}, trained dense {_score(plain.score)}; both have {better.deployed:,} parameters.",
+        ]
+    )
+
+
 def low_rank() -> str:
-    """Return the table of ResNet-32x2 on CIFAR-10 with fewer parameters, beside the paper's figures."""
-    rows = [row for row in _rows(table=1) if row.name.startswith("cifar10/resnet32x2")]
-    return _low_rank_table(sorted(rows, key=lambda row: -row.score.mean))
-
-
-def all_low_rank() -> str:
     """Return the table of every network trained for Table 1 of the paper."""
-    rows = _rows(table=1)
-    return _low_rank_table(sorted(rows, key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name)))
-
-
-def _low_rank_table(rows: Sequence[Variant]) -> str:
+    rows = sorted(_rows(table=1), key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name))
     lines = [
         "| recipe | parameters | test accuracy | n | the paper (n = 3) | seconds per run |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -64,6 +84,24 @@ def distillation() -> str:
             f"| `{row.name}` | {row.parameters:,} | {_beside_the_paper(row)} | {row.deployed:,} | {deployed:.2f} |"
         )
     return "\n".join([*lines, "", _conditions(rows)])
+
+
+def sparsity() -> str:
+    """Return the paper's figures for sparse and low-rank VGG-19."""
+    names = ("Pruning", "Dynamic Sparsity", "Lottery (w. hybrid/rewind)", "Fixed Sparsity", "Low-Rank (SI & FD)")
+    lines = []
+    for grid in ("VGG-19 NFC on CIFAR-10", "VGG-19 NFC on CIFAR-100"):
+        cells = {
+            (cell.row, cell.column): cell.figure for cell in paper_cells() if cell.grid == grid and cell.table == 1
+        }
+        columns = ("0.1", "0.05", "0.02")
+        if not lines:
+            lines = [f"| network | method | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
+        for row in names:
+            figures = [f"{cells[row, column]:.2f}" for column in columns]
+            lines.append(f"| {grid} | {row} | {' | '.join(figures)} |")
+    note = "Test accuracy in percent by the share of parameters that are not zero; figures of the paper, not ours."
+    return "\n".join([*lines, "", note])
 
 
 def epoch() -> str:
@@ -97,21 +135,69 @@ def training_step() -> str:
 
 
 def decomposition() -> str:
-    """Return the table of randomized against exact decompositions."""
+    """Return the table of exact decompositions against those by Gram matrix and randomized ones."""
     report = _read("svd-cpu")
     lines = [
-        "| Gaussian matrix | rank | exact SVD | randomized | times faster "
-        "| error relative to the best rank-r approximation |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| Gaussian matrix | rank | exact SVD | Gram matrix | its distance from the best product | randomized "
+        "| its error over the optimum | its distance from the best product |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["rows"]:
         batch = f"{row['batch']} of " if row["batch"] > 1 else ""
-        exact, randomized = row["exact_seconds"], row["randomized_seconds"]
+        exact, gram, randomized = (row["seconds"][way]["median"] for way in ("exact", "gram", "randomized"))
+        distance = row["from_the_best_product"]
         lines.append(
-            f"| {batch}{row['size']}×{row['size']} | {row['rank']} | {exact:.3f} s | {randomized:.3f} s "
-            f"| {row['times_faster']:.1f} | {row['error_over_optimum']:.4f} |"
+            f"| {batch}{row['size']}×{row['size']} | {row['rank']} | {exact:.3f} s | {gram:.3f} s "
+            f"| {distance['gram']:.0e} | {randomized:.3f} s | {row['error_over_optimum']['randomized']:.4f} "
+            f"| {distance['randomized']:.2f} |"
         )
-    return "\n".join([*lines, "", f"{_machine(report)}; medians of n = {report['rows'][0]['rounds']}, interleaved."])
+    note = f"Distances are relative, ‖P - best‖ / ‖best‖. {_cpu_time(report)}"
+    return "\n".join([*lines, "", note])
+
+
+def surgery() -> str:
+    """Return the table of the spectral initialization of whole transformers."""
+    report = _read("svd-models-cpu")
+    lines = [
+        "| model, budget | layers | n | `exact=True` | default | times faster | error over the optimum "
+        '| a plan with `allocate="spectrum"` |',
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["rows"]:
+        exact, default, plan = (row["seconds"][way] for way in ("exact", "default", "plan by spectrum"))
+        budget = ", ".join(f"`{key}={value}`" for key, value in row["budget"].items())
+        times = exact["median"] / default["median"]
+        lines.append(
+            f"| {row['model']}, {budget} | {row['layers']} | {row['rounds']} | {_seconds(exact)} | {_seconds(default)} "
+            f"| {times:.1f} "
+            f"| {row['error_over_optimum']:.6f} | {_seconds(plan)} |"
+        )
+    return "\n".join([*lines, "", f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"])
+
+
+def svd_peers() -> str:
+    """Return the table of spectral factors beside those of other packages."""
+    report = _read("svd-peers-cpu")
+    names = list(report["rows"][0]["seconds"])
+    lines = [
+        f"| Gaussian matrix, rank | {' | '.join(f'`{name}`' if '.' in name else name for name in names)} |",
+        f"| --- |{' ---: |' * len(names)}",
+    ]
+    for row in report["rows"]:
+        cells = [f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names]
+        lines.append(f"| {row['size']}×{row['size']}, {row['rank']} | {' | '.join(cells)} |")
+    note = f"Seconds, and the error ‖W - UVᵀ‖ over the optimum. {_cpu_time(report)}"
+    return "\n".join([*lines, "", note])
+
+
+def _seconds(spread: dict[str, float]) -> str:
+    several = f" ({spread['least']:.1f} to {spread['largest']:.1f})" if spread["least"] < spread["largest"] else ""
+    return f"{spread['median']:.1f}{several}"
+
+
+def _cpu_time(report: dict[str, Any]) -> str:
+    rounds = " or ".join(map(str, sorted({row["rounds"] for row in report["rows"]})))
+    return f"{_machine(report)}, CPU time on a machine shared with other work; medians of n = {rounds}, interleaved."
 
 
 def monarch() -> str:
@@ -185,8 +271,33 @@ def ranks() -> str:
     )
     apart = next((row for row in report["rows"] if "dense" in row), None)
     if apart is not None:  # measured on networks that were trained again
-        mean, deviation = apart["dense"]
-        note += f" The last column of the {apart['network']} was measured on others, of {mean:.2f} ± {deviation:.2f}."
+        middle, deviation = apart["dense"]
+        note += f" The last column of the {apart['network']} was measured on others, of {middle:.2f} ± {deviation:.2f}."
+    return "\n".join([*lines, "", note])
+
+
+def compression() -> str:
+    """Return the table of scores of this library and of others, before and after recovery."""
+    report = _read("compression-cpu")
+    rows = [row for row in report["rows"] if row["method"] != "dense"]
+    found = {(row["network"], row["method"], row["recovery"], row["ratio"]): row for row in rows}
+    ratios = sorted({row["ratio"] for row in rows}, reverse=True)
+    after = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
+    lines = [
+        f"| network | method | {' | '.join(f'{ratio:.0%}' for ratio in ratios)} |",
+        f"| --- | --- |{' ---: |' * len(ratios)}",
+    ]
+    order = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(after).index(key[2]))
+    for network in dict.fromkeys(key[0] for key in found):
+        for _, method, recovery in (key for key in order if key[0] == network):
+            cells = [_mean(found[network, method, recovery, ratio]) for ratio in ratios]
+            lines.append(f"| {network} | {method}{after[recovery]} | {' | '.join(cells)} |")
+    dense = [row for row in report["rows"] if row["method"] == "dense"]
+    told = ", ".join(f"{row['network']} {row['mean']:.2f} (n = {row['n']})" for row in dense)
+    note = (
+        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
+        f"{_machine(report)}; means and deviations over seeds. Dense: {told}."
+    )
     return "\n".join([*lines, "", note])
 
 
@@ -197,21 +308,25 @@ def _mean(row: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy,
     "low-rank": low_rank,
-    "all-low-rank": all_low_rank,
     "distillation": distillation,
+    "sparsity": sparsity,
     "epoch": epoch,
     "training-step": training_step,
     "decomposition": decomposition,
+    "surgery": surgery,
+    "svd-peers": svd_peers,
     "monarch": monarch,
     "calibrated": calibrated,
     "ranks": ranks,
+    "compression": compression,
 }
 
 
 def with_tables(text: str) -> str:
     """Return ``text`` with every table of results regenerated."""
-    return fill(text, TABLES)
+    return fill(text, {name: partial(_or_missing, make) for name, make in TABLES.items()})
 
 
 def fill(text: str, tables: dict[str, Callable[[], str]]) -> str:
@@ -222,14 +337,33 @@ def fill(text: str, tables: dict[str, Callable[[], str]]) -> str:
     return text
 
 
+def _or_missing(make: Callable[[], str]) -> str:
+    try:
+        return make()
+    except FileNotFoundError:  # its benchmark has not been run yet
+        return MISSING
+
+
 @cache
 def _report() -> Report:
     return make_report(read_runs([ROOT / "results"]))
 
 
+def compared(table: int) -> list[Comparison]:
+    """Return what was trained, whole, for a table of the paper, beside its figures."""
+    return [c for c in _report().judged if c.cell.table == table and c.variant is not None]
+
+
 def _rows(table: int) -> list[Variant]:
-    """Return what was trained, whole, for a table of the paper."""
-    return [c.variant for c in _report().judged if c.cell.table == table and c.variant is not None]
+    return [c.variant for c in compared(table) if c.variant is not None]
+
+
+def _row(name: str) -> Variant:
+    return next(row for table in (1, 3) for row in _rows(table) if row.name == name)
+
+
+def _score(score: Summary) -> str:
+    return f"{score} % (n = {score.n})"
 
 
 def _beside_the_paper(row: Variant) -> str:

@@ -40,6 +40,18 @@ def test_the_decomposition_is_the_same_on_both_devices() -> None:
     torch.testing.assert_close(products[1].cpu(), products[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("allow_tf32", [False, True])
+@pytest.mark.parametrize(("shape", "rank"), [((3, 300, 280), 70), ((640, 600), 200), ((280, 900), 60)])
+def test_decompositions_by_gram_matrix_are_the_best_ones_on_the_gpu_too(
+    shape: tuple[int, ...], rank: int, allow_tf32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allow_tf32)
+    W = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    U, V = spectral_factors(W.cuda(), rank)
+    best, best_V = spectral_factors(W.double(), rank, "exact")
+    torch.testing.assert_close(U.cpu().double() @ V.cpu().double().mT, best @ best_V.mT, rtol=0, atol=1e-3)
+
+
 def trained(
     model: nn.Module,
     make: Callable[[nn.Module], torch.optim.Optimizer],

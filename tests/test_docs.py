@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import types
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +20,21 @@ import factorized as fz
 from tests.attention.attention_zoo import GPT2, OwnAttention
 
 ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+# Pages of the guide make their own models and data, and their blocks belong together; of these two each block is alone.
+WHOLE = [page for page in PAGES if page.parent.name == "guide" and page.stem not in ("loops", "many_gpus")]
+
+
+def blocks_of(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
 BLOCKS = {
     f"{page.relative_to(ROOT)}:{number}": code
-    for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+    for page in PAGES
+    if page not in WHOLE
+    for number, code in enumerate(blocks_of(page))
 }
-NIGHTLY = ("docs/integrations.md:0",)  # it trains until the checkpoint that it loads
 NET = """
     def __init__(self):
         super().__init__()
@@ -34,13 +45,13 @@ NET = """
 """
 # What stands for the reader's own code, and how often it trains here.
 OTHERWISE = {
-    "docs/integrations.md:1": {
+    "docs/guide/loops.md:0": {
         "lightning.pytorch as pl": "pytorch_lightning as pl",
         "    ...\n": NET,
         "pl.Trainer(": "pl.Trainer(max_epochs=1, logger=False, enable_progress_bar=False, ",
     },
-    "docs/integrations.md:2": {"    ...\n": NET},
-    "docs/many_gpus.md:0": {'"cuda"': '"cpu"'},
+    "docs/guide/loops.md:1": {"    ...\n": NET},
+    "docs/guide/many_gpus.md:0": {'"cuda"': '"cpu"'},
 }
 
 
@@ -80,29 +91,23 @@ def feed_forward() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), nn.ModuleDict(parts))
 
 
-def gpt2(name: str) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=4, n_embd=8, n_layer=2, n_head=2))
-
-
 # The model of the reader, made again for every further line that factorizes it: such lines are alternatives.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "docs/attention.md:0": GPT2.make,
     "docs/frobenius_decay.md:0": lambda: fz.factorize(linears(), ratio=0.5),
-    "docs/integrations.md:3": feed_forward,
-    "docs/many_gpus.md:0": Blocks,
+    "docs/guide/loops.md:2": feed_forward,
+    "docs/guide/many_gpus.md:0": Blocks,
 }
 NAMES: dict[str, Callable[[], dict[str, Any]]] = {
+    "README.md:0": lambda: {"loader": [(torch.randn(2, 8), torch.tensor([0, 3]))]},
     "docs/attention.md:1": lambda: {"MyAttention": MyAttention, "Packed": OwnAttention},
-    "docs/integrations.md:0": lambda: {"data": [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8 * 167},
-    "docs/integrations.md:1": lambda: {"data": torch.randn(4, 2, 2)},
-    "docs/integrations.md:2": lambda: {"pl": __import__("pytorch_lightning")},
-    "docs/integrations.md:3": lambda: {"factorized_model": fz.factorize(feed_forward(), ratio=0.5)},
+    "docs/guide/loops.md:0": lambda: {"data": torch.randn(4, 2, 2)},
+    "docs/guide/loops.md:1": lambda: {"pl": __import__("pytorch_lightning")},
+    "docs/guide/loops.md:2": lambda: {"factorized_model": fz.factorize(feed_forward(), ratio=0.5)},
 }
 # Blocks that need more than one process, and what runs the same calls.
 ELSEWHERE = {
-    "docs/many_gpus.md:1": "tests/distributed/test_meshes.py::"
+    "docs/guide/many_gpus.md:1": "tests/distributed/test_meshes.py::"
     "test_a_distributed_checkpoint_is_read_by_every_mesh_and_by_one_process"
 }
 
@@ -120,11 +125,7 @@ def eight_processes() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")  # of other packages: Lightning's loggers, torch's meshes
 @pytest.mark.parametrize(
     "place",
-    [
-        pytest.param(place, marks=pytest.mark.nightly if place in NIGHTLY else ())
-        for place in BLOCKS
-        if place not in ELSEWHERE
-    ],
+    [place for place in BLOCKS if place not in ELSEWHERE],
 )
 def test_a_block_of_python_on_a_page_runs(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -132,8 +133,6 @@ def test_a_block_of_python_on_a_page_runs(
     monkeypatch.chdir(tmp_path)
     if "many_gpus" in place:
         request.getfixturevalue("eight_processes")
-    if "integrations.md:0" in place:
-        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", gpt2)  # a download
     code = BLOCKS[place]
     for own, stand_in in OTHERWISE.get(place, {}).items():
         assert own in code
@@ -148,17 +147,41 @@ def test_a_block_of_python_on_a_page_runs(
         exec(compile(ast.Module([statement], []), place, "exec"), scope)
 
 
+@pytest.mark.filterwarnings("ignore")  # of other packages: ONNX's exporter, transformers
+@pytest.mark.parametrize("page", WHOLE, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_of_the_guide_run_one_after_another(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope = run_page(page)
+    if page.stem == "extending":  # what pytest would run of the contract on the page
+        contract = scope["TestShared"]()
+        for case in contract.cases:
+            contract.test_in_every_execution_it_computes_what_its_dense_layer_does(case)
+
+
+def run_page(page: Path) -> dict[str, Any]:
+    """Run all blocks of a page in one scope, which knows nothing but what they define."""
+    module = sys.modules["page"] = types.ModuleType("page")  # where dataclasses look for the types of their fields
+    try:
+        for number, code in enumerate(blocks_of(page)):
+            exec(compile(code, f"{page.name}:{number}", "exec"), module.__dict__)
+    finally:
+        del sys.modules["page"]
+    return module.__dict__
+
+
 def test_blocks_that_are_run_elsewhere_are_there() -> None:
     for place, test in ELSEWHERE.items():
         file, _, name = test.partition("::")
         assert place in BLOCKS
         assert f"def {name}(" in (ROOT / file).read_text()
-    assert not {*OTHERWISE, *MODELS, *NAMES, *NIGHTLY} - {*BLOCKS}
+    assert not {*OTHERWISE, *MODELS, *NAMES} - {*BLOCKS}
 
 
 def test_names_and_files_on_the_pages_are_there() -> None:
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("factorized/**/*.py")]
-    allowed = {*fz.__all__, "integrations", "NAME"}  # the last in the steps to add a format
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("factorized/**/*.py")]
+    allowed = {*fz.__all__, "integrations"}
     for page in pages:
         text = page.read_text()
         assert set(re.findall(r"\bfz\.(\w+)", text)) <= allowed, page

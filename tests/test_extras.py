@@ -17,7 +17,8 @@ MODULES = {
     "pytest-xdist": "xdist",
 }
 # needed by others: transformers' Trainer, torch's ONNX exporter; or run as commands
-INDIRECT = {"accelerate", "onnx", "onnxscript", "pytest-xdist", "ruff", "mypy", "pre-commit"}
+INDIRECT = {"accelerate", "onnx", "onnxscript", "pytest-xdist", "ruff", "mypy", "basedpyright", "pre-commit"}
+INDIRECT |= {"mkdocs-material", "mkdocstrings", "mkdocstrings-python"}  # named in mkdocs.yml
 PACKAGES = sorted({re.split(r"[\[<>=]", text)[0] for extra in EXTRAS.values() for text in extra} - {"factorized"})
 
 
@@ -25,5 +26,5 @@ PACKAGES = sorted({re.split(r"[\[<>=]", text)[0] for extra in EXTRAS.values() fo
 def test_a_package_of_an_extra_is_imported_somewhere(package: str) -> None:
     module = MODULES.get(package, package.replace("-", "_"))
     used = re.compile(rf"(?m)^\s*(import|from) {module}\b|need\(\"{module}[.\"]")
-    files = (path for folder in ("factorized", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+    files = (path for folder in ("factorized", "tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py"))
     assert any(used.search(path.read_text()) for path in files), f"nothing imports {package}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -84,9 +84,11 @@ class Form:
 
     name: str  # of the module it belongs to; for attention with its kind: "encoder.0.self_attn.ov"
     kind: str  # "linear", "conv", "embedding", "qk" or "ov"
-    factors: tuple[Factor, ...]  # in the order of the product, or of the format
+    factors: tuple[Factor, ...] = field(repr=False)  # in the order of the product, or of the format
     format: Format | None = None  # None for attention, which is a product
-    layer: FactorizedLayer | None = None  # the module that holds the whole product, if one does
+    layer: FactorizedLayer | None = field(
+        default=None, repr=False
+    )  # the module that holds the whole product, if one does
     rotary: bool = False  # for "qk": queries and keys are rotated by position, so this is not one bilinear form
 
     @property

@@ -91,8 +91,13 @@ class Format(ABC):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
-        """Return the cores of the best approximation that the format can compute (section 3.1); exact at full rank."""
+        """Return the cores of the best approximation that the format can compute (section 3.1); exact at full rank.
+
+        ``exact`` asks for exact SVDs where the format would take faster ones.
+        """
 
     def calibrate(
         self,

@@ -37,6 +37,8 @@ class KernelShape:
         ``"spatial"`` gives half of the spatial dimensions to each factor (in three dimensions: time to ``U``, height
         and width to ``V``); ``"channel"`` gives all of them to ``V``.
         """
+        if min(weight_shape) < 1:
+            raise ValueError(f"every size of a weight must be at least 1, got {tuple(weight_shape)}")
         out_channels, in_per_group, *size = weight_shape
         if kind not in ("spatial", "channel"):
             raise ValueError(f'kind must be "spatial" or "channel", got {kind!r}')

@@ -15,7 +15,7 @@ from factorized.formats.format import Cores, Format, Rank, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
-from factorized.formats.svd import spectral_factors, truncated_factors
+from factorized.formats.svd import method_of, spectral_factors, truncated_factors
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,14 @@ class KroneckerFormat(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Return the best sum of this many Kronecker products: an SVD of the rearranged weight."""
         lead = weights.shape[: weights.dim() - len(self.shape.weight_shape)]
         (rows, columns), (out, inputs, *_) = self.outer, self.inner
         blocks = weights.reshape(*lead, rows, out, columns, inputs, -1).transpose(-4, -3)
-        U, V = spectral_factors(blocks.reshape(*lead, rows * columns, -1), self.rank)
+        U, V = spectral_factors(blocks.reshape(*lead, rows * columns, -1), self.rank, method_of(exact))
         return U.mT.reshape(*lead, *self.cores["A"]), V.mT.reshape(*lead, *self.cores["B"])
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)

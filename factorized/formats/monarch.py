@@ -19,7 +19,7 @@ from factorized.formats.format import Cores, Format, Rank, Step, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
-from factorized.formats.svd import spectral_factors
+from factorized.formats.svd import method_of, spectral_factors
 
 # One step of the rank changes a layer by at most this share of its dense size, unless blocks are given.
 FINEST = 0.03
@@ -67,13 +67,15 @@ class MonarchFormat(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Return the best approximation: an SVD of each block (the spectral initialization)."""
         b, r = self.blocks, self.rank
         lead = weights.shape[: weights.dim() - len(self.shape.weight_shape)]
         n = len(lead)
         matrix = weights.reshape(*lead, b, self.shape.out_channels // b, b, -1)
-        U, V = spectral_factors(matrix.transpose(n + 1, n + 2), r)  # (..., row block, column block, long, r)
+        U, V = spectral_factors(matrix.transpose(n + 1, n + 2), r, method_of(exact))  # (..., b, b, long, r)
         L = U.transpose(n + 1, n + 2).reshape(*lead, *self.cores["L"])
         R = V.permute(*range(n), n + 1, n + 3, n, n + 2).reshape(*lead, *self.cores["R"])
         return L, R

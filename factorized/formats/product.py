@@ -27,7 +27,7 @@ from factorized.formats.kernel import (
 )
 from factorized.formats.scheme import LARGEST_SCALE, Scheme, Start
 from factorized.formats.shifted import two_products
-from factorized.formats.svd import factor_spectrum, spectral_factors, truncated_factors
+from factorized.formats.svd import factor_spectrum, method_of, spectral_factors, truncated_factors
 
 Variant = Literal["full", "deep", "wide"]
 
@@ -84,9 +84,12 @@ class Product(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Return spectral initializations: ``U = Ũ√Σ``, ``V = Ṽ√Σ``, and identities between them."""
-        U, V = spectral_factors(to_matrix(weights, self.shape), self.rank)  # (..., groups, rows or columns, rank)
+        # (..., groups, rows or columns, rank)
+        U, V = spectral_factors(to_matrix(weights, self.shape), self.rank, method_of(exact))
         return self.with_inner(U.flatten(-3, -2), V.flatten(-3, -2))
 
     def calibrate(

@@ -69,9 +69,11 @@ class ResidualFormat(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Decompose the part and keep the remainder, so that the weight is the same up to rounding."""
-        return self._with_rest(weights, self.part.decompose(weights))
+        return self._with_rest(weights, self.part.decompose(weights, exact=exact))
 
     def calibrate(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way, draw_to_scale
 from factorized.formats.kernel import KernelShape
-from factorized.formats.svd import truncated_svd
+from factorized.formats.svd import method_of, truncated_svd
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Separable(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Split each input channel by its SVD, then decompose the pointwise part.
 
@@ -64,7 +66,7 @@ class Separable(Format):
         """
         spatial = len(self.shape.size)
         channels = weights.flatten(-spatial).transpose(-3, -2)  # (..., in, out, taps)
-        U, S, V = truncated_svd(channels, 1)
+        U, S, V = truncated_svd(channels, 1, method_of(exact))
         largest = V.abs().argmax(dim=-2, keepdim=True)
         sign = torch.where(V.take_along_dim(largest, dim=-2) < 0, -1, 1)  # (..., in, 1, 1)
         root = S.sqrt().unsqueeze(-1) * sign
@@ -72,7 +74,7 @@ class Separable(Format):
         batch = weights.shape[: weights.dim() - 2 - spatial]
         taps = (V * torch.where(root == 0, sign, root)).reshape(*batch, *self.cores["depthwise"]).to(weights.dtype)
         kernel = pointwise.reshape(*pointwise.shape, *(1,) * spatial)
-        return (*self.pointwise.decompose(kernel), taps)
+        return (*self.pointwise.decompose(kernel, exact=exact), taps)
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in, *size)
         """Multiply the taps of every channel by its column."""

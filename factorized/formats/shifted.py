@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -44,10 +45,9 @@ def two_products(
         surplus = -U.shape[1] % 8
         U, V = F.pad(U, (0, surplus)), F.pad(V, (0, surplus))
     rank = U.shape[1]
-    V_taps = grouped(V, g).unflatten(1, (shape.in_channels // g, -1))  # (groups, in/groups, column taps, rank)
-    U_taps = grouped(U, g).unflatten(1, (shape.out_channels // g, -1))  # (groups, out/groups, row taps, rank)
-    first = V_taps.permute(0, 2, 3, 1).flatten(1, 2)  # (groups, column taps·rank, in/groups)
-    second = U_taps.flatten(2)  # (groups, out/groups, row taps·rank)
+    # Both factors hold the taps of a channel in rows that follow each other.
+    first = V.reshape(g, shape.in_channels // g, -1).mT  # (groups, column taps·rank, in/groups)
+    second = U.reshape(g, shape.out_channels // g, -1)  # (groups, out/groups, row taps·rank)
 
     x, geometry = _drop_unused_positions(x, shape, geometry)
     run = _channels_last if g == 1 and _is_channels_last(x) else _channels_first
@@ -82,16 +82,19 @@ def _channels_first(
     shape: KernelShape,
     geometry: Geometry,
 ) -> Tensor:  # (batch, out, *spatial)
-    g = shape.groups
-    P = first @ x.flatten(2).unflatten(1, (g, -1))  # (batch, groups, column taps·rank, positions)
-    P = pad(P.flatten(1, 2).unflatten(2, x.shape[2:]), geometry.padding, geometry.padding_mode)
+    batch, spatial, g = x.shape[0], x.shape[2:], shape.groups
+    x = x.reshape(batch, g, shape.in_channels // g, prod(spatial))
+    P = first @ x  # (batch, groups, column taps·rank, positions)
+    P = pad(P.reshape(batch, g * first.shape[1], *spatial), geometry.padding, geometry.padding_mode)
     shift = _Shift.over(P.shape[2:], shape, geometry, first_dim=3)
-    parts = P.unflatten(1, (g, -1, rank)).unbind(2)  # each (batch, groups, rank, *padded)
+    taps = first.shape[1] // rank
+    parts = P.reshape(batch, g, taps, rank, *P.shape[2:]).unbind(2)  # each (batch, groups, rank, *padded)
     S = torch.stack(shift.taps(parts, shape), dim=2)  # (batch, groups, row taps, rank, *out)
-    y = (second @ S.flatten(4).flatten(2, 3)).flatten(1, 2)  # (batch, out, positions)
-    if bias is not None:
-        y = y + bias[:, None].to(y.dtype)  # under autocast the products have a narrower type than the bias
-    return y.unflatten(2, S.shape[4:])
+    y = second @ S.reshape(batch, g, second.shape[2], prod(shift.extents))  # (batch, groups, out/groups, positions)
+    y = y.reshape(batch, shape.out_channels, *shift.extents)
+    if bias is not None:  # under autocast the products have a narrower type than the bias
+        y = y + bias.to(y.dtype).reshape(-1, *(1,) * len(spatial))
+    return y
 
 
 def _channels_last(
@@ -145,9 +148,11 @@ class _Shift:
         return [self._window(total, tap, 0) for tap in row_taps]
 
     def _window(self, tensor: Tensor, tap: Sequence[int], first: int) -> Tensor:
-        index = [slice(None)] * tensor.dim()
         for d, position in enumerate(tap, start=first):
-            start = position * self.geometry.dilation[d]
-            stop = start + (self.extents[d] - 1) * self.geometry.stride[d] + 1
-            index[self.first_dim + d] = slice(start, stop, self.geometry.stride[d])
-        return tensor[tuple(index)]
+            start, stride, dim = position * self.geometry.dilation[d], self.geometry.stride[d], self.first_dim + d
+            if stride == 1:
+                tensor = tensor.narrow(dim, start, self.extents[d])  # faster than an index
+            else:
+                stop = start + (self.extents[d] - 1) * stride + 1
+                tensor = tensor[(slice(None),) * dim + (slice(start, stop, stride),)]
+        return tensor

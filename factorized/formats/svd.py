@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import cos, pi
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
+from factorized._torch import computable, rounds_products, without_autocast
 from factorized.formats.frobenius import summed_like
 
-Method = Literal["auto", "exact", "randomized"]
+Method = Literal["auto", "exact", "gram", "randomized"]
 
-# Power iterations of the randomized SVD; the second for matrices more than four times as long as wide, whose spectrum
-# is flatter. On Gaussian matrices, the hardest case, they leave the error within 0.5 % of the optimum (docs/log.md has
-# the grids that were measured).
-POWER_ITERATIONS = 4
-POWER_ITERATIONS_LONG = 5
-# Below this size an exact decomposition takes milliseconds.
-SMALLEST_RANDOMIZED = 256
-# Measured: the randomized SVD is faster as long as its sketch has at most this share of the shorter side as columns.
-FASTER_UP_TO = 0.4
+# Below these sizes of the shorter side, an exact decomposition takes a millisecond or so.
+SMALLEST_GRAM, SMALLEST_RANDOMIZED = 128, 256
+# Above this share of full rank, so little of the spectrum is cut that a float32 Gram matrix may not resolve it.
+GRAM_UP_TO = 0.75
+# From this size on, a Gram matrix is computed in blocks, those above the diagonal left out.
+SMALLEST_HALVED = 512
+# The rounding of the Gram matrix may raise the squared error by at most this share; else the decomposition is exact.
+# Measured errors are ten thousand times below this bound.
+HARMLESS = 0.01
+# Eigenvectors of the Gram matrix are rotated into singular vectors if the smallest kept eigenvalue is below this share
+# of the largest. Above it, they are singular vectors to 1e-5.
+RESOLVED = 0.01
+# Iterations of the randomized SVD, and the end of the damped interval as a multiple of the smallest eigenvalue seen. On
+# Gaussian matrices, the hardest case, they leave the error within 0.4 % of the optimum (docs/log.md has the grids that
+# were measured).
+ITERATIONS, CUT = 3, 1.4
+# Times of an eigendecomposition and of the randomized SVD on a CPU, in matrix products of the same size.
+EIGENDECOMPOSITION, RANDOMIZED = 6.5, 20
+# The randomized SVD is used where it is at least this many times faster than the Gram matrix.
+WORTHWHILE = 2
+# Weights that are larger, or smaller than its inverse, are scaled: their squares must stay within the range of float32.
+IN_RANGE = 1e10
 
 
 def truncated_svd(
@@ -31,30 +46,55 @@ def truncated_svd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (..., m, rank), (..., rank), (..., n, rank)
     """Return the leading ``rank`` singular triplets of ``W``: ``W ≈ U diag(S) Vᵀ``.
 
-    ``"exact"`` is ``torch.linalg.svd``; ``"randomized"`` is shifted subspace iteration, which touches ``W`` through
-    matrix products only; ``"auto"`` takes the one that is faster on a CPU. Half precision is
-    computed and returned in float32. The result does not depend on, or advance, torch's random state.
+    ``"exact"`` is ``torch.linalg.svd``. ``"gram"`` finds the singular vectors of the shorter side as eigenvectors of
+    ``WᵀW``, and is exact where the rounding of that matrix could raise the error noticeably. ``"randomized"`` is
+    subspace iteration, which touches ``W`` through matrix products only: its error ``‖W - U diag(S) Vᵀ‖`` is close to
+    the optimum, but on flat spectra its singular vectors are not those of ``W``. ``"auto"`` takes the faster one for
+    these sizes, and ``"exact"`` for float64 in place of ``"gram"``. Half precision is computed and returned in float32.
+    The result does not depend on, or advance, torch's random state.
     """
     m, n = W.shape[-2:]
     if not 1 <= rank <= min(m, n):
         raise ValueError(f"rank must be in 1..{min(m, n)} for a {m}x{n} matrix, got {rank}")
     if W.is_meta:
         raise ValueError("a matrix on the meta device has no values to decompose; move the weights to a real device")
-    if W.dtype in (torch.float16, torch.bfloat16):
-        W = W.float()
-    largest = torch.linalg.vector_norm(W, ord=torch.inf, dim=(-2, -1), keepdim=True)  # (..., 1, 1); NaN if any is
+    W = computable(W)
+    largest = _largest(W)
     if not torch.isfinite(largest).all():
         raise ValueError("weight holds NaN or infinite values; a singular value decomposition needs finite ones")
     if method == "auto":
-        method = "randomized" if _randomized_is_worthwhile(m, n, rank) else "exact"
-    if method == "randomized":
-        # W Wᵀ must stay within the range of its type, however large or small the weights are.
-        scale = largest.clamp(min=torch.finfo(W.dtype).tiny)
-        U, S, V = _randomized_svd(W / scale, rank)
-        return U, S * scale.squeeze(-1), V
+        method = _fastest(m, n, rank, W.dtype)
     if method == "exact":
         return _exact_svd(W, rank)
-    raise ValueError(f'method must be "auto", "exact" or "randomized", got {method!r}')
+    if method not in METHODS:
+        raise ValueError(f'method must be "auto", "exact", "gram" or "randomized", got {method!r}')
+    tall, scale = _tall(W, largest)
+    with without_autocast(W.device):
+        long, S, short = (part.to(W.dtype) for part in METHODS[method](tall, rank))
+    return (long, S * scale, short) if m >= n else (short, S * scale, long)
+
+
+def method_of(exact: bool) -> Method:
+    """Return the method for ``exact=`` of a format's ``decompose``."""
+    return "exact" if exact else "auto"
+
+
+def squared_singular_values(
+    W: Tensor,  # (..., m, n)
+    *,
+    precise: bool,
+) -> Tensor:  # (..., min(m, n)), in float64
+    """Return the squared singular values of ``W``, largest first, to 1e-13 of the largest if ``precise``, else to 1e-5.
+
+    Those of large matrices in float32 are the eigenvalues of ``WᵀW``, computed in float64 if ``precise``.
+    """
+    W = computable(W)
+    if W.dtype == torch.float64 or min(W.shape[-2:]) < SMALLEST_GRAM:
+        return torch.linalg.svdvals(W).double().square()
+    tall, scale = _tall(W, _largest(W))
+    with without_autocast(W.device):
+        energies = torch.linalg.eigvalsh(_gram(tall.double() if precise else tall))  # ascending
+    return energies.double().clamp(min=0).flip(-1) * scale.double().square()
 
 
 def spectral_factors(
@@ -73,8 +113,10 @@ def spectral_factors(
     kept = min(rank, m, n)
     U, S, V = truncated_svd(W, kept, method)
     root = S.sqrt().unsqueeze(-2)
+    U, V = U * root, V * root
     is_zero = root.amax(dim=-1, keepdim=True) == 0
-    U, V = U * root, torch.where(is_zero, _gaussian(n, kept, V) / n**0.5, V * root)
+    if is_zero.any():
+        V = torch.where(is_zero, _gaussian(n, kept, V) / n**0.5, V)
     surplus = rank - kept
     if surplus > 0:
         U = torch.cat([U, U.new_zeros(*U.shape[:-1], surplus)], dim=-1)
@@ -133,9 +175,32 @@ def nuclear_gradients(
     return summed_like(Q @ (direction @ tails[0]), U), summed_like(P @ (direction.mT @ heads[-1]), V), d_inner
 
 
-def _randomized_is_worthwhile(m: int, n: int, rank: int) -> bool:
-    smallest = min(m, n)
-    return smallest >= SMALLEST_RANDOMIZED and _sketch_width(rank, smallest) <= FASTER_UP_TO * smallest
+def _fastest(m: int, n: int, rank: int, dtype: torch.dtype) -> Method:
+    long, short = max(m, n), min(m, n)
+    gram = long * short**2 + EIGENDECOMPOSITION * short**3
+    randomized = RANDOMIZED * long * short * _sketch_width(rank, short)
+    if short >= SMALLEST_RANDOMIZED and WORTHWHILE * randomized <= gram:
+        return "randomized"
+    suits = dtype == torch.float32 and short >= SMALLEST_GRAM and rank <= GRAM_UP_TO * short
+    return "gram" if suits else "exact"
+
+
+def _largest(W: Tensor) -> Tensor:  # (...)
+    """Return the largest absolute entry of every matrix; NaN if it holds one."""
+    return torch.maximum(W.amax(dim=(-2, -1)), -W.amin(dim=(-2, -1)))
+
+
+def _tall(
+    W: Tensor,  # (..., m, n)
+    largest: Tensor,  # (...)
+) -> tuple[Tensor, Tensor]:  # (..., long, short), (..., 1)
+    """Return matrices whose Gram matrix is precise and within range, and the scales they were divided by."""
+    tall = W if W.shape[-2] >= W.shape[-1] else W.mT
+    extreme = (largest < 1 / IN_RANGE) | (largest > IN_RANGE)
+    exponent = torch.frexp(largest.clamp(min=torch.finfo(W.dtype).tiny)).exponent - 1
+    scale = torch.ldexp(torch.ones_like(largest), torch.where(extreme, exponent, 0)).unsqueeze(-1)  # rounds nothing
+    tall = tall / scale.unsqueeze(-1) if extreme.any() else tall
+    return tall.double() if rounds_products(W) else tall, scale
 
 
 def _sketch_width(rank: int, smallest: int) -> int:
@@ -153,25 +218,71 @@ def _exact_svd(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return U[..., :rank], S[..., :rank], Vh[..., :rank, :].mT
 
 
-def _randomized_svd(
-    W: Tensor,  # (..., m, n)
+def _gram_svd(
+    W: Tensor,  # (..., m, n), m >= n
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Subspace iteration on ``W Wᵀ - shift·I``.
+    """Take the eigenvectors ``V`` of ``WᵀW`` for right singular vectors; ``W V`` gives the rest.
 
-    The shift is half of the smallest eigenvalue seen in the subspace, which is never more than half of the true one:
-    it damps the unwanted part of the spectrum faster than plain power iterations, at no extra product with ``W``.
+    Rounding adds a matrix of norm ε‖W‖² to ``WᵀW``. The eigenvectors of the perturbed matrix lose at most 2·rank·ε‖W‖²
+    of the best ``‖W V‖²``: that must be small against what is cut.
     """
-    m, n = W.shape[-2:]
-    width = _sketch_width(rank, min(m, n))
-    Q = torch.linalg.qr(W @ _gaussian(n, width, W)).Q
-    shift = W.new_zeros(*W.shape[:-2], 1, 1)
-    for _ in range(POWER_ITERATIONS_LONG if max(m, n) > 4 * min(m, n) else POWER_ITERATIONS):
-        Q, R = torch.linalg.qr(W @ (W.mT @ Q) - shift * Q)
-        smallest = torch.linalg.svdvals(R)[..., -1, None, None]
-        shift = torch.maximum(shift, (smallest + shift) / 2)
-    V, S, Wh = torch.linalg.svd(W.mT @ Q, full_matrices=False)
-    return Q @ Wh.mT[..., :rank], S[..., :rank], V[..., :rank]
+    try:
+        energies, vectors = torch.linalg.eigh(_gram(W))  # ascending
+    except LinAlgError:
+        return _exact_svd(W, rank)
+    rounding = 2 * rank * torch.finfo(W.dtype).eps * energies[..., -1]
+    unresolved = rounding >= HARMLESS * energies[..., :-rank].clamp(min=0).sum(-1)  # (...)
+    V = vectors[..., -rank:].flip(-1)
+    US = W @ V
+    if (energies[..., -rank] < RESOLVED * energies[..., -1]).any():
+        small = US.double()
+        rotation = torch.linalg.eigh(small.mT @ small).eigenvectors.flip(-1).to(V.dtype)
+        US, V = US @ rotation, V @ rotation
+    S = torch.linalg.vector_norm(US, dim=-2)
+    U = US / S.unsqueeze(-2)
+    if unresolved.any():
+        U[unresolved], S[unresolved], V[unresolved] = _exact_svd(W[unresolved], rank)
+    return U, S, V
+
+
+def _gram(
+    W: Tensor,  # (..., m, n)
+) -> Tensor:  # (..., n, n)
+    """Return ``WᵀW``, or only its lower triangle where that is faster."""
+    n = W.shape[-1]
+    if n < SMALLEST_HALVED:
+        return W.mT @ W
+    half = n // 2
+    left, right = W[..., :half], W[..., half:]
+    G = W.new_zeros(*W.shape[:-2], n, n)
+    G[..., :half, :half] = _gram(left)
+    G[..., half:, :half] = right.mT @ left
+    G[..., half:, half:] = _gram(right)
+    return G
+
+
+def _randomized_svd(
+    W: Tensor,  # (..., m, n), m >= n
+    rank: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Subspace iteration on ``WᵀW - shift·I``, with other shifts in turn.
+
+    The shifts are the roots of a Chebyshev polynomial on the interval from 0 to about the smallest eigenvalue wanted:
+    of all polynomials of that degree it damps the unwanted part of the spectrum most. They cost no extra product.
+    """
+    width = _sketch_width(rank, W.shape[-1])
+    Q = torch.linalg.qr(W.mT @ _gaussian(W.shape[-2], width, W)).Q
+    Q, R = torch.linalg.qr(W.mT @ (W @ Q))
+    cut = CUT * torch.linalg.svdvals(R)[..., -1, None, None]
+    for k in range(ITERATIONS):
+        shift = cut * (1 + cos(pi * (2 * k + 1) / (2 * ITERATIONS))) / 2
+        Q = torch.linalg.qr(W.mT @ (W @ Q) - shift * Q).Q
+    U, S, Vh = torch.linalg.svd(W @ Q, full_matrices=False)
+    return U[..., :rank], S[..., :rank], Q @ Vh[..., :rank, :].mT
+
+
+METHODS = {"gram": _gram_svd, "randomized": _randomized_svd}
 
 
 def _gaussian(rows: int, columns: int, like: Tensor) -> Tensor:

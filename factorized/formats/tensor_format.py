@@ -15,6 +15,7 @@ from factorized._checks import is_whole
 from factorized.formats.cost import POSITIONS, traffic
 from factorized.formats.format import Call, Cores, Format, Rank, Way, pull_back
 from factorized.formats.light_expansion import Indices, light_expansion
+from factorized.formats.svd import Method, method_of
 
 # Entries kept by an expansion, relative to the tensor's, at which training needs twice the memory of the dense tensor
 # (measured).
@@ -81,6 +82,7 @@ class TensorFormat(Format):
     def decompose_tensor(
         self,
         tensor: Tensor,  # (..., *dims)
+        method: Method = "auto",
     ) -> Cores:
         """Return cores whose expansion approximates ``tensor``, exactly at full rank; all of one norm."""
 
@@ -135,10 +137,12 @@ class TensorFormat(Format):
     def decompose(
         self,
         weights: Tensor,  # (..., out, in/groups, *size)
+        *,
+        exact: bool = False,
     ) -> Cores:
         """Fold the weights and decompose them."""
         batch = weights.shape[: weights.dim() - len(self.shape.weight_shape)]
-        return self.decompose_tensor(weights.reshape(*batch, *self.dims))
+        return self.decompose_tensor(weights.reshape(*batch, *self.dims), method_of(exact))
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
         """Expand the tensor; near full rank, only its cores are kept for the backward pass."""

@@ -265,9 +265,10 @@ class TrainFormat(TensorFormat):
     def decompose_tensor(
         self,
         tensor: Tensor,  # (..., *dims)
+        method: Method = "auto",
     ) -> Cores:
         """Return the cores of the TT-SVD, scaled to one norm."""
-        cores = balanced(tt_svd(tensor, self.rank), tensor.dim() - len(self.dims))
+        cores = balanced(tt_svd(tensor, self.rank, method), tensor.dim() - len(self.dims))
         return tuple(core.to(tensor.dtype) for core in cores)
 
     def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:

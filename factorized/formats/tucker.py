@@ -19,6 +19,7 @@ from factorized.formats.format import Call, Cores, Format, Step, Way, pull_back
 from factorized.formats.kernel import KernelShape
 from factorized.formats.light_expansion import Indices
 from factorized.formats.separable import Separable
+from factorized.formats.svd import Method
 from factorized.formats.tensor_format import TensorFormat, balanced
 from factorized.formats.tensor_train import TrainFormat, full_train_ranks, right_to_left
 
@@ -177,10 +178,11 @@ class TuckerFormat(TensorFormat):
     def decompose_tensor(
         self,
         tensor: Tensor,  # (..., *dims)
+        method: Method = "auto",
     ) -> Cores:
         """Return the HOSVD after ``refinements``, all cores scaled to one norm."""
         batch = tensor.dim() - len(self.dims)
-        core, factors = hosvd.hosvd(tensor, (*self.rank, *[None] * self.kept), self.refinements)
+        core, factors = hosvd.hosvd(tensor, (*self.rank, *[None] * self.kept), self.refinements, method)
         present = [factor for factor in factors if factor is not None]
         cores: Cores = (core,)
         if self.train is not None:

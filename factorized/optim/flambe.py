@@ -22,14 +22,14 @@ class Flambe(Lamb, DecaysProducts):
     """LAMB whose update of a factor is ``u = r + λ·∂½‖U M₁…M_d Vᵀ‖²`` instead of ``r + λw``.
 
     The products are those of ``model`` (see ``fz.forms``) whose ``frobenius_decay`` is not zero; their factors are not
-    decayed by ``weight_decay``, even if their group has one. Everything else is ``Lamb``, bit for bit.
+    decayed by ``weight_decay``, even if their group has one. Everything else is ``Lamb``, bit for bit,
+    and so are the other arguments.
 
     Args:
         params: parameters or groups, as for ``Lamb``.
         model: holds the products.
         frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the step; for
             attention a number means only OV, see ``FrobeniusDecay``.
-        others: as for ``Lamb``.
 
     Raises:
         ValueError: as for ``Lamb``; or the model holds no products, or ``params`` none of their factors.

@@ -27,6 +27,8 @@ def calibrate_all(
     dense: Mapping[str, nn.Module],
     layers: Mapping[str, FactorizedLayer],
     count: Count,
+    *,
+    exact: bool = False,
 ) -> None:
     """Fill the factors of every layer that is not tied to another, and adjust biases.
 
@@ -49,7 +51,8 @@ def calibrate_all(
         with named(leader):
             _fill(layers, leader, weights[leader], collected)
         count.add(1)
-    for name, cores in decompose_all({name: weights[name] for name in never_ran}, never_ran, count).items():
+    rest = {name: weights[name] for name in never_ran}
+    for name, cores in decompose_all(rest, never_ran, count, exact=exact).items():
         layers[name].set_factors(*cores)
     _warn(short, list(never_ran))
 

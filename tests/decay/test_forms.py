@@ -89,3 +89,9 @@ def test_layers_that_share_one_factor_only_are_two_products() -> None:
 
 def test_a_dense_model_has_no_forms() -> None:
     assert fz.forms(nn.Sequential(nn.Linear(4, 4), nn.Conv2d(4, 4, 3))) == []
+
+
+def test_it_is_printed_in_one_line_without_the_numbers_of_its_factors() -> None:
+    (form,) = fz.forms(nn.Sequential(fz.FactorizedLinear(64, 32, 8)))
+    assert repr(form).startswith("Form(name='0', kind='linear', format=")
+    assert "tensor" not in repr(form)

@@ -29,7 +29,7 @@ class Scaled(Format):
     def cores(self) -> dict[str, tuple[int, ...]]:
         return {"scale": (self.shape.out_channels,), "row": self.shape.weight_shape[1:]}
 
-    def decompose(self, weights: Tensor) -> Cores:
+    def decompose(self, weights: Tensor, *, exact: bool = False) -> Cores:
         row = weights.mean(dim=-2)
         return (weights * row.unsqueeze(-2)).sum(-1) / row.square().sum(-1, keepdim=True), row
 

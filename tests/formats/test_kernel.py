@@ -177,3 +177,9 @@ def test_the_factors_have_the_entries_that_a_hand_counts(
 def test_a_wrong_kind_says_which_ones_there_are(kind: str | None) -> None:
     with pytest.raises(ValueError, match=f'kind must be "spatial" or "channel", got {kind!r}'):
         KernelShape.of((4, 4, 3, 3), kind=kind)
+
+
+@pytest.mark.parametrize("shape", [(4, -4), (0, 4), (8, 8, 0, 3)])
+def test_a_weight_without_rows_or_columns_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"every size of a weight must be at least 1, got \("):
+        KernelShape.of(shape)

@@ -5,9 +5,15 @@ import torch
 from torch import Tensor
 
 from factorized.formats.frobenius import compose
-from factorized.formats.svd import factor_spectrum, nuclear_gradients, spectral_factors, truncated_svd
+from factorized.formats.svd import (
+    factor_spectrum,
+    nuclear_gradients,
+    spectral_factors,
+    squared_singular_values,
+    truncated_svd,
+)
 
-METHODS = ["exact", "randomized"]
+METHODS = ["exact", "gram", "randomized"]
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -133,21 +139,26 @@ def test_torchs_random_state_neither_moves_nor_matters(rank: int, method: str) -
     ("shape", "rank", "method"),
     [
         ((64, 48), 2, "exact"),  # small
-        ((400, 200), 2, "exact"),  # small on one side
-        ((300, 280), 120, "exact"),  # a rank too large to save anything
-        ((280, 300), 70, "randomized"),  # a quarter of the full rank
+        ((400, 200), 2, "gram"),  # small on one side
+        ((300, 280), 120, "gram"),  # a rank too large to save anything
+        ((280, 300), 70, "gram"),  # a quarter of the full rank: less than twice as fast
         ((300, 280), 4, "randomized"),
         ((280, 400), 16, "randomized"),
+        ((2800, 280), 16, "gram"),  # so long that products with it take longer than its Gram matrix
+        ((300, 280), 250, "exact"),  # nearly full rank
     ],
 )
-def test_auto_takes_the_randomized_way_for_small_ranks_of_large_matrices_only(
+def test_auto_takes_the_randomized_way_only_where_it_is_much_faster(
     shape: tuple[int, int], rank: int, method: str
 ) -> None:
     W = gaussian(*shape, dtype=torch.float32)
-    other = "exact" if method == "randomized" else "randomized"
     S = truncated_svd(W, rank)[1]
-    assert torch.equal(S, truncated_svd(W, rank, method)[1])
-    assert not torch.equal(S, truncated_svd(W, rank, other)[1])
+    assert [one for one in METHODS if torch.equal(S, truncated_svd(W, rank, one)[1])] == [method]
+
+
+def test_auto_keeps_all_digits_of_float64() -> None:
+    W = gaussian(200, 160)
+    assert torch.equal(truncated_svd(W, 40)[1], truncated_svd(W, 40, "exact")[1])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -207,7 +218,7 @@ def test_a_decomposition_that_does_not_converge_in_float32_is_done_in_float64(mo
         (torch.tensor([[1.0, float("inf")]]), 1, "exact", "NaN or infinite"),
         (torch.tensor([[1.0, -float("inf")]]).half(), 1, "randomized", "NaN or infinite"),
         (torch.ones(6, 4, device="meta"), 2, "auto", "meta device.*real device"),
-        (torch.ones(6, 4), 2, "lanczos", r'method must be "auto", "exact" or "randomized", got \'lanczos\''),
+        (torch.ones(6, 4), 2, "lanczos", r'method must be "auto", "exact", "gram" or "randomized", got \'lanczos\''),
     ],
 )
 def test_a_wrong_decomposition_says_what_is_allowed(W: Tensor, rank: int, method: str, message: str) -> None:
@@ -228,11 +239,12 @@ def test_wrong_spectral_factors_say_what_is_allowed(W: Tensor, rank: int, messag
         spectral_factors(W, rank)
 
 
+@pytest.mark.parametrize("method", ["gram", "randomized"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
-def test_the_randomized_way_stands_weights_of_any_scale(scale: float) -> None:
+def test_weights_may_have_any_scale(scale: float, method: str) -> None:
     W = torch.randn(64, 48, generator=torch.Generator().manual_seed(3))
-    expected, S, _ = truncated_svd(W, 8, "randomized")
-    U, scaled, _ = truncated_svd(W * scale, 8, "randomized")
+    expected, S, _ = truncated_svd(W, 8, method)
+    U, scaled, _ = truncated_svd(W * scale, 8, method)
     torch.testing.assert_close(scaled / scale, S, rtol=1e-4, atol=0)
     torch.testing.assert_close(U.abs(), expected.abs(), rtol=0, atol=1e-3)
 
@@ -249,3 +261,96 @@ def test_singular_values_and_nuclear_gradients_come_from_the_factors_alone(depth
     dU, dV, d_inner = nuclear_gradients(U.detach(), V.detach(), [M.detach() for M in inner])
     for got, wanted in zip([dU, dV, *d_inner], expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
+
+
+SPECTRA = {
+    "random": torch.linspace(1.9, 0.05, 160, dtype=torch.float64),
+    "outliers": torch.cat([torch.tensor([60.0, 30.0, 20.0]), torch.linspace(1.9, 0.05, 157)]).double(),
+    "power law": torch.arange(1, 161, dtype=torch.float64) ** -0.7,
+    "exponential": 0.9 ** torch.arange(160, dtype=torch.float64),
+    "fast": 0.5 ** torch.arange(160, dtype=torch.float64),
+    "rank 20": torch.cat([torch.linspace(3, 1, 20), torch.zeros(140)]).double(),
+    "one": torch.cat([torch.ones(1), torch.zeros(159)]).double(),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e15])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_gram_matrix_gives_the_digits_of_float32(spectrum: str, scale: float, transposed: bool) -> None:
+    values, rank = SPECTRA[spectrum], 40
+    W = with_spectrum(200, 160, values)
+    W = W.mT if transposed else W
+    U, S, V = (part.double() for part in truncated_svd((W * scale).float(), rank, "gram"))
+    S = S / scale
+    torch.testing.assert_close(S, values[:rank], rtol=2e-6, atol=2e-6 * float(values[0]))
+    for vectors in (U, V):
+        assert (vectors.mT @ vectors - torch.eye(rank)).abs().max() < 2e-5
+    error = float((W - (U * S) @ V.mT).norm())
+    least = float(values[rank:].norm())
+    assert error <= least * (1 + 1e-6) + 3e-6 * float(values.norm())
+
+
+@pytest.mark.parametrize("spectrum", ["random", "power law"])
+def test_the_gram_matrix_gives_the_true_product_where_the_randomized_way_gives_one_as_near(spectrum: str) -> None:
+    values, rank = SPECTRA[spectrum], 40
+    W = with_spectrum(200, 160, values)
+    U, S, V = truncated_svd(W, rank, "exact")
+    best = (U * S) @ V.mT
+    gram, randomized = (
+        (U * S) @ V.mT for U, S, V in (truncated_svd(W.float(), rank, one) for one in ("gram", "randomized"))
+    )
+    assert (gram - best).norm() < 2e-5 * best.norm()
+    assert (randomized - best).norm() > 0.01 * best.norm()  # the price that the card names
+    assert (W - randomized).norm() < 1.005 * (W - best).norm()
+
+
+def test_one_matrix_of_a_batch_that_the_gram_matrix_does_not_resolve_is_decomposed_exactly() -> None:
+    W = torch.stack([with_spectrum(200, 160, SPECTRA[name]) for name in ("random", "fast", "random")]).float()
+    U, S, V = truncated_svd(W, 40, "gram")
+    for place, method in enumerate(("gram", "exact", "gram")):
+        alone = truncated_svd(W[place], 40, method)
+        torch.testing.assert_close(S[place], alone[1], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close((U * S.unsqueeze(-2) @ V.mT)[place], (alone[0] * alone[1]) @ alone[2].mT)
+
+
+def test_an_eigendecomposition_that_does_not_converge_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        raise torch.linalg.LinAlgError("did not converge")
+
+    W = gaussian(20, 16, dtype=torch.float32)
+    expected = truncated_svd(W, 4, "exact")
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    for part, reference in zip(truncated_svd(W, 4, "gram"), expected, strict=True):
+        assert torch.equal(part, reference)
+
+
+@pytest.mark.parametrize("method", ["gram", "randomized"])
+def test_products_that_the_user_lets_torch_round_do_not_matter(method: str) -> None:
+    W = gaussian(300, 280, dtype=torch.float32)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        rounded = truncated_svd(W, 40, method)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = truncated_svd(W, 40, method)
+    for U, S, V in (rounded, cast):
+        assert (U.dtype, S.dtype, V.dtype) == (torch.float32,) * 3
+        torch.testing.assert_close(W @ V, U * S, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (2, 200, 300), (600, 560), (40, 30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_squared_singular_values_are_as_precise_as_asked_for(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    W = gaussian(*shape, dtype=dtype)
+    W = W * 1e12 if dtype == torch.float32 else W  # whose Gram matrix is near the end of the range
+    W[..., 1, :] = W[..., 0, :]  # the smallest one is zero
+    expected = torch.linalg.svdvals(W.double()).square()
+    for precise, tolerance in ((True, 1e-13), (False, 1e-5)):
+        found = squared_singular_values(W, precise=precise)
+        assert found.dtype == torch.float64
+        tolerance = 1e-6 if shape == (40, 30) and dtype != torch.float64 else tolerance  # an SVD in float32
+        assert ((found - expected).abs() <= tolerance * expected[..., :1]).all()
+        assert (found[..., :-1] >= found[..., 1:]).all()

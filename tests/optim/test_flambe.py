@@ -242,3 +242,19 @@ def test_a_wrong_strength_says_what_is_allowed(strength: Any, message: str) -> N
     model = build()
     with pytest.raises(ValueError, match=message):
         fz.Flambe(model.parameters(), model, frobenius_decay=strength)
+
+
+def test_what_a_packed_weight_holds_beside_factors_is_decayed_as_a_weight() -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2)
+    before = model.in_proj_weight.detach().clone()
+    groups = fz.parameter_groups(model, weight_decay=0.5)
+    optimizer = fz.Flambe(groups, model, lr=1e-2, frobenius_decay=0.0625)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moved = before - model.in_proj_weight.detach()
+    queries_and_keys, values = moved[:16] / before[:16], moved[16:] / before[16:]
+    torch.testing.assert_close(queries_and_keys, queries_and_keys.new_full((16, 8), queries_and_keys[0, 0].item()))
+    assert queries_and_keys[0, 0] > 0
+    assert values.std() > 0.1 * values.abs().mean()  # by their product with the outputs, not as they are

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import io
 import sys
 from itertools import count
@@ -7,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import factorized as fz
+from factorized.formats import hosvd, svd, tensor_train
 from factorized.surgery import progress
 from factorized.surgery.progress import late
 
@@ -89,3 +91,65 @@ def test_loading_a_dense_checkpoint_counts_its_layers(monkeypatch: pytest.Monkey
     fz.load_dense(model, net().state_dict())
     assert heard[-1] == (3, 3)
     assert torch.isfinite(model[0].U).all()
+
+
+SCHEMES = {
+    "low rank": (fz.LowRank(), 20),
+    "tensor train": (fz.TensorTrain(), 4),
+    "Tucker": (fz.Tucker(), 8),
+    "Monarch": (fz.Monarch(blocks=2), 20),
+    "Kronecker": (fz.Kronecker(), 8),
+    "residual": (fz.Residual(fz.LowRank()), 20),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_exact_decompositions_can_be_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, rank = SCHEMES[name]
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(512, 512, bias=False))
+    methods: list[str] = []
+    for module in (svd, hosvd, tensor_train):
+        real = module.truncated_svd
+
+        def spy(W: Tensor, rank: int, method: str, real: Any = real) -> Any:
+            methods.append(method)
+            return real(W, rank, method)
+
+        monkeypatch.setattr(module, "truncated_svd", spy)
+    for exact, method in ((True, "exact"), (False, "auto")):
+        methods.clear()
+        fz.factorize(copy.deepcopy(dense), scheme, rank=rank, keep_first_and_last=False, exact=exact)
+        assert set(methods) == {method}
+
+
+def test_exact_factors_are_those_of_torchs_own_decomposition() -> None:
+    torch.manual_seed(0)
+    dense = nn.Linear(300, 280, bias=False)
+    U, S, Vh = torch.linalg.svd(dense.weight.detach().mT, full_matrices=False)  # wide ones are transposed
+    best = (Vh.mT[:, :20] * S[:20]) @ U[:, :20].mT
+    exact, fast = (
+        fz.factorize(nn.Sequential(copy.deepcopy(dense)), rank=20, keep_first_and_last=False, exact=exact)[0].weight
+        for exact in (True, False)
+    )
+    assert (exact - best).norm() < 1e-5 * best.norm()
+    assert (fast - best).norm() > 0.1 * best.norm()
+    assert (fast - dense.weight).norm() < 1.005 * (best - dense.weight).norm()
+
+
+@pytest.mark.parametrize("init", ["kaiming", nn.init.zeros_])
+def test_exact_is_refused_where_nothing_is_decomposed(init: Any) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r'exact=True is for init="spectral".*draws the factors'):
+        fz.factorize(model, rank=2, init=init, exact=True)
+    assert isinstance(model[0], nn.Linear)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_factorizing_under_autocast_gives_the_same_factors(exact: bool) -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(300, 280))
+    plain = fz.factorize(copy.deepcopy(dense), rank=70, keep_first_and_last=False, exact=exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = fz.factorize(copy.deepcopy(dense), rank=70, keep_first_and_last=False, exact=exact)
+    assert torch.equal(plain[0].U, cast[0].U)

@@ -81,11 +81,11 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_changes(value: float, 
 def test_a_failure_in_the_second_batch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def fails_the_second_time(stacked: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    def fails_the_second_time(stacked: Tensor, rank: int, method: str) -> tuple[Tensor, Tensor]:
         calls.append(stacked.shape)
         if len(calls) == 2:
             raise RuntimeError("no memory left")
-        return original(stacked, rank)
+        return original(stacked, rank, method)
 
     original = product.spectral_factors
     monkeypatch.setattr(product, "spectral_factors", fails_the_second_time)
@@ -118,7 +118,7 @@ def test_a_callable_fills_the_factors() -> None:
 def test_equal_shapes_are_decomposed_together_to_what_one_at_a_time_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     original = product.spectral_factors
-    monkeypatch.setattr(product, "spectral_factors", lambda W, rank: seen.append(tuple(W.shape)) or original(W, rank))
+    monkeypatch.setattr(product, "spectral_factors", lambda W, *rest: seen.append(tuple(W.shape)) or original(W, *rest))
     model, twin = stack(), stack()
     fz.factorize(model, rank=3)
     assert sorted(seen) == [(1, 1, 12, 48), (2, 1, 12, 12)]
@@ -126,7 +126,7 @@ def test_equal_shapes_are_decomposed_together_to_what_one_at_a_time_gives(monkey
         alone = fz.FactorizedLinear.from_dense(twin.get_submodule(name), 3)
         torch.testing.assert_close(model.get_submodule(name).weight, alone.weight, rtol=1e-5, atol=1e-6)
     seen.clear()
-    monkeypatch.setattr(decompose, "STACKED_ENTRIES", 12 * 12)
+    monkeypatch.setattr(decompose, "STACKED_ON_CPU", 12 * 12)
     limited = fz.factorize(stack(), rank=3)
     assert sorted(seen) == [(1, 1, 12, 12), (1, 1, 12, 12), (1, 1, 12, 48)]
     for layer, other in zip(layers_of(limited), layers_of(model), strict=True):

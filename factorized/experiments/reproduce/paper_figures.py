@@ -222,7 +222,7 @@ def _decay(variant: Variant) -> str:
 
 def _decay_and_init(variant: Variant) -> str:
     init = variant.recipe["factorize"].get("init")
-    return f"{DECAYS[_kind(variant)][0]}, {'SI' if init in ('spectral', None) else init}{_mark(variant)}"
+    return f"{DECAYS[_kind(variant)][0]}, {'SI' if init in ('spectral', None) else f'{init} init'}{_mark(variant)}"
 
 
 def _forms(variant: Variant) -> str:

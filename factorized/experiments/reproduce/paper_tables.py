@@ -95,7 +95,7 @@ def _grid_table(
         rows.append(row)
         tones.append("quoted" if cited else "")
     better = "lower" if metric == "error" else "higher"
-    note = f"Ours above, the paper's below; test {metric} in percent, {better} is better. {DASH}: not trained."
+    note = f"Ours first, then the paper's; test {metric} in percent, {better} is better. {DASH}: not trained."
     return Table(slug_of(f"table-{number}-{grid}"), f"Table {number}: {grid}", columns, rows, note, tones)
 
 

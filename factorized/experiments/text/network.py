@@ -91,8 +91,7 @@ def build_text_optimizer(recipe: TextRecipe, model: nn.Module) -> Optimizer:
     products = decay.kind == "frobenius"
     groups = _groups(recipe, model)
     if fields.name == "flambe":
-        rest = decay.of_the_rest
-        return Flambe(groups, model, fields.lr, fields.betas, 1e-6, rest, strength, max_grad_norm=None)
+        return Flambe(groups, model, fields.lr, fields.betas, frobenius_decay=strength, max_grad_norm=None)
     optimizer: Optimizer
     if fields.name == "lamb":
         optimizer = Lamb(groups, fields.lr, fields.betas, max_grad_norm=None)

@@ -16,7 +16,7 @@ from tests.experiments.cli.conftest import Cli
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [README, *(path.read_text() for path in sorted(ROOT.glob("docs/*.md")))]
+DOCUMENTS = [README, *(path.read_text() for path in sorted(ROOT.glob("docs/**/*.md")))]
 VERBS = [
     "recipes ls",
     "recipes show",

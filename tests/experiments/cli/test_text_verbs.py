@@ -14,6 +14,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from factorized.experiments.text import corpus, translation
 from factorized.experiments.text.network import starting_network
 from factorized.experiments.text.trained import read_text_result
 from factorized.experiments.training.record import write_json
@@ -59,8 +60,11 @@ def test_a_language_model_is_trained_evaluated_and_heard(cli: Cli) -> None:
     AutoModelForCausalLM.from_pretrained(f"{run}/composed")
 
 
-def test_a_run_is_compared_with_what_it_recorded_on_the_same_text_alone(cli: Cli) -> None:
+def test_a_run_is_compared_with_what_it_recorded_on_the_same_text_alone(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = _train(cli, "language", NAMES["language"])
+    monkeypatch.delattr(corpus, "learn_tokenizer")  # the run has one
     result = read_text_result(Path(run))
     worse = {**result, "scores": {**result["scores"], "perplexity": 0.9 * result["scores"]["perplexity"]}}
     write_json(Path(run) / "result.json", worse)
@@ -82,6 +86,7 @@ def test_a_factorized_translator_is_composed_into_a_folder_of_transformers(
     said = cli("translate", "--run", run, "one two", "three four", "--device", "cpu")
     assert said.code == 0
     assert len(said.out.splitlines()) == 2
+    assert "give a run of a language recipe" in cli("generate", "--run", run, "one", "--device", "cpu").error
     said = cli("compose", run, "--data", "texts", "--device", "cpu")
     assert said.code == 0, said.err
     assert "validation loss before" in said.out
@@ -90,6 +95,8 @@ def test_a_factorized_translator_is_composed_into_a_folder_of_transformers(
     assert {type(module) for module in composed.modules() if "Linear" in type(module).__name__} == {nn.Linear}
     assert AutoTokenizer.from_pretrained(f"{run}/composed")("one two")["input_ids"]
     assert "is already there" in cli("compose", run, "--data", "texts", "--device", "cpu").error
+    monkeypatch.setattr(translation, "translate_texts", lambda model, tokenizer, texts, *how: map(str, how))
+    assert cli("translate", "--run", run, "one", "--device", "cpu").out.split() == ["2", "40"]  # beam and longest
     monkeypatch.setattr("factorized.experiments.cli.text.ROUNDING", -1.0)
     said = cli("compose", run, "--data", "texts", "--device", "cpu", "--out", "elsewhere")
     assert said.code == 1

@@ -143,7 +143,7 @@ def test_translation_is_drawn_over_the_size_with_the_best_strength_of_each() -> 
     )
     (panel,) = drawn(translation_panels(found)).values()
     assert panel == {
-        "no decay, default": ([5, 9], [20.0, 32.0]),
+        "no decay, network init": ([5, 9], [20.0, 32.0]),
         "no decay, SI": ([3, 5, 9], [25.0, 30.0, 32.0]),
         "weight decay, SI": ([5], [29.0]),
     }

@@ -66,6 +66,13 @@ def test_the_training_loss_compares_the_prediction_at_each_token_with_the_next(t
     assert task.loss({"logits": torch.zeros(2, 3, 9)}, tokens, torch.tensor(4)).item() == pytest.approx(math.log(9))
 
 
+def test_labels_are_smoothed_in_training_as_the_recipe_says(tmp_path: Path) -> None:
+    task = LanguageTask(*small("language", tmp_path, "run.label_smoothing=0.2"))
+    tokens, logits = torch.tensor([[1, 2, 3]]), torch.randn(1, 3, 9)
+    expected = F.cross_entropy(logits[0, :2], tokens[0, 1:], label_smoothing=0.2)
+    torch.testing.assert_close(task.loss({"logits": logits}, tokens, torch.tensor(2)), expected)
+
+
 def test_training_sequences_are_the_text_one_after_the_other(tmp_path: Path) -> None:
     recipe, corpus = small("language", tmp_path)
     task = LanguageTask(recipe, corpus)

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from factorized.experiments.text import translation
 from factorized.experiments.text.models import build_text_model
 from factorized.experiments.text.task import IGNORED
 from factorized.experiments.text.translation import TokenBatches, TranslationTask, score_bleu, translate_texts
@@ -34,18 +36,26 @@ def test_a_pair_longer_than_a_batch_is_refused() -> None:
         TokenBatches(np.array([3, 12]), 10, seed=0)
 
 
-def test_the_decoder_reads_the_target_shifted_and_padding_is_not_learned(tmp_path: Path) -> None:
+def test_the_decoder_reads_the_target_shifted_and_padding_is_neither_read_nor_learned(tmp_path: Path) -> None:
     recipe, corpus = small("translation", tmp_path)
-    task = TranslationTask(recipe, corpus)
-    by_length = np.argsort(task.examples.lengths)
-    batch = task.collate([task.examples[int(by_length[0])], task.examples[int(by_length[-1])]])
-    pad = corpus.tokenizer.pad_token_id
-    labels, inputs = batch["labels"], batch["decoder_input_ids"]
-    kept = labels != IGNORED
-    assert (inputs[:, 0] == pad).all()
-    assert torch.equal(inputs[:, 1:][kept[:, :-1]], labels[:, :-1][kept[:, :-1]])
-    assert torch.equal(batch["attention_mask"].bool(), batch["input_ids"] != pad)
-    assert (labels[kept] == corpus.tokenizer.eos_token_id).sum() == 2
+    pad, end = corpus.tokenizer.pad_token_id, corpus.tokenizer.eos_token_id
+    pairs: list[Any] = [
+        {"source": np.array([5, 6, end]), "target": np.array([7, end])},
+        {"source": np.array([8, end]), "target": np.array([9, 10, 11, end])},
+    ]
+    batch = TranslationTask(recipe, corpus).collate(pairs)
+    assert batch["input_ids"].tolist() == [[5, 6, end], [8, end, pad]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["decoder_input_ids"].tolist() == [[pad, 7, end, pad], [pad, 9, 10, 11]]
+    assert batch["labels"].tolist() == [[7, end, IGNORED, IGNORED], [9, 10, 11, end]]
+
+
+def test_a_pair_is_cut_after_the_longest_translation(tmp_path: Path) -> None:
+    recipe, corpus = small("translation", tmp_path, "run.longest=2")
+    pairs = TranslationTask(recipe, corpus).examples
+    assert min(min(pairs.sources.lengths), min(pairs.targets.lengths)) > 2
+    assert {len(side) for number in range(len(pairs)) for side in pairs[number].values()} == {2}
+    assert max(pairs.lengths) == 2
 
 
 def test_translations_come_back_in_the_order_of_their_sources(tmp_path: Path) -> None:
@@ -54,6 +64,45 @@ def test_translations_come_back_in_the_order_of_their_sources(tmp_path: Path) ->
     sources = ["one", "nine three", "two"]
     together = translate_texts(model, corpus.tokenizer, sources, 2, 10)
     assert together == [translate_texts(model, corpus.tokenizer, [source], 2, 10)[0] for source in sources]
+
+
+class Noting(nn.Module):
+    """Keeps what it is asked to generate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def generate(self, **how: Any) -> torch.Tensor:
+        self.how = how
+        return torch.as_tensor(how["input_ids"])
+
+
+def test_beam_and_longest_are_those_that_are_asked_for(tmp_path: Path) -> None:
+    _, corpus = small("translation", tmp_path)
+    model = Noting()
+    translate_texts(model, corpus.tokenizer, ["one two"], beam=5, longest=7)
+    assert {name: model.how[name] for name in ("num_beams", "max_new_tokens", "do_sample")} == {
+        "num_beams": 5,
+        "max_new_tokens": 7,
+        "do_sample": False,
+    }
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_every_test_set_is_scored_the_first_as_bleu_and_without_case_if_the_text_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lower: bool
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.tsv").write_text(f"one two three four\tthe {name} of five words\n")
+    changes = ('data.test=["first.tsv", "second.tsv"]', f"data.lower={str(lower).lower()}")
+    recipe, corpus = small("translation", tmp_path, *changes)
+    said = "THE FIRST OF FIVE WORDS"
+    monkeypatch.setattr(translation, "translate_texts", lambda model, tokenizer, texts, *how: [said] * len(texts))
+    found = TranslationTask(recipe, corpus).test(build_text_model(recipe, corpus.tokenizer, 0))
+    assert (found["bleu"] > 99) == lower
+    assert found["bleu_second"] < 99
+    assert {"bleu", "bleu_second", "bleu_signature", "loss"} == set(found)
 
 
 def test_bleu_is_sacrebleus_and_says_how() -> None:
