@@ -17,7 +17,7 @@ from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.models import AUTO
-from factorized.experiments.text.task import TextTask, in_batches
+from factorized.experiments.text.task import IGNORED, Batch, TextTask, in_batches
 from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.training.progress import Reporter
@@ -70,12 +70,21 @@ class TextSubject(Subject):
         some = [examples[number] for number in islice(range(0, len(examples), step), samples)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return [self.task.collate(batch) for batch in in_batches(some, BATCH)]
+            return [self._split(self.task.collate(batch)) for batch in in_batches(some, BATCH)]
+
+    def _split(self, batch: Batch) -> Any:
+        """Return what the model takes, and the labels apart where the task computes the loss from them."""
+        if not self.task.predicts_tokens:
+            return batch
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}, batch["labels"]
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        """The loss that the model computes itself from the labels of a batch."""
-        return _own_loss
+        """The loss of the task, or that which the model computes itself from the labels of a batch."""
+        return self._loss if self.task.predicts_tokens else _own_loss
+
+    def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        return self.task.loss(outputs, labels, labels.ne(IGNORED).sum())
 
     def evaluate(self, network: nn.Module) -> dict[str, float]:
         """Return the figures of the task on all text that was held out."""
