@@ -76,7 +76,11 @@ class TextSubject(Subject):
         """Return what the model takes, and the labels apart where the task computes the loss from them."""
         if not self.task.predicts_tokens:
             return batch
-        return {name: tensor for name, tensor in batch.items() if name != "labels"}, batch["labels"]
+        inputs = dict(batch)
+        labels, positions = inputs.pop("labels"), inputs.pop("positions", None)
+        if positions is not None:  # of masked tokens: the model itself returns logits of all
+            labels = torch.full_like(inputs["input_ids"], IGNORED).scatter(1, positions, labels)
+        return inputs, labels
 
     @property
     def loss(self) -> Callable[..., Tensor]:
