@@ -77,8 +77,6 @@ class TensorScheme(Scheme):
         side is split in two (Tucker keeps a convolution's channels whole), and a train treats all taps of a kernel as
         one dimension. A pointwise part is folded into three nearly equal dimensions, as the paper's experiments did.
         """
-        if min(shape.weight_shape) < 1:
-            raise ValueError(f"a weight to decompose must have at least one entry in every dimension, got {shape}")
         folded = pointwise_shape(shape) if self.separable else shape
         order = 3 if self.separable and self.order is None else self.order
         if self.dims is not None:

@@ -150,7 +150,6 @@ WEIGHT = KernelShape.of((8, 12))
         (lambda: fz.TensorTrain(order=1), "order must be a whole number of at least 2"),
         (lambda: fz.TensorTrain(dims=(8, 12), order=2), "give dims or order, not both"),
         (lambda: fz.TensorTrain(separable=1), "separable must be True or False, got 1"),  # type: ignore[arg-type]
-        (lambda: fz.TensorTrain().at_rank(KernelShape.of((8, 0)), 2), "at least one entry in every dimension, got 8x0"),
         (lambda: fz.Tucker(core="thin"), "core must be"),  # type: ignore[arg-type]
         (lambda: fz.Tucker(refinements=-1), "refinements must be a whole number of at least 0, got -1"),
     ],

@@ -34,6 +34,7 @@ VERBS = [
     ["train"],
     ["evaluate"],
     ["compose"],
+    ["compress"],
     ["translate"],
     ["generate"],
     ["data"],

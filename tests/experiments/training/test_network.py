@@ -93,10 +93,10 @@ def test_a_recipe_of_a_newer_scheme_is_planned(scheme: str) -> None:
     assert made.scheme.name == scheme
 
 
-def test_every_option_of_a_plan_is_a_field_of_a_recipe_but_the_input() -> None:
+def test_every_option_of_a_plan_is_a_field_of_a_recipe_but_inputs() -> None:
     fields = Factorize(scheme="low_rank", ratio=0.1, exclude=["a"], min_size=7, multiple_of=8, of="selected")
     options = plan_options(fields)
-    assert options.keys() == PlanOptions.__annotations__.keys() - {"example_input"}
+    assert options.keys() == PlanOptions.__annotations__.keys() - {"example_input", "calibration"}
     assert all(options[name] == getattr(fields, name) for name in options)
 
 
