@@ -269,10 +269,6 @@ def ranks() -> str:
         "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
         f"{_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense: {', '.join(dense)}."
     )
-    apart = next((row for row in report["rows"] if "dense" in row), None)
-    if apart is not None:  # measured on networks that were trained again
-        middle, deviation = apart["dense"]
-        note += f" The last column of the {apart['network']} was measured on others, of {middle:.2f} ± {deviation:.2f}."
     return "\n".join([*lines, "", note])
 
 
