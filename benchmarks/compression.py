@@ -26,6 +26,7 @@ from factorized.experiments.training.record import describe_machine
 
 RATIOS = (0.7, 0.5, 0.3, 0.1)
 RECOVERY = 0.1  # of the original training
+RATE = 1 / 3  # of its learning rate: the whole of it costs networks that had lost nothing a point or two
 DECAYS: tuple[Decay, ...] = ("ordinary", "frobenius")
 OURS, PRUNED = "calibrated", "pruning"
 Found = dict[tuple[float, str, str], float]  # the score by ratio, method and recovery
@@ -53,13 +54,13 @@ def measure(task: Task, seed: int) -> Found:
             for decay in DECAYS:
                 trained = copy.deepcopy(model)
                 torch.manual_seed(seed)
-                task.train(trained, RECOVERY, decay)
+                task.train(trained, RECOVERY, decay, rate=RATE)
                 found[ratio, method, decay] = task.measure(trained)
         sparse = copy.deepcopy(dense)
         masks = pruned(sparse, even)
         found[ratio, PRUNED, "none"] = task.measure(sparse)
         torch.manual_seed(seed)
-        task.train(sparse, RECOVERY, "ordinary", masks)
+        task.train(sparse, RECOVERY, "ordinary", masks, rate=RATE)
         found[ratio, PRUNED, "ordinary"] = task.measure(sparse)
         print(task.name, seed, ratio, {key[1:]: round(score, 2) for key, score in found.items() if key[0] == ratio})
     return found
@@ -82,7 +83,7 @@ def main() -> None:
             key = {"network": task.name, "ratio": ratio, "method": method, "recovery": recovery}
             rows.append({**key, "score": task.score, "mean": round(mean(scores), 3), "deviation": spread, "n": seeds})
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        report = {"machine": describe_machine(torch.device("cpu")), "recovery": RECOVERY}
+        report = {"machine": describe_machine(torch.device("cpu")), "recovery": RECOVERY, "rate": RATE}
         arguments.out.write_text(json.dumps({**report, "rows": rows}, indent=1))
 
 

@@ -53,10 +53,12 @@ class Task(ABC):
     def measure(self, model: nn.Module) -> float:
         """Return the score on the test set."""
 
-    def train(self, model: nn.Module, share: float = 1.0, decay: Decay = "frobenius", mask: Any = None) -> None:
+    def train(
+        self, model: nn.Module, share: float = 1.0, decay: Decay = "frobenius", mask: Any = None, rate: float = 1.0
+    ) -> None:
         """Train for a share of all steps with Adam, its rate falling to zero; ``mask`` keeps pruned weights at zero.
 
-        ``"ordinary"`` decays every matrix and kernel; ``"frobenius"`` the products instead of their factors.
+        ``rate`` is a factor of the learning rate. ``"ordinary"`` decays every matrix and kernel; ``"frobenius"`` the products instead of their factors.
         """
         steps = round(share * self.steps)
         groups = fz.parameter_groups(model, weight_decay=self.strength)
@@ -66,10 +68,10 @@ class Task(ABC):
                 {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.strength},
                 {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
             ]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        optimizer = torch.optim.AdamW(groups, lr=rate * self.lr)
         if decay == "frobenius" and fz.forms(model):
             fz.FrobeniusDecay(model, self.strength, decoupled=True).attach(optimizer)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, steps, pct_start=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate * self.lr, steps, pct_start=0.1)
         model.train()
         for batch in islice(self.training(), steps):
             inputs, *rest = batch
