@@ -58,7 +58,8 @@ class Task(ABC):
     ) -> None:
         """Train for a share of all steps with Adam, its rate falling to zero; ``mask`` keeps pruned weights at zero.
 
-        ``rate`` is a factor of the learning rate. ``"ordinary"`` decays every matrix and kernel; ``"frobenius"`` the products instead of their factors.
+        ``rate`` is a factor of the learning rate. ``"ordinary"`` decays every matrix and kernel; ``"frobenius"`` the
+        products instead of their factors.
         """
         steps = round(share * self.steps)
         groups = fz.parameter_groups(model, weight_decay=self.strength)
