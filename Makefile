@@ -16,10 +16,10 @@ demo: $(STAMP)
 	$(BIN)/factorized demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not nightly" --durations=25
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly" --durations=25
 
 nightly: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m nightly
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
