@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,7 +24,6 @@ from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-MISSING = "Not measured yet."
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "guide" / "limits.md",
@@ -322,7 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def with_tables(text: str) -> str:
     """Return ``text`` with every table of results regenerated."""
-    return fill(text, {name: partial(_or_missing, make) for name, make in TABLES.items()})
+    return fill(text, TABLES)
 
 
 def fill(text: str, tables: dict[str, Callable[[], str]]) -> str:
@@ -331,13 +330,6 @@ def fill(text: str, tables: dict[str, Callable[[], str]]) -> str:
         block = f"<!-- table:{name} -->\n{make()}\n<!-- end -->"
         text = re.sub(rf"<!-- table:{name} -->.*?<!-- end -->", lambda _, new=block: new, text, flags=re.DOTALL)
     return text
-
-
-def _or_missing(make: Callable[[], str]) -> str:
-    try:
-        return make()
-    except FileNotFoundError:  # its benchmark has not been run yet
-        return MISSING
 
 
 @cache
