@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,3 +20,14 @@ def own_attention() -> None:
     from tests.attention.attention_zoo import register_own
 
     register_own()
+
+
+@pytest.fixture
+def eight_processes() -> Iterator[None]:
+    """Pretend to be the first of eight processes, whose collectives do nothing."""
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()

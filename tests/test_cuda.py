@@ -15,8 +15,9 @@ from factorized.decay.arena import Arena
 from factorized.experiments.models.resnet import resnet
 from factorized.formats.format import WAYS
 from factorized.formats.svd import spectral_factors
+from tests.on_gpu import needs_cuda
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_cuda
 
 
 def small_model() -> nn.Module:

@@ -12,9 +12,10 @@ from factorized.decay.arena import Arena
 from factorized.decay.engine import Alike, make_workers
 from factorized.decay.fused import Fused
 from factorized.experiments.models.resnet import resnet
+from tests.on_gpu import needs_cuda
 from tests.test_cuda import trained
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_cuda
 SHAPES = [
     (70, 9, 50),
     (130, 37, 200),

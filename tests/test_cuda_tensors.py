@@ -10,10 +10,11 @@ import factorized as fz
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
 from tests.models.tensorized import SCHEMES, images, tensorized
+from tests.on_gpu import needs_cuda
 from tests.test_cuda import adamw, flambe, trained
 
 FOLDED = [fz.TensorTrain(), fz.Tucker()]
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("kind", SCHEMES)

@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -110,16 +110,6 @@ ELSEWHERE = {
     "docs/guide/many_gpus.md:1": "tests/distributed/test_meshes.py::"
     "test_a_distributed_checkpoint_is_read_by_every_mesh_and_by_one_process"
 }
-
-
-@pytest.fixture
-def eight_processes() -> Iterator[None]:
-    """Pretend to be the first of eight processes, whose collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")  # of other packages: Lightning's loggers, torch's meshes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,6 @@ PUBLIC = {
 FUNCTIONS = [name for name, public in PUBLIC.items() if inspect.isfunction(public)]
 
 
-@pytest.fixture
-def two_processes() -> Iterator[None]:
-    """Pretend to be the first of two processes, whose collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore")  # of other packages: Lightning's loggers, torch's meshes
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_example_of_a_public_name_runs(
@@ -41,7 +30,7 @@ def test_the_example_of_a_public_name_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")  # tables are as wide as the terminal
     if name.endswith("wiseParallel"):
-        request.getfixturevalue("two_processes")
+        request.getfixturevalue("eight_processes")
     torch.manual_seed(0)
     names = {"fz": fz, "torch": torch, "nn": nn}  # as the docstring of the package says
     finder = doctest.DocTestFinder(recurse=False)

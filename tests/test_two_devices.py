@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import factorized as fz
+from tests.on_gpu import needs_cuda
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_cuda
 
 
 def pair() -> tuple[nn.Module, nn.Module]:

@@ -36,7 +36,6 @@ class ImageSubject(Subject):
     """A network that maps images to logits of their classes.
 
     Args:
-        make: returns the trained network, read anew.
         model: its name as recipes have it: one of ours, ``module:function`` or ``hf:FOLDER``.
         images: what it was trained on, normalized as it was then.
     """
@@ -54,12 +53,8 @@ class ImageSubject(Subject):
         recipe: AnyRecipe | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(name, identity, device, recipe, seed)
-        self.make, self.model, self.images = make, model, images
-
-    def dense(self) -> nn.Module:
-        """Return the trained network."""
-        return self.make().to(self.device).eval()
+        super().__init__(name, identity, device, make, recipe, seed)
+        self.model, self.images = model, images
 
     @property
     def example_input(self) -> ExampleInput | None:

@@ -19,6 +19,7 @@ from factorized.planning.plan import Plan
 
 AnyRecipe = Recipe | TextRecipe
 RECOVERY = 0.1  # of the training of a run: how long it is trained to recover, unless a recipe is given
+START_OF_TEXT = 0.5  # of the learning rate, where recovery on text begins
 
 
 class Subject(ABC):
@@ -28,6 +29,7 @@ class Subject(ABC):
         name: what messages and the page call it.
         identity: checksums of its weights and data, which change when either does.
         device: where it runs.
+        make: returns the trained network, read anew.
         recipe: the one that it was trained with; None where nobody knows.
         seed: of that training.
     """
@@ -37,13 +39,20 @@ class Subject(ABC):
     forms: ClassVar[tuple[str, ...]] = ("lowered", "composed")  # the plain forms that it can be written in
 
     def __init__(
-        self, name: str, identity: Sequence[str], device: torch.device, recipe: AnyRecipe | None = None, seed: int = 0
+        self,
+        name: str,
+        identity: Sequence[str],
+        device: torch.device,
+        make: Callable[[], nn.Module],
+        recipe: AnyRecipe | None = None,
+        seed: int = 0,
     ) -> None:
-        self.name, self.identity, self.device, self.recipe, self.seed = name, identity, device, recipe, seed
+        self.name, self.identity, self.device, self.make = name, identity, device, make
+        self.recipe, self.seed = recipe, seed
 
-    @abstractmethod
     def dense(self) -> nn.Module:
         """Return the trained network, read anew, on the device."""
+        return self.make().to(self.device).eval()
 
     @property
     def example_input(self) -> ExampleInput | None:
@@ -105,6 +114,3 @@ def recovery_recipe(own: AnyRecipe | None, given: AnyRecipe | None, factorize: F
         lr = recipe.optimizer.lr * (recipe.schedule.factor if isinstance(recipe, Recipe) else START_OF_TEXT)
         fields["optimizer"] = recipe.optimizer.model_copy(update={"lr": lr})
     return recipe.model_copy(update=fields)
-
-
-START_OF_TEXT = 0.5  # of the learning rate, where recovery on text begins

@@ -34,7 +34,6 @@ class TextSubject(Subject):
     It is composed to be written as plain modules: transformers opens no folder of a model whose layers are two.
 
     Args:
-        make: returns the trained network, read anew.
         recipe: of the run; for a model of others, one with its task and how its text is read.
         corpus: the text, in the model's own tokens.
         own: whether the recipe is the one that the model was trained with.
@@ -54,14 +53,10 @@ class TextSubject(Subject):
         *,
         own: bool = True,
     ) -> None:
-        super().__init__(name, identity, device, recipe if own else None, seed)
-        self.make, self.corpus, self.reads = make, corpus, recipe
+        super().__init__(name, identity, device, make, recipe if own else None, seed)
+        self.corpus, self.reads = corpus, recipe
         self.task: TextTask = TASKS[recipe.task](recipe, corpus)
         self.score, self.lower_is_better = self.task.score, self.task.lower_is_better
-
-    def dense(self) -> nn.Module:
-        """Return the trained network."""
-        return self.make().to(self.device).eval()
 
     def batches(self, samples: int) -> list[Any]:
         """Return training sequences, spread evenly over the text, with labels; masked tokens are always the same."""

@@ -9,8 +9,9 @@ from torch import Tensor
 from factorized.experiments.data.augment import crop_flip, draw_crops, normalize, random_crop_flip
 from factorized.experiments.data.loader import ImageLoader, TensorSource
 from tests.experiments.data.small_sets import small_images
+from tests.on_gpu import needs_cuda
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_cuda
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")

@@ -14,9 +14,10 @@ from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.train import Trainer, train
 from tests.experiments.training import smooth
 from tests.experiments.training.small import NAME, STEPS, Signals, digits, recipe, state_of
+from tests.on_gpu import needs_cuda
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_cuda,
     # torch's compiler makes an instance of an autograd function, and warns about it
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     # and advises what these tests must not do: they compare in whole float32
