@@ -17,7 +17,7 @@ from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.models import AUTO
-from factorized.experiments.text.task import IGNORED, Batch, TextTask, in_batches
+from factorized.experiments.text.task import IGNORED, TextTask, in_batches
 from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.training.progress import Reporter
@@ -65,17 +65,8 @@ class TextSubject(Subject):
         some = [examples[number] for number in islice(range(0, len(examples), step), samples)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return [self._split(self.task.collate(batch)) for batch in in_batches(some, BATCH)]
-
-    def _split(self, batch: Batch) -> Any:
-        """Return what the model takes, and the labels apart where the task computes the loss from them."""
-        if not self.task.predicts_tokens:
-            return batch
-        inputs = dict(batch)
-        labels, positions = inputs.pop("labels"), inputs.pop("positions", None)
-        if positions is not None:  # of masked tokens: the model itself returns logits of all
-            labels = torch.full_like(inputs["input_ids"], IGNORED).scatter(1, positions, labels)
-        return inputs, labels
+            found = [self.task.collate(batch) for batch in in_batches(some, BATCH)]
+        return [self.task.for_plain_model(batch) for batch in found] if self.task.predicts_tokens else found
 
     @property
     def loss(self) -> Callable[..., Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from factorized.experiments.text.guesses import guess_alone, guessing_alone
 from factorized.experiments.text.task import (
+    IGNORED,
     Batch,
     Example,
     RunningText,
@@ -43,6 +44,12 @@ class MaskedTask(RunningText):
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Stack sequences and mask some of their tokens."""
         return self._masked(examples, None)
+
+    def for_plain_model(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """Return the masked sequences, and labels for all of their tokens."""
+        inputs, labels = super().for_plain_model(batch)
+        positions = inputs.pop("positions")
+        return inputs, torch.full_like(inputs["input_ids"], IGNORED).scatter(1, positions, labels)
 
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:
         """Return loss and accuracy on a part, masked in one fixed way."""

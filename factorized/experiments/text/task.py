@@ -43,6 +43,12 @@ class TextTask(ABC):
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Return training examples as one batch."""
 
+    def for_plain_model(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """Return what a model that was not prepared takes, and the labels of its logits."""
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        return inputs, labels
+
     def batches(self, seed: int, parts: int) -> Sampler[list[int]] | None:
         """Return which examples make up each of the ``parts`` of a batch; None for equal shares of ``run.batch``."""
         return None

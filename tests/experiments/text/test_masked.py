@@ -7,6 +7,7 @@ import torch
 
 from factorized.experiments.text.masked import MaskedTask, mask_tokens
 from factorized.experiments.text.models import build_text_model
+from factorized.experiments.text.task import IGNORED
 from tests.experiments.text.small import small
 
 
@@ -63,3 +64,14 @@ def test_another_vocabulary_at_the_same_path_gives_another_tokenizer(tmp_path: P
     (tmp_path / "vocab.txt").write_text("\n".join([*words, "three"]))
     _, second = small("masked", tmp_path, "data.vocabulary=vocab.txt")
     assert (len(first.tokenizer), len(second.tokenizer)) == (7, 8)
+
+
+def test_a_plain_model_gets_labels_for_all_of_its_logits(tmp_path: Path) -> None:
+    recipe, corpus = small("masked", tmp_path)
+    task = MaskedTask(recipe, corpus)
+    batch = task.collate([task.examples[0], task.examples[1]])
+    inputs, labels = task.for_plain_model(batch)
+    assert set(inputs) == {"input_ids"}
+    assert torch.equal(labels.gather(1, batch["positions"]), batch["labels"])
+    assert int(labels.ne(IGNORED).sum()) == batch["labels"].numel()
+    assert "labels" in batch  # it is left as it was
