@@ -9,14 +9,9 @@ import pytest
 
 from tests.notebooks import NOTEBOOKS, run
 
-SLOW = ("transformers",)
-
 
 @pytest.mark.filterwarnings("ignore")  # of transformers
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, id=p.stem, marks=pytest.mark.nightly if p.stem in SLOW else ()) for p in NOTEBOOKS],
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
