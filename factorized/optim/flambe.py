@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from factorized.decay.engine import Engine
-from factorized.decay.forms import Factor, Form, forms, unread_attention
+from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.guard import DecaysProducts, check_still_held
-from factorized.decay.rest import REST_DECAY
+from factorized.decay.rest import REST_DECAY, packed_parameters
 from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, strengths
 from factorized.optim.lamb import Lamb
-from factorized.optim.norms import local_part
 
 
 class Flambe(Lamb, DecaysProducts):
@@ -84,6 +83,8 @@ class Flambe(Lamb, DecaysProducts):
         self.steps = 0  # taken so far: the argument of a schedule
         self._engine = Engine(decayed_forms(frobenius_decay, self.forms))
         self._factors = {factor.parameter for factor in self._engine.form_of}
+        # These hold more than factors, such as packed attention weights; the rest of them keeps its ordinary decay.
+        self._packed = packed_parameters(list(self._engine.form_of.values()))
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         if self._factors and not held & self._factors:
             name = next(iter(self._engine.form_of.values())).name
@@ -91,7 +92,6 @@ class Flambe(Lamb, DecaysProducts):
                 f"the parameters hold none of the factors, such as those of {name!r}; make the groups after "
                 "fz.factorize, from fz.parameter_groups(model, ...)"
             )
-        self._decay_of: dict[nn.Parameter, Tensor] = {}
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` is a factor that is decayed as part of its product."""
@@ -99,7 +99,7 @@ class Flambe(Lamb, DecaysProducts):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles."""
-        own = ("forms", "frobenius_decay", "steps", "_engine", "_factors", "_decay_of")
+        own = ("forms", "frobenius_decay", "steps", "_engine", "_factors", "_packed")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -107,33 +107,20 @@ class Flambe(Lamb, DecaysProducts):
         super().load_state_dict(state_dict)
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 
-    def _before_updates(self) -> None:
-        """Compute the decay of every factor from the parameters before any of them changes."""
+    def _decays(self) -> dict[nn.Parameter, Tensor]:
+        """Return λ times the Frobenius gradient of every factor."""
         if not torch.compiler.is_compiling():
             check_still_held(list(dict.fromkeys(self._engine.form_of.values())))
-        rates = {
-            p: group.get(REST_DECAY, group["weight_decay"])
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        }
-        # A parameter may hold more than factors (packed attention): the rest of it keeps its ordinary decay.
-        self._decay_of = {p: p.detach() * rates[p] for p in self._factors if p in rates}
+        decays: dict[nn.Parameter, Tensor] = {}
+        for group in self.param_groups:
+            rate = group.get(REST_DECAY, group["weight_decay"])
+            for p in group["params"]:
+                if p in self._factors and p.grad is not None:
+                    decays[p] = p.detach() * rate if p in self._packed else torch.zeros_like(p)
         for factor in self._engine.form_of:
-            if factor.parameter in self._decay_of:
-                factor.part(self._decay_of[factor.parameter]).zero_()
+            if factor.parameter in decays and factor.parameter in self._packed:
+                factor.part(decays[factor.parameter]).zero_()
         numbers = dict(zip(self.forms, strengths(self.frobenius_decay, self.forms, self.steps), strict=True))
-        self._engine.add(self._target, lambda factor: numbers[self._engine.form_of[factor]])
+        self._engine.add(lambda f: decays.get(f.parameter), lambda f: numbers[self._engine.form_of[f]])
         self.steps += 1
-
-    def _target(self, factor: Factor) -> Tensor | None:
-        return self._decay_of.get(factor.parameter)
-
-    def _add_decay(self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]) -> None:
-        """Add λw to the updates, but for factors their Frobenius gradient instead."""
-        plain = [index for index, parameter in enumerate(parameters) if parameter not in self._decay_of]
-        super()._add_decay(group, [parameters[i] for i in plain], [updates[i] for i in plain])
-        factors = [index for index, parameter in enumerate(parameters) if parameter in self._decay_of]
-        if factors:
-            decays = [local_part(self._decay_of[parameters[i]]) for i in factors]
-            torch._foreach_add_([updates[i] for i in factors], decays)
+        return decays

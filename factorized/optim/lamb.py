@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from factorized.decay.local import placed_like
+from factorized.optim.directions import add_directions_, laid_out_like
 from factorized.optim.finite import StepGuard, check_range, check_rate
 from factorized.optim.norms import global_norm, local_part, norms
 
@@ -126,94 +127,89 @@ class Lamb(Optimizer):
         passed = self.guard.passes(norm)
         if passed is False:
             return loss
-        scale = None
-        if self.max_grad_norm is not None:
-            scale = torch.nan_to_num(self.max_grad_norm / norm, nan=0.0).clamp(max=1.0)
-        self._before_updates()
+        on_device = passed if isinstance(passed, Tensor) else None
+        scale = self._clipping(norm, on_device is not None)
+        decays = self._decays()
         for group, found in zip(self.param_groups, gradients, strict=True):
-            if found:
-                self._update(group, found, scale, passed if isinstance(passed, Tensor) else None)
+            alike: dict[tuple[torch.device, torch.dtype], dict[nn.Parameter, Tensor]] = {}
+            for parameter, gradient in found.items():
+                alike.setdefault((gradient.device, gradient.dtype), {})[parameter] = gradient
+            for together in alike.values():
+                self._update(group, together, decays, scale, on_device)
         return loss
 
-    def _before_updates(self) -> None:
-        """Called before any parameter of the step is changed."""
+    def _clipping(self, norm: Tensor, on_device: bool) -> float | Tensor | None:
+        """Return what all gradients are multiplied by; None if they stay as they are."""
+        if self.max_grad_norm is None:
+            return None
+        if on_device:
+            return torch.clamp(self.max_grad_norm / norm, max=1.0)
+        found = norm.item()
+        return self.max_grad_norm / found if found > self.max_grad_norm else None
+
+    def _decays(self) -> dict[nn.Parameter, Tensor]:
+        """Return, in new tensors, what is added to updates in place of λw; called before any parameter is changed."""
+        return {}
 
     def _update(
-        self, group: dict[str, Any], found: Mapping[nn.Parameter, Tensor], scale: Tensor | None, passed: Tensor | None
+        self,
+        group: dict[str, Any],
+        found: Mapping[nn.Parameter, Tensor],  # gradients, of one device and type
+        decays: Mapping[nn.Parameter, Tensor],
+        scale: float | Tensor | None,
+        passed: Tensor | None,  # 1 or 0, if the step must not wait for it
     ) -> None:
-        """Update one group; ``passed`` is 1 or 0 on the device if the step must not wait for it."""
+        """Update parameters of one group."""
         parameters, gradients = list(found), list(found.values())
-        if passed is not None:
-            gradients = [torch.where(passed > 0, gradient, 0.0) for gradient in gradients]
+        passed = None if passed is None else passed.to(gradients[0].device)
         if scale is not None:
+            scale = scale.to(gradients[0].device) if isinstance(scale, Tensor) else scale
             gradients = list(torch._foreach_mul(gradients, scale))
-        states = [self._state_of(parameter, group["capturable"]) for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        keep1, keep2 = _kept(beta1, passed), _kept(beta2, passed)
+        states = [self._state_of(parameter) for parameter in parameters]
         steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1.0 if passed is None else passed)
+
+        weights = [local_part(parameter) for parameter in parameters]
+        plain = [index for index, parameter in enumerate(parameters) if parameter not in decays]
+        updates = [local_part(decays[p]) if p in decays else w for p, w in zip(parameters, weights, strict=True)]
+        decayed = torch._foreach_mul([weights[index] for index in plain], group["weight_decay"]) if plain else ()
+        for index, decay in zip(plain, decayed, strict=True):
+            updates[index] = decay
         first = [local_part(state["exp_avg"]) for state in states]
         second = [local_part(state["exp_avg_sq"]) for state in states]
-        torch._foreach_add_(steps, 1.0 if passed is None else [passed] * len(steps))
-        torch._foreach_mul_(first, keep1)
-        torch._foreach_add_(first, torch._foreach_mul(gradients, 1 - keep1))
-        torch._foreach_mul_(second, keep2)
-        squares = torch._foreach_mul(gradients, gradients)
-        torch._foreach_add_(second, torch._foreach_mul(squares, 1 - keep2))
+        updates = [laid_out_like(moment, update) for moment, update in zip(first, updates, strict=True)]
+        gradients = [laid_out_like(moment, gradient) for moment, gradient in zip(first, gradients, strict=True)]
+        if not group["bias_correction"]:
+            steps = [torch.full_like(step, torch.inf) for step in steps]  # after which 1 - βᵗ is 1
+        add_directions_(updates, gradients, first, second, steps, group["betas"], group["eps"], passed)
 
-        roots = torch._foreach_sqrt(second)
-        updates: tuple[Tensor, ...] | list[Tensor] = first
-        if group["bias_correction"]:
-            torch._foreach_div_(roots, _corrections(steps, beta2, group["capturable"], root=True))
-            updates = torch._foreach_div(first, _corrections(steps, beta1, group["capturable"], root=False))
-        torch._foreach_add_(roots, group["eps"])
-        updates = list(torch._foreach_div(updates, roots))
-        self._add_decay(group, parameters, updates)
-
-        ratios = self._trust_ratios(group, parameters, updates)
+        ratios = self._trust_ratios(group, parameters, weights, updates)
         rate = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
         rate = rate if passed is None else rate * passed
-        torch._foreach_mul_(updates, list((ratios * rate).unbind()))
-        torch._foreach_sub_([local_part(parameter) for parameter in parameters], updates)
-
-    def _add_decay(self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]) -> None:
-        """Add λw to the updates."""
-        if group["weight_decay"] != 0 and parameters:
-            torch._foreach_add_(updates, [local_part(p) for p in parameters], alpha=group["weight_decay"])
+        torch._foreach_addcmul_(weights, updates, list((ratios * rate).unbind()), value=-1.0)
 
     def _trust_ratios(
-        self, group: dict[str, Any], parameters: list[nn.Parameter], updates: list[Tensor]
+        self, group: dict[str, Any], parameters: list[nn.Parameter], weights: list[Tensor], updates: list[Tensor]
     ) -> Tensor:  # (parameters,)
-        weight_norms = norms([local_part(parameter) for parameter in parameters], parameters)
-        update_norms = norms(updates, parameters)
+        weight_norms, update_norms = norms(weights, parameters), norms(updates, parameters)
         both = (weight_norms > 0) & (update_norms > 0)
         ratios = torch.where(both, weight_norms / update_norms, 1.0)
         if group["trust_clip"] is not None:
             ratios = ratios.clamp(max=group["trust_clip"])
         return ratios
 
-    def _state_of(self, parameter: nn.Parameter, capturable: bool) -> dict[str, Tensor]:
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            where = parameter.device if capturable else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
+        elif state["step"].device != parameter.device:  # torch loads it to where it was saved
+            state["step"] = state["step"].to(parameter.device)
         return state
 
 
 def _local_gradient(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     if gradient.is_sparse:
         raise ValueError("a parameter has a sparse gradient, which LAMB cannot use; pass sparse=False to its embedding")
-    return local_part(placed_like(gradient, parameter))
-
-
-def _kept(beta: float, passed: Tensor | None) -> float | Tensor:
-    return beta if passed is None else torch.where(passed > 0, beta, 1.0)
-
-
-def _corrections(steps: list[Tensor], beta: float, capturable: bool, root: bool) -> list[Tensor] | list[float]:
-    if not capturable:  # numbers, with which all tensors are divided at once
-        return [(1 - beta ** max(step.item(), 1)) ** (0.5 if root else 1) for step in steps]
-    # In double: 1 - 0.999 keeps only four digits in float32.
-    corrections = [1 - beta ** step.double().clamp(min=1) for step in steps]
-    return [correction.sqrt() for correction in corrections] if root else corrections
+    return local_part(placed_like(gradient, parameter)).to(parameter.dtype)

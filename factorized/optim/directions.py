@@ -1,0 +1,47 @@
+"""Adam's directions ``m̂ / (√v̂ + ε)`` of many tensors in one pass over their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.compiler.disable(reason="torch cannot compile it")  # type: ignore[untyped-decorator]  # torch has no types here
+def add_directions_(
+    updates: Sequence[Tensor],  # of one device and type; the others have the same shapes and strides
+    gradients: Sequence[Tensor],
+    first: Sequence[Tensor],  # moments m
+    second: Sequence[Tensor],  # moments v
+    steps: Sequence[Tensor],  # of each, this one included, for the correction by 1 - βᵗ; inf corrects nothing
+    betas: tuple[float, float],
+    eps: float,
+    passed: Tensor | None = None,  # (), 1 or 0; with 0 nothing is changed
+) -> None:
+    """Take gradients into the moments, and add the directions to ``updates``.
+
+    This is torch's fused Adam on ``updates`` as its parameters, at the learning rate -1: it reads and writes everything
+    once, where separate operations on all tensors pass over memory 27 times.
+    """
+    torch._fused_adam_(
+        list(updates),
+        list(gradients),
+        list(first),
+        list(second),
+        [],
+        list(steps),
+        lr=-1.0,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=0.0,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=None if passed is None else 1 - passed,
+    )
+
+
+def laid_out_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with the strides of ``like``: itself, or a copy."""
+    return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
