@@ -31,3 +31,13 @@ def eight_processes() -> Iterator[None]:
     torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let the compiler forget what other tests compiled, and this one."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,223 @@
+"""Time one update of LAMB and FLAMBé beside torch's fused AdamW, on the parameters of BERT.
+
+    python -m benchmarks.optimizers --out benchmarks/results/optimizers-h200.json
+
+Gradients are random. Times are medians of interleaved rounds, in milliseconds. A pass reads or writes every parameter
+once; passes are counted from the tensors that torch's operators take and return. "By operations" is LAMB as one writes
+it with operations on lists of tensors, also compiled. "Graph" is the update as one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import factorized as fz
+from factorized.experiments.training.record import describe_machine
+from factorized.nn.timing import capture
+
+SIZES: dict[str, dict[str, Any]] = {
+    "BERT-small": {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048},
+    "BERT-large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+}
+RATE, STRENGTH = 1e-4, 0.01
+WRITING_ONLY = {"aten::zero_", "aten::fill_", "aten::copy_"}  # operators that do not read what they change
+MAKING = {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"}  # and these read nothing
+Update = Callable[[], object]
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operators read and write while it is active, if each reads and writes a tensor once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and count its tensors."""
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        schema = func._schema
+        if any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns):
+            return found  # a view
+        given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+        read: dict[int, int] = {}  # by address
+        for argument in schema.arguments:
+            sizes = {leaf.data_ptr(): leaf.nbytes for leaf in _tensors(given.get(argument.name))}
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if "fused" in schema.name and argument.name == "grads":
+                writes = False  # gradients are written only if they are unscaled, too
+            self.bytes += sum(sizes.values()) if writes else 0
+            if not (writes and schema.name in WRITING_ONLY):
+                read |= sizes
+        if schema.name not in MAKING:
+            self.bytes += sum(read.values())
+        makes = not any(value.alias_info is not None for value in schema.returns)
+        if makes and not schema.name.startswith("aten::empty"):
+            self.bytes += sum(leaf.nbytes for leaf in _tensors(found))
+        return found
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def passes(update: Update, parameters: list[nn.Parameter]) -> float:
+    """Return how many times ``update`` reads or writes as many bytes as the parameters have."""
+    with Traffic() as traffic:
+        update()
+    return traffic.bytes / sum(parameter.nbytes for parameter in parameters)
+
+
+class ByOperations:
+    """LAMB by operations on lists of tensors, the same for all parameters; without clipping or checks."""
+
+    def __init__(self, parameters: list[nn.Parameter], compiled: bool) -> None:
+        self.parameters = parameters
+        self.first = [torch.zeros_like(parameter) for parameter in parameters]
+        self.second = [torch.zeros_like(parameter) for parameter in parameters]
+        self.steps = torch.zeros((), device=parameters[0].device)
+        self.update = torch.compile(by_operations) if compiled else by_operations
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take one step."""
+        self.steps += 1
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        self.update(list(self.parameters), gradients, self.first, self.second, self.steps)
+
+
+def by_operations(
+    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], steps: Tensor
+) -> None:
+    """Update all weights in place."""
+    torch._foreach_lerp_(first, gradients, 1 - 0.9)
+    torch._foreach_mul_(second, 0.999)
+    torch._foreach_addcmul_(second, gradients, gradients, value=1 - 0.999)
+    root = (1 - 0.999**steps).sqrt()
+    roots = torch._foreach_sqrt(second)
+    torch._foreach_div_(roots, root)
+    torch._foreach_add_(roots, 1e-6)
+    updates = list(torch._foreach_div(first, roots))
+    torch._foreach_div_(updates, 1 - 0.9**steps)
+    torch._foreach_add_(updates, weights, alpha=STRENGTH)
+    weight_norms, update_norms = torch._foreach_norm(weights), torch._foreach_norm(updates)
+    ratios = torch.stack(list(weight_norms)) / torch.stack(list(update_norms))
+    torch._foreach_mul_(updates, list((RATE * ratios).unbind()))
+    torch._foreach_sub_(weights, updates)
+
+
+def updates(model: nn.Module, compiled: bool) -> Iterator[tuple[str, Update]]:
+    """Yield the update of every optimizer."""
+    parameters, cuda = list(model.parameters()), next(model.parameters()).is_cuda
+
+    def lamb(**settings: Any) -> torch.optim.Optimizer:
+        return fz.Lamb(parameters, lr=RATE, weight_decay=STRENGTH, **{"max_grad_norm": None, **settings})
+
+    def flambe(**settings: Any) -> torch.optim.Optimizer:
+        groups = fz.parameter_groups(model, STRENGTH)
+        return fz.Flambe(groups, model, lr=RATE, frobenius_decay=STRENGTH, max_grad_norm=None, **settings)
+
+    adamw = partial(torch.optim.AdamW, parameters, lr=RATE, weight_decay=STRENGTH, fused=True)
+    yield "AdamW", adamw().step
+    yield "LAMB", lamb().step
+    yield "LAMB, clipped", lamb(max_grad_norm=1e-3).step
+    yield "FLAMBé", flambe().step
+    yield "LAMB by operations", ByOperations(parameters, False).step
+    if compiled:
+        yield "LAMB by operations, compiled", ByOperations(parameters, True).step
+    if cuda:
+        yield "LAMB, capturable", lamb(capturable=True).step
+        yield "AdamW, graph", capture(adamw(capturable=True).step)
+        yield "LAMB, graph", capture(lamb(capturable=True).step)
+        yield "FLAMBé, graph", capture(flambe(capturable=True).step)
+
+
+def seconds_of(update: Update, device: torch.device) -> float:
+    """Return how long one call takes; on a CPU, how long this process computed."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = clock()
+    update()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - began
+
+
+def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> list[dict[str, Any]]:
+    """Return a row for every optimizer on one model."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    with device:
+        model = BertForMaskedLM(BertConfig(**SIZES[name]))
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter) / 1000
+    found: dict[str, Update] = {}
+    first, counted = {}, {}
+    for optimizer, update in updates(model, compiled):
+        found[optimizer], first[optimizer] = update, seconds_of(update, device)
+        hidden = "graph" in optimizer or "compiled" in optimizer
+        counted[optimizer] = None if hidden else passes(update, parameters)
+    times: dict[str, list[float]] = {optimizer: [] for optimizer in found}
+    for _ in range(rounds):
+        for optimizer, update in found.items():
+            times[optimizer].append(1000 * seconds_of(update, device))
+    size = sum(parameter.nbytes for parameter in parameters)
+    rows = []
+    for optimizer, ms in times.items():
+        median = statistics.median(ms)
+        # a graph replays the operators of the update without one
+        number = counted[optimizer] or counted.get(optimizer.removesuffix(", graph"))
+        rows.append(
+            {
+                "model": name,
+                "parameters": size // 4,
+                "optimizer": optimizer,
+                "ms": round(median, 4),
+                "least_ms": round(min(ms), 4),
+                "largest_ms": round(max(ms), 4),
+                "first_s": round(first[optimizer], 2),
+                "passes": None if number is None else round(number, 2),
+                "gb_per_s": None if number is None else round(number * size / median / 1e6, 1),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    """Parse the command line, time every optimizer and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--compiled", nargs="*", choices=list(SIZES), default=["BERT-small"])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {
+        "machine": describe_machine(arguments.device),
+        "rounds": arguments.rounds,
+        "rows": [],
+    }
+    for name in arguments.models:
+        report["rows"] += measure(name, arguments.device, arguments.rounds, name in arguments.compiled)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
