@@ -32,6 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "BERT-large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
 }
 RATE, STRENGTH = 1e-4, 0.01
+REPEATS = 10  # on a GPU, so that it need not wait for the first launch
 WRITING_ONLY = {"aten::zero_", "aten::fill_", "aten::copy_"}  # operators that do not read what they change
 MAKING = {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like"}  # and these read nothing
 Update = Callable[[], object]
@@ -144,16 +145,17 @@ def updates(model: nn.Module, compiled: bool) -> Iterator[tuple[str, Update]]:
         yield "FLAMBé, graph", capture(flambe(capturable=True).step)
 
 
-def seconds_of(update: Update, device: torch.device) -> float:
-    """Return how long one call takes; on a CPU, how long this process computed."""
+def seconds_of(update: Update, device: torch.device, repeats: int = 1) -> float:
+    """Return how long a call takes, of several in a row; on a CPU, how long this process computed."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = clock()
-    update()
+    for _ in range(repeats):
+        update()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return clock() - began
+    return (clock() - began) / repeats
 
 
 def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> list[dict[str, Any]]:
@@ -173,9 +175,10 @@ def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> lis
         hidden = "graph" in optimizer or "compiled" in optimizer
         counted[optimizer] = None if hidden else passes(update, parameters)
     times: dict[str, list[float]] = {optimizer: [] for optimizer in found}
+    repeats = REPEATS if device.type == "cuda" else 1
     for _ in range(rounds):
         for optimizer, update in found.items():
-            times[optimizer].append(1000 * seconds_of(update, device))
+            times[optimizer].append(1000 * seconds_of(update, device, repeats))
     size = sum(parameter.nbytes for parameter in parameters)
     rows = []
     for optimizer, ms in times.items():
@@ -205,7 +208,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--compiled", nargs="*", choices=list(SIZES), default=["BERT-small"])
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     report: dict[str, Any] = {
