@@ -90,16 +90,18 @@ def build_text_optimizer(recipe: TextRecipe, model: nn.Module) -> Optimizer:
     strength = _strength(decay)
     products = decay.kind == "frobenius"
     groups = _groups(recipe, model)
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    # On a GPU LAMB skips and counts gradients that are not finite, so that no update waits for the device.
+    settings: dict[str, Any] = {"lr": fields.lr, "betas": fields.betas, "max_grad_norm": None, "capturable": on_gpu}
     if fields.name == "flambe":
-        return Flambe(groups, model, fields.lr, fields.betas, frobenius_decay=strength, max_grad_norm=None)
+        return Flambe(groups, model, frobenius_decay=strength, **settings)
     optimizer: Optimizer
     if fields.name == "lamb":
-        optimizer = Lamb(groups, fields.lr, fields.betas, max_grad_norm=None)
+        optimizer = Lamb(groups, **settings)
     elif fields.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=fields.lr, momentum=fields.momentum, nesterov=fields.nesterov)
     else:
-        fused = next(model.parameters()).device.type == "cuda"
-        optimizer = torch.optim.AdamW(groups, lr=fields.lr, betas=fields.betas, fused=fused)
+        optimizer = torch.optim.AdamW(groups, lr=fields.lr, betas=fields.betas, fused=on_gpu)
     if products:
         FrobeniusDecay(model, strength, decoupled=fields.name == "adamw").attach(optimizer)
     return optimizer

@@ -118,11 +118,13 @@ def _train_one(
     with Recorder(run if processes.is_first else None, history, by="update") as recorder:
 
         def tell(row: dict[str, Any]) -> None:
-            loss = row.get("loss")
-            if loss is not None and not math.isfinite(loss):
+            loss, skipped = row.get("loss"), row.get("skipped")
+            wrong = f"the gradients of {skipped} updates are not finite" if skipped else None
+            wrong = wrong if loss is None or math.isfinite(loss) else f"the training loss is {loss:g}"
+            if wrong is not None:
                 raise ValueError(
-                    f"the training loss is {loss:g} at update {row['update']}; the checkpoint before it, if there was "
-                    f"one, is kept. Try optimizer.lr={recipe.optimizer.lr / 3:.2g}"
+                    f"{wrong} at update {row['update']}; the checkpoint before it, if there was one, is kept. Try "
+                    f"optimizer.lr={recipe.optimizer.lr / 3:.2g}"
                 )
             history.append(row)
             recorder.add(row)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from factorized.decay.hook import inner_optimizer
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.network import build_schedule, build_text_optimizer
 from factorized.experiments.text.sharding import shard, split_when_loaded, whole_state, whole_weights
@@ -23,6 +24,7 @@ from factorized.experiments.text.task import TextTask
 from factorized.experiments.training.folder import CHECKPOINTS
 from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.processes import Processes
+from factorized.optim.lamb import Lamb
 
 Row = dict[str, Any]
 
@@ -185,6 +187,9 @@ class Watch(TrainerCallback):
             if isinstance(value, int | float) and name not in ("epoch", "total_flos") and not name.startswith("train_")
         }
         if "loss" in figures:
+            optimizer = inner_optimizer(others["optimizer"])
+            if isinstance(optimizer, Lamb) and optimizer.skipped:
+                figures["skipped"] = optimizer.skipped
             now = (state.num_input_tokens_seen, time.perf_counter())
             if self.since is not None:
                 self.tokens += now[0] - self.since[0]

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import transformers
 
 import factorized as fz
 from factorized.experiments.recipes.text import TextRecipe
-from factorized.experiments.text import trainer
+from factorized.experiments.text import network, trainer
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
@@ -183,6 +184,22 @@ def test_a_finished_run_is_not_repeated_and_another_recipe_is_not_resumed(tmp_pa
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
     recipe, corpus = small("language", tmp_path, "optimizer.lr=1e30", "optimizer.name=sgd")
     with pytest.raises(ValueError, match=r"the training loss is (nan|inf) at update \d+; .*Try optimizer.lr="):
+        train_text(recipe, corpus, tmp_path / "run", device="cpu")
+
+
+def test_updates_that_lamb_skipped_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU LAMB skips them without telling."""
+    recipe, corpus = small("language", tmp_path, "optimizer.name=lamb")
+    real = TextTrainer.training_step
+
+    def spoiled(self: TextTrainer, model: torch.nn.Module, *others: Any) -> torch.Tensor:
+        loss = real(self, model, *others)
+        model.get_input_embeddings().weight.grad[0, 0] = torch.nan
+        return loss
+
+    monkeypatch.setattr(TextTrainer, "training_step", spoiled)
+    monkeypatch.setattr(network, "Lamb", partial(fz.Lamb, skip_nonfinite=True))
+    with pytest.raises(ValueError, match=r"the gradients of 1 updates are not finite at update 1; .*Try optimizer.lr="):
         train_text(recipe, corpus, tmp_path / "run", device="cpu")
 
 
