@@ -86,12 +86,13 @@ def train_text(
                     results.append(read_text_result(run))
                     continue
                 checkpoint = _last_checkpoint(run) if resume else None
-                ran_on = [] if begun is None or checkpoint is None else begun.ran_on
+                if begun is None or checkpoint is None:
+                    begun = RunState(recipe=recipe.to_dict(), seed=seed, data=corpus.checksum)
                 if not allow_other_devices:
-                    check_same_devices(ran_on, processes.kind, run)
+                    check_same_devices(begun.ran_on, processes.kind, run)
                 if seed != seeds[0]:
                     model = build_text_network(recipe, corpus.tokenizer, seed)
-                results.append(_train_one(task, model, run, seed, checkpoint, ran_on, processes, shown, stop))
+                results.append(_train_one(task, model, run, begun, checkpoint, processes, shown, stop))
     return results
 
 
@@ -99,20 +100,18 @@ def _train_one(
     task: TextTask,
     model: nn.Module,
     run: Path,
-    seed: int,
+    begun: RunState,
     checkpoint: Path | None,
-    ran_on: Sequence[str],
     processes: Processes,
     shown: Reporter,
     stop: StopRequest,
 ) -> dict[str, Any]:
-    recipe, updates = task.recipe, task.recipe.schedule.updates
-    if ran_on[-1:] != [processes.kind]:
-        if ran_on:
-            shown.note(goes_elsewhere(ran_on, processes.kind, run))
-        ran_on = [*ran_on, processes.kind]
-    state = {"recipe": recipe.to_dict(), "seed": seed, "data": task.corpus.checksum, "ran_on": ran_on}
-    processes.from_first(lambda: write_whole(run / BEGUN, lambda path: path.write_text(json.dumps(state))))
+    recipe, updates, seed = task.recipe, task.recipe.schedule.updates, begun.seed
+    if begun.ran_on[-1:] != [processes.kind]:
+        if begun.ran_on:
+            shown.note(goes_elsewhere(begun.ran_on, processes.kind, run))
+        begun.ran_on.append(processes.kind)
+    processes.from_first(lambda: _note(begun, run))
     history = _history(run, checkpoint) if checkpoint is not None else []
     shown.begin(f"{recipe.name} seed {seed}", 1, updates, history[-1]["update"] if history else 0)
     with Recorder(run if processes.is_first else None, history, by="update") as recorder:
@@ -130,7 +129,11 @@ def _train_one(
             recorder.add(row)
             shown.figures(row["update"], {name: value for name, value in row.items() if name != "update"})
 
-        watch = Watch(stop, processes, tell)
+        def saved() -> None:
+            if processes.is_first:
+                _note(begun.model_copy(update={"seconds": begun.seconds + time.perf_counter() - began}), run)
+
+        watch = Watch(stop, processes, tell, saved)
         arguments = training_arguments(recipe, run, seed, processes.device, processes.count)
         trainer = TextTrainer(task, model, arguments, watch)
         on_cuda = processes.device.type == "cuda"
@@ -139,12 +142,12 @@ def _train_one(
         began = time.perf_counter()
         with writing(run), quiet(transformers):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        seconds = time.perf_counter() - began
+        seconds = begun.seconds + time.perf_counter() - began
         peak = torch.cuda.max_memory_allocated(processes.device) if on_cuda else None
         if watch.stopped:
             raise Interrupted(stop.number or signal.SIGTERM)
     measured = {
-        "ran_on": ran_on,
+        "ran_on": begun.ran_on,
         "seconds": seconds,
         "tokens": trainer.state.num_input_tokens_seen,
         "tokens_per_second": watch.tokens / watch.seconds if watch.tokens else None,
@@ -200,6 +203,12 @@ def _history(run: Path, checkpoint: Path) -> list[dict[str, Any]]:
     path = run / METRICS
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     return [row for row in rows if row["update"] <= update]
+
+
+def _note(begun: RunState, run: Path) -> None:
+    """Write what is trained in ``run``, by which devices, and for how many seconds up to its last checkpoint."""
+    fields = begun.model_dump(include={"recipe", "seed", "data", "ran_on", "seconds"})
+    write_whole(run / BEGUN, lambda path: path.write_text(json.dumps(fields)))
 
 
 def _begun(run: Path, recipe: TextRecipe, seed: int, corpus: Corpus) -> RunState | None:

@@ -165,8 +165,11 @@ class Watch(TrainerCallback):
     The updates up to the first loss compile and are not measured; nor are evaluations and checkpoints.
     """
 
-    def __init__(self, stop: StopRequest, processes: Processes, tell: Callable[[Row], None]) -> None:
+    def __init__(
+        self, stop: StopRequest, processes: Processes, tell: Callable[[Row], None], saved: Callable[[], None]
+    ) -> None:
         self.stop, self.processes, self.tell = stop, processes, tell
+        self.saved = saved  # called after every checkpoint
         self.stopped = False
         self.tokens, self.seconds = 0, 0.0  # of the measured updates
         self.since: tuple[int, float] | None = None  # tokens and time at the beginning of those being measured
@@ -198,11 +201,14 @@ class Watch(TrainerCallback):
         if figures:
             self.tell({"update": state.global_step, **figures})
 
-    def _begin_anew(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Measure from here on: something else than training took time."""
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Measure speed from here on: something else than training took time."""
         self.since = (state.num_input_tokens_seen, time.perf_counter())
 
-    on_evaluate = on_save = _begin_anew
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Tell of a checkpoint, and measure speed from here on."""
+        self.saved()
+        self.on_evaluate(args, state, control)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
 
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus, load_corpus
+from factorized.experiments.text.train import train_text
+from factorized.experiments.text.trainer import TextTrainer
+from factorized.experiments.training.interrupt import Interrupted
 
 NAMES = {"language": "language/tiny", "masked": "bert/tiny", "translation": "translation/numbers"}
 SMALL = (
@@ -49,3 +58,18 @@ def small(task: str, folder: Path, *changes: str) -> tuple[TextRecipe, Corpus]:
     recipe = load_any_recipe(NAMES[task], (*SMALL, *BY_TASK[task], *made, *changes))
     assert isinstance(recipe, TextRecipe)
     return recipe, load_corpus(recipe, folder, folder / "packed")
+
+
+def train_until(update: int, recipe: TextRecipe, corpus: Corpus, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Train into ``folder`` until a signal stops the run in an update, which it finishes."""
+    real = TextTrainer.training_step
+
+    def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> Tensor:
+        if self.state.global_step == update - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *arguments, **keywords)
+
+    with patch.context() as within:
+        within.setattr(TextTrainer, "training_step", stopped)
+        with pytest.raises(Interrupted):
+            train_text(recipe, corpus, folder, device="cpu")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,8 @@ from factorized.experiments.text.task import padded, sum_of_losses
 from factorized.experiments.text.train import train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.text.trainer import TextTrainer
-from factorized.experiments.training.interrupt import Interrupted
 from tests.experiments.text.sharded_worker import mask_every_third
-from tests.experiments.text.small import BY_TASK, SMALL, small
+from tests.experiments.text.small import BY_TASK, SMALL, small, train_until
 from tests.experiments.text.small_squad import TINY, small_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, where it compiles what follows a graph
@@ -185,19 +182,7 @@ def test_a_compiled_run_that_was_stopped_ends_as_one_that_was_not(
     recipe, corpus = prepare("language", tmp_path, compile=True)
     (whole,) = train_text(recipe, corpus, tmp_path / "whole", device="cpu")
     assert {getattr(each, "__name__", type(each).__name__) for each in compiled} == {"loss", "LlamaForCausalLM"}
-    steps, real = 0, TextTrainer.training_step
-
-    def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, *arguments, **keywords)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TextTrainer, "training_step", stopped)
-        with pytest.raises(Interrupted):
-            train_text(recipe, corpus, tmp_path / "stopped", device="cpu")
+    train_until(3, recipe, corpus, tmp_path / "stopped", monkeypatch)
     (resumed,) = train_text(recipe, corpus, tmp_path / "stopped", device="cpu", resume=True)
     assert resumed["scores"] == whole["scores"]
     assert graphs() > 0

@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +17,17 @@ import transformers
 
 import factorized as fz
 from factorized.experiments.recipes.text import TextRecipe
-from factorized.experiments.text import network, trainer
+from factorized.experiments.text import network, train, trainer
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
 from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.text.trainer import TextTrainer
-from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.progress import Reporter
-from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files, small
+from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files, small, train_until
+
+SlowDown = Callable[[type, str, float], None]
 
 
 @pytest.mark.parametrize("task", ["language", "masked", "translation"])
@@ -49,27 +50,36 @@ def test_a_task_is_trained_scored_saved_and_read_back(tmp_path: Path, task: str)
     assert not (tmp_path / "run" / "seed-0" / "checkpoints").exists()
 
 
+@pytest.fixture
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> SlowDown:
+    """Stop the clocks, and return a function that makes a method of a class take some seconds."""
+    now = 0.0
+    for module in (train, trainer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def slow_down(owner: type, name: str, seconds: float) -> None:
+        real = getattr(owner, name)
+
+        def slowed(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return real(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, slowed)
+
+    return slow_down
+
+
 @pytest.mark.parametrize(
     ("owner", "slow", "checkpoint_every"), [(LanguageTask, "validate", 1000), (TextTrainer, "_save", 7)]
 )
 def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluations_and_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, slow: str, checkpoint_every: int
+    tmp_path: Path, slow_down: SlowDown, owner: type, slow: str, checkpoint_every: int
 ) -> None:
     changes = ("schedule.updates=40", "run.evaluate_every=20", f"run.checkpoint_every={checkpoint_every}")
     recipe, corpus = small("language", tmp_path, *changes)
-    clock = 0.0
-
-    def after(seconds: float, real: Any) -> Any:
-        def slowed(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal clock
-            clock += seconds
-            return real(*arguments, **keywords)
-
-        return slowed
-
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: clock))
-    monkeypatch.setattr(TextTrainer, "training_step", after(2.0, TextTrainer.training_step))
-    monkeypatch.setattr(owner, slow, after(1000.0, getattr(owner, slow)))
+    slow_down(TextTrainer, "training_step", 2.0)
+    slow_down(owner, slow, 1000.0)
     (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
     assert result["tokens"] == 40 * 4 * 16
     assert result["tokens_per_second"] == 4 * 16 / 2.0
@@ -82,20 +92,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 ) -> None:
     recipe, corpus = small(task, tmp_path, "schedule.updates=6", "run.evaluate_every=3", "model.dropout=0.1")
     (whole,) = train_text(recipe, corpus, tmp_path / "whole", device="cpu")
-    steps = 0
-    real = TextTrainer.training_step
-
-    def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, *arguments, **keywords)
-
-    monkeypatch.setattr(TextTrainer, "training_step", stopped)
-    with pytest.raises(Interrupted):
-        train_text(recipe, corpus, tmp_path / "stopped", device="cpu")
-    monkeypatch.setattr(TextTrainer, "training_step", real)
+    train_until(4, recipe, corpus, tmp_path / "stopped", monkeypatch)
     (resumed,) = train_text(recipe, corpus, tmp_path / "stopped", device="cpu", resume=True)
     assert resumed["scores"] == whole["scores"]
     assert resumed["tokens"] == whole["tokens"]
@@ -105,21 +102,24 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert [row["update"] for row in resumed["history"]] == [row["update"] for row in whole["history"]]
 
 
+def test_the_seconds_of_a_run_are_those_of_all_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_down: SlowDown
+) -> None:
+    recipe, corpus = small("language", tmp_path, "schedule.updates=6", "run.evaluate_every=6")
+    slow_down(TextTrainer, "training_step", 2.0)
+    train_until(2, recipe, corpus, tmp_path / "run", monkeypatch)
+    for path in (tmp_path / "run" / "seed-0" / "checkpoints").iterdir():
+        assert path.name == "checkpoint-2"
+    slow_down(TextTrainer, "training_step", 1.0)  # beside the 2
+    (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu", resume=True)
+    assert result["seconds"] == 2 * 2.0 + 4 * 3.0
+
+
 @pytest.fixture
 def stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TextRecipe, Corpus, Path]:
     """A run that was stopped at its second update of four, with its recipe and corpus."""
     recipe, corpus = small("language", tmp_path)
-    real = TextTrainer.training_step
-
-    def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        if self.state.global_step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, *arguments, **keywords)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TextTrainer, "training_step", stopped)
-        with pytest.raises(Interrupted):
-            train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    train_until(2, recipe, corpus, tmp_path / "run", monkeypatch)
     return recipe, corpus, tmp_path / "run"
 
 
