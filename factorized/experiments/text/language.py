@@ -16,7 +16,7 @@ from factorized.experiments.text.task import (
     IGNORED,
     Batch,
     Example,
-    RunningText,
+    MeasuredByPart,
     Windows,
     device_of,
     in_batches,
@@ -27,7 +27,7 @@ from factorized.nn.running import evaluation_mode
 HIGHEST = 700.0  # loss per word; the exponential of more overflows
 
 
-class LanguageTask(RunningText):
+class LanguageTask(MeasuredByPart):
     """Predict each token from those before it."""
 
     score = "perplexity"

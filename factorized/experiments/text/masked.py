@@ -15,7 +15,7 @@ from factorized.experiments.text.task import (
     IGNORED,
     Batch,
     Example,
-    RunningText,
+    MeasuredByPart,
     Windows,
     device_of,
     in_batches,
@@ -26,7 +26,7 @@ from factorized.nn.running import evaluation_mode
 REPLACED, KEPT = 0.8, 0.1  # of the tokens to guess: replaced by [MASK], left as they are; the rest are drawn anew
 
 
-class MaskedTask(RunningText):
+class MaskedTask(MeasuredByPart):
     """Guess 15 % of the tokens of a sequence from the others."""
 
     score = "loss"

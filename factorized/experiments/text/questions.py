@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from factorized.experiments.text.question_windows import QuestionWindows
 from factorized.experiments.text.squad_metric import score_answers
-from factorized.experiments.text.task import Batch, Example, TextTask, device_of, in_batches, padded
+from factorized.experiments.text.task import Batch, Example, MeasuredByPart, device_of, in_batches, padded
 from factorized.nn.running import evaluation_mode
 
 LONGEST = 30  # tokens of an answer
 VALIDATED = 500  # questions that are answered now and then while training
 
 
-class QuestionsTask(TextTask):
+class QuestionsTask(MeasuredByPart):
     """Find where in a paragraph the answer to a question begins and ends."""
 
     score = "f1"
@@ -39,18 +38,12 @@ class QuestionsTask(TextTask):
         return batch | {"start_positions": answers[:, 0], "end_positions": answers[:, 1]}
 
     def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return loss, exact match and F1 of some of the validation questions, evenly spaced."""
+        """Return the figures of some of the validation questions, evenly spaced."""
         every = -(-len(self.corpus.questions["validation"].questions) // VALIDATED)
-        return self._measure(model, "validation", every)
+        return self.measure(model, "validation", every)
 
-    def test(self, model: nn.Module) -> dict[str, Any]:
-        """Return loss, exact match and F1 of the validation questions, and of every test file by name."""
-        found: dict[str, Any] = self._measure(model, "validation")
-        for part in self.corpus.tests:
-            found |= {f"{name}_{part}": value for name, value in self._measure(model, part).items()}
-        return found
-
-    def _measure(self, model: nn.Module, part: str, every: int = 1) -> dict[str, float]:
+    def measure(self, model: nn.Module, part: str, every: int = 1) -> dict[str, float]:
+        """Return loss, exact match and F1 of a part, or of each ``every``-th question."""
         windows = self.corpus.questions[part]
         chosen = [number for number, question in enumerate(windows.question_of) if question % every == 0]
         predictions, loss = self._answer(model, windows, chosen)

@@ -75,8 +75,8 @@ class TextTask(ABC):
         """Return the figures of a trained model on all text it was not trained on."""
 
 
-class RunningText(TextTask):
-    """A task on running text, whose figures are the same for validation and test texts. Abstract."""
+class MeasuredByPart(TextTask):
+    """A task whose figures are the same for validation and test texts. Abstract."""
 
     @abstractmethod
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:
