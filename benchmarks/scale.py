@@ -30,12 +30,14 @@ from benchmarks.counting import (
     tensor_parallel,
     tokens_split,
 )
-from benchmarks.tables import ROOT, fill
+from benchmarks.markdown import fill, table
+from benchmarks.tables import ROOT
 
 PAGE = ROOT / "docs" / "scale.md"
 Way = Literal["DDP", "FSDP2", "TP", "TP, tokens split"]
 WAYS: tuple[Way, ...] = ("DDP", "FSDP2", "TP", "TP, tokens split")
 GPUS = (8, 64, 256, 1024)
+ADAMW_BYTES, LAMB_BYTES = 28, 60  # that an update reads or writes for a parameter, as ``benchmarks.optimizers`` counts
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def step(variant: Variant, way: Way, gpus: int) -> Step:
         seconds(within, tp, tp, machine),
         seconds(decayed, replicas, side_by_side, machine),
         decay_operations(counted, variant.decay, shards, tp) / machine.single,
-        28 * held / machine.reads,
+        (LAMB_BYTES if variant.is_lamb else ADAMW_BYTES) * held / machine.reads,
     ]
     return Step(
         memory=state_bytes(counted, shards, tp)
@@ -237,9 +239,7 @@ def assumptions() -> str:
         ("NVLink within a node, each GPU in each direction", f"{m.nvlink / 1e9:.0f} GB/s"),
         ("network between nodes, each GPU in each direction", f"{m.network / 1e9:.0f} GB/s"),
     ]
-    return "\n".join(
-        ["| assumed, not measured | |", "| --- | ---: |", *(f"| {name} | {value} |" for name, value in rows)]
-    )
+    return table(["assumed, not measured", ""], rows)
 
 
 def measured_share() -> str:
@@ -254,28 +254,27 @@ def measured_share() -> str:
         / (row["milliseconds"] / 1e3 * Machine().operations)
         for row in rows
     ]
-    lines = [f"| rank | {' | '.join(str(row['rank']) for row in rows)} |", "| --- |" + " ---: |" * len(rows)]
-    lines.append(f"| share of {Machine().operations / 1e12:.0f} TFLOP/s | {' | '.join(f'{x:.2f}' for x in shares)} |")
+    cells = [f"share of {Machine().operations / 1e12:.0f} TFLOP/s", *(f"{share:.2f}" for share in shares)]
     note = (
         f"One 2048×5632 product on {report['tokens']:,} tokens, forward and backward in bfloat16; "
         f"{report['machine']['device']}, torch {report['machine']['torch']}."
     )
-    return "\n".join([*lines, "", note])
+    return table(["rank", *(str(row["rank"]) for row in rows)], [cells], note)
 
 
 def sizes(variants: tuple[Variant, ...]) -> str:
     """Return the table of what is counted of each variant, whatever it runs on."""
-    lines = [
-        "| | parameters | ranks | GFLOP a token | on one of 8 TP ranks | the same, tokens split | TP, bytes a token "
-        "| where dense layers sum first | decay, GFLOP a step | decay, MB a step under FSDP2 |",
-        "| --- |" + " ---: |" * 9,
-    ]
+    operated = ["GFLOP a token", "on one of 8 TP ranks", "the same, tokens split"]
+    sent_by = ["TP, bytes a token", "where dense layers sum first"]
+    decayed = ["decay, GFLOP a step", "decay, MB a step under FSDP2"]
+    rows = []
     for variant in variants:
         counted, length = variant.counted(), variant.training.length
         operations = [counted.operations(length, tp, splits) for tp, splits in ((1, False), (8, False), (8, True))]
         decay = decay_over_shards(counted, variant.decay, 64)
         ranks = sorted({matrix.rank for matrix in counted.products if matrix.rank is not None})
         cells = [
+            variant.name,
             f"{counted.parameters:,}",
             " and ".join(map(str, ranks)),
             *(f"{each / 1e9:.2f}" for each in operations),
@@ -283,18 +282,16 @@ def sizes(variants: tuple[Variant, ...]) -> str:
             f"{decay_operations(counted, variant.decay) / 1e9:,.0f}" if variant.decay != "none" else "",
             f"{(decay.gathered + decay.summed) / 1e6:,.0f}" if variant.decay != "none" else "",
         ]
-        lines.append(f"| {variant.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(["", "parameters", "ranks", *operated, *sent_by, *decayed], rows)
 
 
 def over_gpus(variants: tuple[Variant, ...], cell: Callable[[Step], str]) -> str:
     """Return a table with a column for each number of GPUs."""
-    lines = [f"| | | {' | '.join(f'{n:,} GPUs' for n in GPUS)} |", "| --- | --- |" + " ---: |" * len(GPUS)]
-    for way in WAYS:
-        for variant in variants:
-            cells = " | ".join(cell(step(variant, way, gpus)) for gpus in GPUS)
-            lines.append(f"| {way} | {variant.name} | {cells} |")
-    return "\n".join(lines)
+    rows = [
+        [way, variant.name, *(cell(step(variant, way, gpus)) for gpus in GPUS)] for way in WAYS for variant in variants
+    ]
+    return table(["", "", *(f"{n:,} GPUs" for n in GPUS)], rows, names=2)
 
 
 def memory(found: Step) -> str:

@@ -8,13 +8,13 @@ A table is between ``<!-- table:NAME -->`` and ``<!-- end -->``; everything betw
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.markdown import fill, table
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import Comparison
 from factorized.experiments.reproduce.report import Report, make_report
@@ -58,135 +58,138 @@ def accuracy() -> str:
 
 def low_rank() -> str:
     """Return the table of every network trained for Table 1 of the paper."""
-    rows = sorted(_rows(table=1), key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name))
-    lines = [
-        "| recipe | parameters | test accuracy | n | the paper (n = 3) | seconds per run |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    found = sorted(_rows(table=1), key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name))
+    titles = ["recipe", "parameters", "test accuracy", "n", "the paper (n = 3)", "seconds per run"]
+    rows = [
+        [
+            f"`{row.name}`",
+            f"{row.parameters:,}",
+            *_beside_the_paper(row),
+            f"{row.seconds.mean:.0f}" if row.seconds is not None else "not timed",
+        ]
+        for row in found
     ]
-    for row in rows:
-        seconds = f"{row.seconds.mean:.0f}" if row.seconds is not None else "not timed"
-        lines.append(f"| `{row.name}` | {row.parameters:,} | {_beside_the_paper(row)} | {seconds} |")
-    return "\n".join([*lines, "", _conditions(rows)])
+    return table(titles, rows, _conditions(found))
 
 
 def distillation() -> str:
     """Return the table of networks trained with more parameters and deployed without them."""
-    rows = sorted(_rows(table=3), key=lambda row: -row.score.mean)
-    lines = [
-        "| recipe | parameters in training | test accuracy | n | the paper (n = 3) | deployed | test accuracy |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
+    found = sorted(_rows(table=3), key=lambda row: -row.score.mean)
+    trained = ["parameters in training", "test accuracy", "n", "the paper (n = 3)"]
+    rows = []
+    for row in found:
         composed = [run.result["composed"]["accuracy"] for run in row.runs if "composed" in run.result]
         deployed = mean(composed) if composed else row.score.mean
-        lines.append(
-            f"| `{row.name}` | {row.parameters:,} | {_beside_the_paper(row)} | {row.deployed:,} | {deployed:.2f} |"
-        )
-    return "\n".join([*lines, "", _conditions(rows)])
+        name, size = f"`{row.name}`", f"{row.parameters:,}"
+        rows.append([name, size, *_beside_the_paper(row), f"{row.deployed:,}", f"{deployed:.2f}"])
+    return table(["recipe", *trained, "deployed", "test accuracy"], rows, _conditions(found))
 
 
 def sparsity() -> str:
     """Return the paper's figures for sparse and low-rank VGG-19."""
     names = ("Pruning", "Dynamic Sparsity", "Lottery (w. hybrid/rewind)", "Fixed Sparsity", "Low-Rank (SI & FD)")
-    lines = []
-    for grid in ("VGG-19 NFC on CIFAR-10", "VGG-19 NFC on CIFAR-100"):
-        cells = {
-            (cell.row, cell.column): cell.figure for cell in paper_cells() if cell.grid == grid and cell.table == 1
-        }
-        columns = ("0.1", "0.05", "0.02")
-        if not lines:
-            lines = [f"| network | method | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
-        for row in names:
-            figures = [f"{cells[row, column]:.2f}" for column in columns]
-            lines.append(f"| {grid} | {row} | {' | '.join(figures)} |")
+    columns = ("0.1", "0.05", "0.02")
+    cells = {(cell.grid, cell.row, cell.column): cell.figure for cell in paper_cells() if cell.table == 1}
+    rows = [
+        [grid, row, *(f"{cells[grid, row, column]:.2f}" for column in columns)]
+        for grid in ("VGG-19 NFC on CIFAR-10", "VGG-19 NFC on CIFAR-100")
+        for row in names
+    ]
     note = "Test accuracy in percent by the share of parameters that are not zero; figures of the paper, not ours."
-    return "\n".join([*lines, "", note])
+    return table(["network", "method", *columns], rows, note, names=2)
 
 
 def epoch() -> str:
     """Return the table of whole epochs."""
     report = _read("epoch-h200")
-    lines = ["| recipe | seconds per epoch | ms per step |", "| --- | ---: | ---: |"]
-    lines += [f"| `{row['recipe']}` | {row['seconds']:.2f} | {row['ms_per_step']:.2f} |" for row in report["rows"]]
-    note = (
-        f"{_machine(report)}, bf16, batch {report['batch']}, 50,000 images on the device; augmentation, forward, "
-        f"backward, decay and SGD compiled, as one CUDA graph; medians of n = {report['epochs']} interleaved epochs."
-    )
-    return "\n".join([*lines, "", note])
+    rows = [[f"`{row['recipe']}`", f"{row['seconds']:.2f}", f"{row['ms_per_step']:.2f}"] for row in report["rows"]]
+    what = "50,000 images on the device; augmentation, forward, backward, decay and SGD"
+    note = _captured(report, f", {what}", f"{report['epochs']} interleaved epochs")
+    return table(["recipe", "seconds per epoch", "ms per step"], rows, note)
 
 
 def training_step() -> str:
     """Return the table of the time that decaying the products adds to a training step."""
     report = _read("training-step-h200")
-    rows = [row for row in report["rows"] if row["execution"] in ("dense", "auto") and row["ratio"] in (None, 0.1)]
-    ordinary = next(row["ms"] for row in rows if (row["ratio"], row["decay"]) == (0.1, "weight"))
+    shown = [row for row in report["rows"] if row["execution"] in ("dense", "auto") and row["ratio"] in (None, 0.1)]
+    ordinary = next(row["ms"] for row in shown if (row["ratio"], row["decay"]) == (0.1, "weight"))
     decays = {"weight": "ordinary", "frobenius": "`fz.FrobeniusDecay`", "loop": "four products per layer, in a loop"}
-    lines = ["| ResNet-32x2 | decay | ms per training step | added |", "| --- | --- | ---: | ---: |"]
-    for row in rows:
-        name = "dense" if row["ratio"] is None else f"low rank, ratio {row['ratio']}"
-        added = "" if row["decay"] == "weight" else f"{row['ms'] / ordinary - 1:.1%}"
-        lines.append(f"| {name} | {decays[row['decay']]} | {row['ms']:.2f} | {added} |")
-    note = (
-        f"{_machine(report)}, bf16, batch {report['batch']}; forward, backward and SGD compiled, as one CUDA "
-        f"graph; medians of n = {report['rounds']} interleaved rounds of 20 steps."
-    )
-    return "\n".join([*lines, "", note])
+    rows = [
+        [
+            "dense" if row["ratio"] is None else f"low rank, ratio {row['ratio']}",
+            decays[row["decay"]],
+            f"{row['ms']:.2f}",
+            "" if row["decay"] == "weight" else f"{row['ms'] / ordinary - 1:.1%}",
+        ]
+        for row in shown
+    ]
+    note = _captured(report, "; forward, backward and SGD", f"{report['rounds']} interleaved rounds of 20 steps")
+    return table(["ResNet-32x2", "decay", "ms per training step", "added"], rows, note, names=2)
 
 
 def decomposition() -> str:
     """Return the table of exact decompositions against those by Gram matrix and randomized ones."""
     report = _read("svd-cpu")
-    lines = [
-        "| Gaussian matrix | rank | exact SVD | Gram matrix | its distance from the best product | randomized "
-        "| its error over the optimum | its distance from the best product |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    distance = "its distance from the best product"
+    titles = ["rank", "exact SVD", "Gram matrix", distance, "randomized", "its error over the optimum", distance]
+    rows = []
     for row in report["rows"]:
         batch = f"{row['batch']} of " if row["batch"] > 1 else ""
-        exact, gram, randomized = (row["seconds"][way]["median"] for way in ("exact", "gram", "randomized"))
-        distance = row["from_the_best_product"]
-        lines.append(
-            f"| {batch}{row['size']}×{row['size']} | {row['rank']} | {exact:.3f} s | {gram:.3f} s "
-            f"| {distance['gram']:.0e} | {randomized:.3f} s | {row['error_over_optimum']['randomized']:.4f} "
-            f"| {distance['randomized']:.2f} |"
+        exact, gram, randomized = (f"{row['seconds'][way]['median']:.3f} s" for way in ("exact", "gram", "randomized"))
+        away = row["from_the_best_product"]
+        rows.append(
+            [
+                f"{batch}{row['size']}×{row['size']}",
+                str(row["rank"]),
+                exact,
+                gram,
+                f"{away['gram']:.0e}",
+                randomized,
+                f"{row['error_over_optimum']['randomized']:.4f}",
+                f"{away['randomized']:.2f}",
+            ]
         )
     note = f"Distances are relative, ‖P - best‖ / ‖best‖. {_cpu_time(report)}"
-    return "\n".join([*lines, "", note])
+    return table(["Gaussian matrix", *titles], rows, note)
 
 
 def surgery() -> str:
     """Return the table of the spectral initialization of whole transformers."""
     report = _read("svd-models-cpu")
-    lines = [
-        "| model, budget | layers | n | `exact=True` | default | times faster | error over the optimum "
-        '| a plan with `allocate="spectrum"` |',
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    titles = ["layers", "n", "`exact=True`", "default", "times faster", "error over the optimum"]
+    rows = []
     for row in report["rows"]:
         exact, default, plan = (row["seconds"][way] for way in ("exact", "default", "plan by spectrum"))
         budget = ", ".join(f"`{key}={value}`" for key, value in row["budget"].items())
-        times = exact["median"] / default["median"]
-        lines.append(
-            f"| {row['model']}, {budget} | {row['layers']} | {row['rounds']} | {_seconds(exact)} | {_seconds(default)} "
-            f"| {times:.1f} "
-            f"| {row['error_over_optimum']:.6f} | {_seconds(plan)} |"
+        rows.append(
+            [
+                f"{row['model']}, {budget}",
+                str(row["layers"]),
+                str(row["rounds"]),
+                _seconds(exact),
+                _seconds(default),
+                f"{exact['median'] / default['median']:.1f}",
+                f"{row['error_over_optimum']:.6f}",
+                _seconds(plan),
+            ]
         )
-    return "\n".join([*lines, "", f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"])
+    note = f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"
+    return table(["model, budget", *titles, 'a plan with `allocate="spectrum"`'], rows, note)
 
 
 def svd_peers() -> str:
     """Return the table of spectral factors beside those of other packages."""
     report = _read("svd-peers-cpu")
     names = list(report["rows"][0]["seconds"])
-    lines = [
-        f"| Gaussian matrix, rank | {' | '.join(f'`{name}`' if '.' in name else name for name in names)} |",
-        f"| --- |{' ---: |' * len(names)}",
+    rows = [
+        [
+            f"{row['size']}×{row['size']}, {row['rank']}",
+            *(f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names),
+        ]
+        for row in report["rows"]
     ]
-    for row in report["rows"]:
-        cells = [f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names]
-        lines.append(f"| {row['size']}×{row['size']}, {row['rank']} | {' | '.join(cells)} |")
     note = f"Seconds, and the error ‖W - UVᵀ‖ over the optimum. {_cpu_time(report)}"
-    return "\n".join([*lines, "", note])
+    return table(["Gaussian matrix, rank", *(f"`{name}`" if "." in name else name for name in names)], rows, note)
 
 
 def _seconds(spread: dict[str, float]) -> str:
@@ -199,6 +202,12 @@ def _cpu_time(report: dict[str, Any]) -> str:
     return f"{_machine(report)}, CPU time on a machine shared with other work; medians of n = {rounds}, interleaved."
 
 
+def _captured(report: dict[str, Any], what: str, rounds: str) -> str:
+    return (
+        f"{_machine(report)}, bf16, batch {report['batch']}{what} compiled, as one CUDA graph; medians of n = {rounds}."
+    )
+
+
 def monarch() -> str:
     """Return the table of the errors of Monarch matrices and low rank."""
     report = _read("monarch-cpu")
@@ -206,17 +215,14 @@ def monarch() -> str:
     kept: dict[tuple[str, float], dict[Any, float]] = {}  # errors by format, of a weight at a share of its parameters
     for row in report["rows"]:
         kept.setdefault((row["weight"], row["share"]), {})[row["blocks"]] = row["error"]
-    lines = [
-        "| weight | parameters kept | low rank | 4×4 blocks | 16×16 | 32×32 |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for (weight, share), errors in kept.items():
         columns = [errors.get("spatial", errors[1]), *(errors.get(blocks) for blocks in (4, 16, 32))]
         if columns[1] is None:
             continue  # nothing to compare
         best = min(error for error in columns if error is not None)
         cells = ["" if e is None else f"**{e:.3f}**" if e == best else f"{e:.3f}" for e in columns]
-        lines.append(f"| {weight} | {share:.1%} | {' | '.join(cells)} |")
+        rows.append([weight, f"{share:.1%}", *cells])
     note = (
         f"‖W - Ŵ‖ / ‖W‖ of the best approximation; {_machine(report)}; means of n = {report['seeds']} seeds, whose "
         f"deviation is at most {max(row['deviation'] for row in report['rows']):.3f}. Test accuracy of the trained "
@@ -225,29 +231,25 @@ def monarch() -> str:
         f"a quarter of its parameters takes {times['4']}, {times['16']} and {times['32']} times as long with 4×4, "
         f"16×16 and 32×32 blocks as with low rank: medians of n = {report['rounds']}, interleaved."
     )
-    return "\n".join([*lines, "", note])
+    return table(["weight", "parameters kept", "low rank", "4×4 blocks", "16×16", "32×32"], rows, note)
 
 
 def calibrated() -> str:
     """Return the table of accuracies with calibrated and with spectral factors."""
     report = _read("calibrated-cpu")
     found = {(row["network"], row["ratio"], row["init"], row["recovery"]): row for row in report["rows"]}
-    lines = [
-        "| network | parameters kept | spectral | calibrated | spectral, one more epoch | calibrated, one more epoch |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for network, ratio in dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1):
-        columns = [
-            found[network, ratio, init, when] for when in ("before", "after") for init in ("spectral", "calibrated")
-        ]
-        cells = [f"{row['accuracy']:.1f} ± {row['deviation']:.1f}" for row in columns]
-        lines.append(f"| {network} | {ratio:.0%} | {' | '.join(cells)} |")
+    ways = [(init, when) for when in ("before", "after") for init in ("spectral", "calibrated")]
+    rows = []
+    for network, ratio in _networks(report):
+        cells = (found[network, ratio, init, when] for init, when in ways)
+        rows.append([network, f"{ratio:.0%}", *(f"{row['accuracy']:.1f} ± {row['deviation']:.1f}" for row in cells)])
     dense = [f"{row['network']} {row['accuracy']:.1f} %" for row in report["rows"] if row["init"] == "dense"]
     note = (
         f"Test accuracy in percent; {_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense "
         f"after {report['epochs']} epochs: {', '.join(dense)}. The further epoch has Frobenius decay."
     )
-    return "\n".join([*lines, "", note])
+    titles = [init if when == "before" else f"{init}, one more epoch" for init, when in ways]
+    return table(["network", "parameters kept", *titles], rows, note)
 
 
 def ranks() -> str:
@@ -256,44 +258,45 @@ def ranks() -> str:
     found = {(row["network"], row["ratio"], row["ranks"]): row for row in report["rows"]}
     ways = list(dict.fromkeys(row["ranks"] for row in report["rows"] if row["ranks"] != "dense"))
     titles = {"uniform": "uniform", "weights": "by weights", "outputs": "by outputs", "loss": "by outputs and loss"}
-    lines = [
-        f"| network | parameters kept | {' | '.join(titles[way] for way in ways)} |",
-        f"| --- | ---: |{' ---: |' * len(ways)}",
+    rows = [
+        [network, f"{ratio:.0%}", *(_mean(found[network, ratio, way]) for way in ways)]
+        for network, ratio in _networks(report)
     ]
-    for network, ratio in dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1):
-        cells = [_mean(found[network, ratio, way]) for way in ways]
-        lines.append(f"| {network} | {ratio:.0%} | {' | '.join(cells)} |")
     dense = [f"{row['network']} {row['mean']:.2f}" for row in report["rows"] if row["ranks"] == "dense"]
-    note = (
-        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
-        f"{_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense: {', '.join(dense)}."
-    )
-    return "\n".join([*lines, "", note])
+    note = _scores(report, f"means and deviations of n = {report['seeds']} seeds. Dense: {', '.join(dense)}.")
+    return table(["network", "parameters kept", *(titles[way] for way in ways)], rows, note)
 
 
 def compression() -> str:
     """Return the table of scores of this library and of others, before and after recovery."""
     report = _read("compression-cpu")
-    rows = [row for row in report["rows"] if row["method"] != "dense"]
-    found = {(row["network"], row["method"], row["recovery"], row["ratio"]): row for row in rows}
-    ratios = sorted({row["ratio"] for row in rows}, reverse=True)
+    smaller = [row for row in report["rows"] if row["method"] != "dense"]
+    found = {(row["network"], row["method"], row["recovery"], row["ratio"]): row for row in smaller}
+    ratios = sorted({row["ratio"] for row in smaller}, reverse=True)
     after = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
-    lines = [
-        f"| network | method | {' | '.join(f'{ratio:.0%}' for ratio in ratios)} |",
-        f"| --- | --- |{' ---: |' * len(ratios)}",
-    ]
     order = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(after).index(key[2]))
-    for network in dict.fromkeys(key[0] for key in found):
-        for _, method, recovery in (key for key in order if key[0] == network):
-            cells = [_mean(found[network, method, recovery, ratio]) for ratio in ratios]
-            lines.append(f"| {network} | {method}{after[recovery]} | {' | '.join(cells)} |")
+    rows = [
+        [name, f"{method}{after[recovery]}", *(_mean(found[name, method, recovery, ratio]) for ratio in ratios)]
+        for network in dict.fromkeys(key[0] for key in found)
+        for name, method, recovery in order
+        if name == network
+    ]
     dense = [row for row in report["rows"] if row["method"] == "dense"]
     told = ", ".join(f"{row['network']} {row['mean']:.2f} (n = {row['n']})" for row in dense)
-    note = (
+    note = _scores(report, f"means and deviations over seeds. Dense: {told}.")
+    return table(["network", "method", *(f"{ratio:.0%}" for ratio in ratios)], rows, note, names=2)
+
+
+def _networks(report: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return the compressed networks of a report, each with the share of parameters that it kept."""
+    return list(dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1))
+
+
+def _scores(report: dict[str, Any], rest: str) -> str:
+    return (
         "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
-        f"{_machine(report)}; means and deviations over seeds. Dense: {told}."
+        f"{_machine(report)}; {rest}"
     )
-    return "\n".join([*lines, "", note])
 
 
 def _mean(row: dict[str, Any]) -> str:
@@ -324,14 +327,6 @@ def with_tables(text: str) -> str:
     return fill(text, TABLES)
 
 
-def fill(text: str, tables: dict[str, Callable[[], str]]) -> str:
-    """Return ``text`` with each of these tables regenerated between its marks."""
-    for name, make in tables.items():
-        block = f"<!-- table:{name} -->\n{make()}\n<!-- end -->"
-        text = re.sub(rf"<!-- table:{name} -->.*?<!-- end -->", lambda _, new=block: new, text, flags=re.DOTALL)
-    return text
-
-
 @cache
 def _report() -> Report:
     return make_report(read_runs([ROOT / "results"]))
@@ -354,9 +349,9 @@ def _score(score: Summary) -> str:
     return f"{score} % (n = {score.n})"
 
 
-def _beside_the_paper(row: Variant) -> str:
+def _beside_the_paper(row: Variant) -> list[str]:
     paper = next(comparison.paper for comparison in _report().judged if comparison.variant is row)
-    return f"{row.score} | {row.score.n} | {paper}"
+    return [str(row.score), str(row.score.n), str(paper)]
 
 
 def _conditions(rows: Sequence[Variant]) -> str:

@@ -13,7 +13,8 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.tables import ROOT, fill
+from benchmarks.markdown import fill, table
+from benchmarks.tables import ROOT
 from benchmarks.text_figures import draw_all, image, sweeps
 from benchmarks.text_runs import (
     BERT,
@@ -33,7 +34,6 @@ from benchmarks.text_runs import (
     rows_of,
     speed,
     strength,
-    table,
 )
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.changes import folder_of
@@ -216,7 +216,7 @@ def language_speed(measured: Path = SPEEDS) -> str:
     columns = ["recipe", "parameters", "tokens per second", "of dense", "peak memory (GiB)"]
     versions = f"torch {machine['torch']}, transformers {machine['transformers']}"
     note = f"{machine['device']}, {versions}, commit {machine['commit'][:7]}, {found['updates']} updates each, n = 1."
-    return f"{table(columns, body)}\n\n{note}"
+    return table(columns, body, note)
 
 
 def sweep(results: Path = RESULTS) -> str:

@@ -114,12 +114,6 @@ def lowest(rows: Sequence[Row], score: str) -> Row:
     return min(rows, key=lambda row: mean(row.scores(score)))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose first column is words and whose other columns are figures."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def figure(values: Sequence[float], digits: int = 2) -> str:
     """Return the mean of some figures, with their standard deviation where there are several."""
     if not values:

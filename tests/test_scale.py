@@ -22,8 +22,8 @@ from benchmarks.counting import (
     tensor_parallel,
     tokens_split,
 )
+from benchmarks.markdown import fill
 from benchmarks.scale import BERTS, DECODERS, Machine, activation_bytes, seconds, state_bytes, step
-from benchmarks.tables import fill
 
 DENSE = Counted(
     weights=(Weight((10, 4), "", 0), Weight((8, 4), "0", 0), Weight((8, 4), "0", 0), Weight((4, 8), "0", 1)),

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import text_results
 from benchmarks.drawing import Panel, checksum, draw, drawn_from
-from benchmarks.tables import fill
+from benchmarks.markdown import fill
 from benchmarks.text_figures import FIGURES, FOLDER, panels_of
 from benchmarks.text_runs import RESULTS
 from factorized.experiments.recipes.find import load_any_recipe
