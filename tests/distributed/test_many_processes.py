@@ -33,7 +33,8 @@ def run(scenario: str, folder: Path, worker: str = "tests/distributed/worker.py"
     return result
 
 
-TRAINED = [f"{kind}-{optimizer}" for kind in ("ddp", "fsdp") for optimizer in ("sgd", "adamw", "flambe")]
+DECAYS = ("sgd", "adamw", "flambe", "inside", "penalty")  # in gradients, decoupled, in backward, in the loss
+TRAINED = [f"{kind}-{decay}" for kind in ("ddp", "fsdp") for decay in DECAYS]
 TENSORS = ["ddp-sgd-tensors", "fsdp-adamw-tensors", "fsdp-flambe-tensors"]
 OTHERS = ["count", "checkpoint", "unwritable", "held", "late", "wrapped"]
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import factorized as fz
 from factorized.files import checksum
+from factorized.nn.layer import FactorizedLayer
 
 STEPS = 3
 
@@ -90,15 +91,36 @@ def flambe(model: nn.Module) -> torch.optim.Optimizer:
     return fz.Flambe(fz.parameter_groups(model, 1e-2), model, lr=0.01, frobenius_decay=0.1)
 
 
+def inside(model: nn.Module) -> torch.optim.Optimizer:
+    """Decay in the backward pass, as part of the gradient that is averaged."""
+    for module in model.modules():
+        if isinstance(module, FactorizedLayer):
+            module.execution = "composed"
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, 1e-2), lr=0.1, momentum=0.9)
+    decay = fz.FrobeniusDecay(model, 0.1, in_backward=True).attach(optimizer)
+    assert decay._inside
+    return optimizer
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(fz.parameter_groups(model, 1e-2), lr=0.1, momentum=0.9)
+
+
 OPTIMIZERS: dict[str, Make] = {"sgd": sgd, "adamw": adamw, "flambe": flambe}
+OTHER_DECAYS: dict[str, Make] = {"inside": inside, "penalty": plain}
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+def train(model: nn.Module, optimizer: str, rank: int, world: int, wrapper: type[nn.Module] | None = None) -> None:
+    made = (OPTIMIZERS | OTHER_DECAYS)[optimizer](model)
+    run = model if wrapper is None else wrapper(model)
     for step in range(STEPS):
         tokens, classes = batch(step, rank, world)
-        optimizer.zero_grad()
-        F.cross_entropy(model(tokens), classes).backward()
-        optimizer.step()
+        made.zero_grad()
+        loss = F.cross_entropy(run(tokens), classes)
+        if optimizer == "penalty":  # added on every rank, whose gradients are averaged
+            loss = loss + fz.FrobeniusDecay(model, 0.1).penalty()
+        loss.backward()
+        made.step()
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
@@ -146,14 +168,9 @@ def compare(scenario: str, folder: Path) -> dict[str, float]:
     make = build_tensors if of == ["tensors"] else build
     rank, world = dist.get_rank(), dist.get_world_size()
     expected = make()
-    train(expected, OPTIMIZERS[optimizer](expected), 0, 1)
-    model = make()
-    if kind == "ddp":
-        made = OPTIMIZERS[optimizer](model)
-        train(DistributedDataParallel(model), made, rank, world)
-    else:
-        model = shard(model)
-        train(model, OPTIMIZERS[optimizer](model), rank, world)
+    train(expected, optimizer, 0, 1)
+    model = make() if kind == "ddp" else shard(make())
+    train(model, optimizer, rank, world, DistributedDataParallel if kind == "ddp" else None)
     return {"difference": largest_difference(model, expected)}
 
 
