@@ -54,7 +54,7 @@ class ComposedWeight(Tensor):
     """A weight that is formed from factors when one of its values is first needed.
 
     Its shape, type and device are known without that. Every other function is called with the plain tensor, through
-    which autograd reaches the factors. A write to it, or to a view of it, raises.
+    which autograd reaches the factors. A write to it, or to a view of it, raises; so does one to its numpy array.
     """
 
     source: _Source
@@ -75,6 +75,8 @@ class ComposedWeight(Tensor):
         if func in _ANSWERS:
             return _ANSWERS[func](*args, **(kwargs or {}))
         result, values = _call_with_plain(func, args, kwargs or {})
+        if func in _TO_NUMPY and not result.flags.owndata:
+            result.flags.writeable = False  # torch does not see what numpy writes
         return _read_only(result, values)
 
     @classmethod
@@ -259,6 +261,7 @@ _NEEDS_NO_VALUE = {
     *(getattr(Tensor, name) for name in _METHODS.split()),
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
+_TO_NUMPY = {_TENSOR.numpy, _TENSOR.__array__}
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.detach: _detach,
     _TENSOR.detach: _detach,

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,25 @@ def test_a_write_to_the_weight_is_refused_with_the_remedy(
     with mode(), pytest.raises(RuntimeError, match=r"would be lost\. Set layer\.weight = W"):
         WRITES[write](layer)
     assert torch.equal(plain(layer), before)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda weight: weight.numpy(), id="numpy"),
+        pytest.param(lambda weight: weight.T[1:].numpy(), id="view"),
+        pytest.param(lambda weight: np.asarray(weight), id="asarray"),
+        pytest.param(lambda weight: weight.cpu().data.numpy(force=True), id="forced"),
+    ],
+)
+def test_its_numpy_array_is_read_only_and_copies_are_not(
+    layer: fz.FactorizedLinear, read: Callable[[Tensor], np.ndarray]
+) -> None:
+    array = read(layer.weight.detach())
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 0
+    array.copy()[0] = 0
+    np.asarray(layer.weight.detach(), dtype=np.float16)[0] = 0
 
 
 def test_out_of_and_into_other_tensors_it_can_be_written(layer: fz.FactorizedLinear) -> None:
