@@ -40,6 +40,17 @@ EXACT = [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 4e-2), 
 class Case:
     """A dense layer, the layer and the format that stand for it, and what to feed it.
 
+    Attributes:
+        name: what a failing test calls the case.
+        layer: the class of the factorized layer.
+        dense: makes the dense layer.
+        format: how the weight is held.
+        input: makes an input with these leading dimensions; none are a single example.
+        full: the format at full rank, which holds any dense weight; None where none does.
+        options: arguments of ``from_dense`` besides the format.
+        thorough: whether all tests are run, or only those of the forward and backward pass.
+        compiles: False where torch cannot compile the dense layer either.
+
     Examples:
         >>> from factorized.testing import Case
         >>> format = fz.LowRank().at_rank(fz.LowRank().kernel((8, 12)), 3)
@@ -50,14 +61,14 @@ class Case:
     """
 
     name: str
-    layer: type[Any]  # the class of the factorized layer
+    layer: type[Any]
     dense: Callable[[], nn.Module]
     format: Format
-    input: Callable[[tuple[int, ...]], Tensor]  # leading dimensions, none for a single example, to an input
-    full: Format | None = None  # the format at full rank, which holds any dense weight; None where none does
-    options: Mapping[str, Any] = field(default_factory=dict)  # of from_dense, besides the format
+    input: Callable[[tuple[int, ...]], Tensor]
+    full: Format | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     thorough: bool = False
-    compiles: bool = True  # False where torch cannot compile the dense layer either
+    compiles: bool = True
 
     def make_dense(self, dtype: torch.dtype = torch.float64) -> Any:
         """Return the dense layer, always the same."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import inspect
 import re
@@ -41,9 +42,20 @@ def test_the_example_of_a_public_name_runs(
     assert report == [], "".join(report)
 
 
+def described(name: str) -> set[str]:
+    """Return the arguments or fields that a docstring lists, or names in its text."""
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    return set(re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)) | set(re.findall(r"``(\w+)", text))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_names_its_arguments_and_its_errors(name: str) -> None:
-    text = inspect.getdoc(PUBLIC[name]) or ""
-    assert "Raises:" in text
-    described = set(re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)) | set(re.findall(r"``(\w+)", text))
-    assert [argument for argument in inspect.signature(PUBLIC[name]).parameters if argument not in described] == []
+    assert "Raises:" in (inspect.getdoc(PUBLIC[name]) or "")
+    assert [
+        argument for argument in inspect.signature(PUBLIC[name]).parameters if argument not in described(name)
+    ] == []
+
+
+@pytest.mark.parametrize("name", [name for name, public in PUBLIC.items() if dataclasses.is_dataclass(public)])
+def test_a_class_of_fields_explains_each_of_them(name: str) -> None:
+    assert [field.name for field in dataclasses.fields(PUBLIC[name]) if field.name not in described(name)] == []

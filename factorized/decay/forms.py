@@ -74,6 +74,14 @@ class Form:
     second place for the shared matrix. For other formats the factors are their cores; for a separable convolution,
     those of its pointwise part.
 
+    Attributes:
+        name: the dotted name of its module; for attention with the kind, such as ``"encoder.0.self_attn.ov"``.
+        kind: ``"linear"``, ``"conv"``, ``"embedding"``, ``"qk"`` or ``"ov"``.
+        factors: the factors in the order of the product, or of the format.
+        format: the layer's format; None for attention, which is a product.
+        layer: the factorized layer that holds the whole product, if one does.
+        rotary: whether queries and keys are rotated by position, so that a ``"qk"`` is not one bilinear form.
+
     Examples:
         >>> form = fz.forms(nn.Sequential(fz.FactorizedLinear(64, 32, 8)))[0]
         >>> form.name, form.kind, form.numel
@@ -82,14 +90,12 @@ class Form:
         True
     """
 
-    name: str  # of the module it belongs to; for attention with its kind: "encoder.0.self_attn.ov"
-    kind: str  # "linear", "conv", "embedding", "qk" or "ov"
-    factors: tuple[Factor, ...] = field(repr=False)  # in the order of the product, or of the format
-    format: Format | None = None  # None for attention, which is a product
-    layer: FactorizedLayer | None = field(
-        default=None, repr=False
-    )  # the module that holds the whole product, if one does
-    rotary: bool = False  # for "qk": queries and keys are rotated by position, so this is not one bilinear form
+    name: str
+    kind: str
+    factors: tuple[Factor, ...] = field(repr=False)
+    format: Format | None = None
+    layer: FactorizedLayer | None = field(default=None, repr=False)
+    rotary: bool = False
 
     @property
     def is_product(self) -> bool:

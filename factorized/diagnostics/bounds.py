@@ -25,6 +25,17 @@ class MarginBounds:
 
     Both are products over layers and can be astronomically large: compare them between models, as logarithms.
 
+    Attributes:
+        samples: |S|, the number of samples.
+        radius: B, the largest norm of an input.
+        gamma: γ, the margin.
+        margin_loss: the share of samples with a margin of at most γ.
+        layers: L, the number of layers.
+        width: m, the largest number of rows of a weight.
+        rank: r, the largest rank.
+        log10_rank_term: the logarithm of √(B² L³ m r log(Lm) Π‖W‖²₂ / γ²|S|).
+        log10_frobenius_term: the logarithm of √(B² L² m log(Lm) Σᵢ‖Wᵢ‖²_F Πⱼ≠ᵢ‖Wⱼ‖²₂ / γ²|S|).
+
     Examples:
         >>> batch = torch.randn(16, 8), torch.randint(2, (16,))
         >>> wide = fz.margin_bounds(nn.Linear(8, 2), [batch], gamma=0.1)
@@ -34,14 +45,14 @@ class MarginBounds:
     """
 
     samples: int
-    radius: float  # B: the largest norm of an input
-    gamma: float  # the margin
-    margin_loss: float  # share of samples with a margin of at most gamma
-    layers: int  # L
-    width: int  # m: the largest number of rows
-    rank: int  # r: the largest rank
-    log10_rank_term: float  # √(B² L³ m r log(Lm) Π‖W‖²₂ / γ²|S|)
-    log10_frobenius_term: float  # √(B² L² m log(Lm) Σᵢ‖Wᵢ‖²_F Πⱼ≠ᵢ‖Wⱼ‖²₂ / γ²|S|)
+    radius: float
+    gamma: float
+    margin_loss: float
+    layers: int
+    width: int
+    rank: int
+    log10_rank_term: float
+    log10_frobenius_term: float
 
 
 @torch.no_grad()

@@ -14,7 +14,20 @@ from factorized.decay.strength import Number, check_number
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Figures of one product; the last three need an SVD and are None without ``spectrum=True``.
+    """Figures of one product W; the last three need an SVD and are None without ``spectrum=True``.
+
+    Attributes:
+        name: the product's name, see ``fz.forms``.
+        kind: its kind, such as ``"linear"`` or ``"ov"``.
+        frobenius: ‖W‖_F.
+        nuclear_bound: ½(‖U‖² + ‖V‖²) ≥ ‖W‖_*, which ordinary decay penalizes (equation 2); None for tensors and
+            products with inner matrices, where decaying the factors does not bound such a norm.
+        effective_step: η / ‖W‖²_F, the step size of the direction of a normalized layer (claim 3.1).
+        non_orthogonality: ‖offdiag(UᵀU)‖ / ‖UᵀU‖, and the same of V; 0 at spectral initialization. For a tensor one
+            figure for each core, along its last dimension.
+        spectral: ‖W‖_2.
+        nuclear: ‖W‖_*.
+        stable_rank: ‖W‖²_F / ‖W‖²_2.
 
     Examples:
         >>> quick = fz.diagnose(nn.Sequential(fz.FactorizedLinear(64, 64, 8)), lr=0.1, spectrum=False)[0]
@@ -24,16 +37,13 @@ class Diagnosis:
 
     name: str
     kind: str
-    frobenius: float  # ‖W‖_F
-    # ½(‖U‖² + ‖V‖²) ≥ ‖W‖_*, what ordinary decay penalizes (equation 2); None for tensors and products with inner
-    # matrices, where decaying the factors does not bound such a norm
+    frobenius: float
     nuclear_bound: float | None
-    effective_step: float  # η / ‖W‖²_F, the step size of the direction of a normalized layer (claim 3.1)
-    # of U and V: ‖offdiag(UᵀU)‖ / ‖UᵀU‖; 0 at spectral initialization. For a tensor's cores, along their last dimension
+    effective_step: float
     non_orthogonality: tuple[float, ...]
-    spectral: float | None = None  # ‖W‖_2
-    nuclear: float | None = None  # ‖W‖_*
-    stable_rank: float | None = None  # ‖W‖²_F / ‖W‖²_2
+    spectral: float | None = None
+    nuclear: float | None = None
+    stable_rank: float | None = None
 
 
 def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Diagnosis]:

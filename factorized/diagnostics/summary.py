@@ -43,17 +43,25 @@ class SummaryRow:
 class Summary:
     """The layers of a model with their totals; ``print`` it, or let a notebook show it.
 
+    Attributes:
+        model: the model's class.
+        rows: a row for every layer, with its ``name``, ``type``, ``shape``, ``params``, ``dense_params``, ``format``,
+            ``rank``, ``execution``, ``decay`` and ``heads``; the last five are empty where a layer has none.
+        params: the parameters of the whole model.
+        dense_params: those of the dense model that it replaces.
+        trained: the parameters that are not frozen.
+
     Examples:
         >>> table = fz.summary(nn.Sequential(fz.FactorizedLinear(64, 64, 8)))
         >>> table.params, table.dense_params, table.rows[0].rank
         (1088, 4160, '8')
     """
 
-    model: str  # its class
+    model: str
     rows: tuple[SummaryRow, ...]
-    params: int  # of the whole model
-    dense_params: int  # of the dense model that it replaces
-    trained: int  # parameters that are not frozen
+    params: int
+    dense_params: int
+    trained: int
 
     def __str__(self) -> str:
         cells = self._cells()

@@ -32,7 +32,18 @@ _OPTIONAL = ("reason", "note", "tied_to", "macs", "macs_after")
 class PlanEntry:
     """One layer of a plan: everything needed to build its replacement, and what that saves.
 
-    A layer that stays dense has a ``reason`` and no ``format``.
+    Attributes:
+        name: the layer's dotted name in the model.
+        type: the class of the dense layer, as in ``torch.nn``.
+        shape: the shape of the dense weight.
+        format: how the weight will be held; None if the layer stays dense.
+        reason: why the layer stays dense; None if it is factorized.
+        aliases: other names under which the model holds the same module.
+        tied_to: the earlier entry whose factors this layer shares, or None.
+        params: the parameters of the dense weight; 0 where an earlier entry holds it.
+        params_after: those of the factors, or of the dense weight.
+        macs: multiply-accumulates of the dense layer; None without ``example_input=``.
+        macs_after: those of the factorized one.
 
     Examples:
         >>> plan = fz.plan(nn.Sequential(nn.Linear(64, 64)), rank=8, keep_first_and_last=False)
@@ -42,15 +53,15 @@ class PlanEntry:
     """
 
     name: str
-    type: str  # of the dense layer, as in torch.nn
-    shape: tuple[int, ...]  # of the dense weight
-    format: Format | None = None  # None: the layer stays dense
-    reason: str | None = None  # why it stays dense
-    aliases: tuple[str, ...] = ()  # other names under which the model holds the same module
-    tied_to: str | None = None  # the earlier entry whose factors this layer shares
-    params: int = 0  # of the weight, dense; 0 where an earlier entry holds it
+    type: str
+    shape: tuple[int, ...]
+    format: Format | None = None
+    reason: str | None = None
+    aliases: tuple[str, ...] = ()
+    tied_to: str | None = None
+    params: int = 0
     params_after: int = 0
-    macs: int | None = None  # None without an example input
+    macs: int | None = None
     macs_after: int | None = None
 
     is_attention: ClassVar[bool] = False
@@ -71,8 +82,19 @@ class PlanEntry:
 class AttentionEntry:
     """One attention module of a plan, whose heads get fewer dimensions.
 
-    ``head_ranks`` are the new sizes of a head in its Query-Key and Output-Value form. A module that stays as it is has
-    a ``reason`` and no ``forms``.
+    Attributes:
+        name: the module's dotted name in the model.
+        type: its class.
+        shape: the number of heads, and the size of one.
+        head_ranks: the new sizes of a head in its Query-Key and Output-Value form.
+        forms: which of these forms are shrunk, ``"qk"`` and ``"ov"``; empty if the module stays as it is.
+        reason: why it stays as it is; None if it is shrunk.
+        aliases: other names under which the model holds the same module.
+        params: the parameters of the four projections and their biases.
+        params_after: the same with the new sizes.
+        macs: multiply-accumulates of the module; None without ``example_input=``.
+        macs_after: the same with the new sizes.
+        note: a caveat, such as a registration that could not be checked, or None.
 
     Examples:
         >>> model = nn.TransformerEncoderLayer(32, nhead=2, batch_first=True)
@@ -82,17 +104,17 @@ class AttentionEntry:
     """
 
     name: str
-    type: str  # of the dense module
-    shape: tuple[int, int]  # heads, head size
-    head_ranks: tuple[int, int]  # the sizes of a head's QK and OV
-    forms: tuple[str, ...] = ()  # those that are shrunk; empty where it stays dense
-    reason: str | None = None  # why it stays dense
-    aliases: tuple[str, ...] = ()  # other names under which the model holds the same module
-    params: int = 0  # of the four projections and their biases
+    type: str
+    shape: tuple[int, int]
+    head_ranks: tuple[int, int]
+    forms: tuple[str, ...] = ()
+    reason: str | None = None
+    aliases: tuple[str, ...] = ()
+    params: int = 0
     params_after: int = 0
-    macs: int | None = None  # None without an example input
+    macs: int | None = None
     macs_after: int | None = None
-    note: str | None = None  # a caveat, such as a registration that could not be checked
+    note: str | None = None
 
     is_attention: ClassVar[bool] = True
     tied_to: ClassVar[None] = None  # attention with tied weights stays dense
@@ -116,7 +138,18 @@ Entry = PlanEntry | AttentionEntry
 class Plan:
     """Which layers of a model are factorized and at which ranks; ``print`` it, or pass it to ``fz.factorize``.
 
-    ``entries`` has one entry for every layer, factorized or not; ``params`` and ``params_after`` count the whole model.
+    Attributes:
+        model: the class that the plan was made for.
+        scheme: which formats the layers get.
+        budget: as it was given, such as ``"ratio=0.1"``.
+        entries: a ``PlanEntry`` for every layer, factorized or not, and an ``AttentionEntry`` for every attention
+            module whose heads may be cut.
+        params: the parameters of the whole model.
+        params_after: the same after factorizing.
+        macs: multiply-accumulates of the model on the example input; None without one.
+        macs_after: the same after factorizing.
+        parts: where the parameters are: embeddings, attention, other layers, everything else. They add up to those of
+            the model.
 
     Examples:
         >>> plan = fz.plan(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), ratio=0.8)
@@ -128,15 +161,15 @@ class Plan:
         True
     """
 
-    model: str  # the class the plan was made for
+    model: str
     scheme: Scheme
-    budget: str  # as the user wrote it: "ratio=0.1"
+    budget: str
     entries: tuple[Entry, ...]
-    params: int  # of the whole model
+    params: int
     params_after: int
     macs: int | None = None
     macs_after: int | None = None
-    parts: tuple[Part, ...] = ()  # where the parameters are; they add up to those of the model
+    parts: tuple[Part, ...] = ()
 
     @property
     def ratio(self) -> float:
