@@ -67,7 +67,8 @@ def without_torch_function() -> AbstractContextManager[object]:
 
 def on_one_device(numbers: Sequence[Tensor]) -> Tensor:  # (numbers,)
     """Return single numbers, which may be on several devices, as one tensor on the first one's device."""
-    return torch.stack([number.to(numbers[0].device) for number in numbers])
+    first = numbers[0].device
+    return torch.stack([number if number.device == first else number.to(first) for number in numbers])
 
 
 def local_range(tensor: DTensor, dim: int) -> tuple[int, int]:

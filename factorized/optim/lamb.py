@@ -28,10 +28,11 @@ class Lamb(Optimizer):
             added; None does not clip.
         bias_correction: divide the moments by 1 - βᵗ.
         trust_clip: an upper bound for the trust ratio.
-        capturable: keep everything on the device, for CUDA graphs.
+        capturable: never wait for a GPU, also for CUDA graphs. Without it every step waits once, to see whether the
+            gradients are finite.
         skip_nonfinite: skip a step whose gradients hold NaN or infinity, or are so large that their squares, which the
             second moment keeps, are infinite (above 1e19 in float32), and count it in ``skipped``; otherwise it raises.
-            The state is unchanged in both cases. A CUDA graph cannot raise, so it always skips such steps.
+            The state is unchanged in both cases. With ``capturable=True`` a GPU always skips such steps.
 
     Raises:
         ValueError: a setting is out of its range, or a parameter is complex; in ``step``, if a gradient is sparse or
@@ -112,30 +113,23 @@ class Lamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = [
-            {
-                parameter: _local_gradient(parameter.grad, parameter)
-                for parameter in group["params"]
-                if parameter.grad is not None
-            }
+        found = [
+            [(p, _local_gradient(p.grad, p)) for p in group["params"] if p.grad is not None]
             for group in self.param_groups
         ]
-        stepping = {parameter: gradient for found in gradients for parameter, gradient in found.items()}
+        stepping = [pair for pairs in found for pair in pairs]
         if not stepping:
             return loss
-        norm = global_norm(list(stepping.values()), list(stepping))
+        norm = global_norm([gradient for _, gradient in stepping], [parameter for parameter, _ in stepping])
         passed = self.guard.passes(norm)
         if passed is False:
             return loss
         on_device = passed if isinstance(passed, Tensor) else None
         scale = self._clipping(norm, on_device is not None)
         decays = self._decays()
-        for group, found in zip(self.param_groups, gradients, strict=True):
-            alike: dict[tuple[torch.device, torch.dtype], dict[nn.Parameter, Tensor]] = {}
-            for parameter, gradient in found.items():
-                alike.setdefault((gradient.device, gradient.dtype), {})[parameter] = gradient
-            for together in alike.values():
-                self._update(group, together, decays, scale, on_device)
+        for group, pairs in zip(self.param_groups, found, strict=True):
+            for parameters, gradients in _by_device_and_type(pairs):
+                self._update(group, parameters, gradients, decays, scale, on_device)
         return loss
 
     def _clipping(self, norm: Tensor, on_device: bool) -> float | Tensor | None:
@@ -154,13 +148,13 @@ class Lamb(Optimizer):
     def _update(
         self,
         group: dict[str, Any],
-        found: Mapping[nn.Parameter, Tensor],  # gradients, of one device and type
+        parameters: list[nn.Parameter],  # of one device and type
+        gradients: list[Tensor],
         decays: Mapping[nn.Parameter, Tensor],
         scale: float | Tensor | None,
         passed: Tensor | None,  # 1 or 0, if the step must not wait for it
     ) -> None:
         """Update parameters of one group."""
-        parameters, gradients = list(found), list(found.values())
         passed = None if passed is None else passed.to(gradients[0].device)
         if scale is not None:
             scale = scale.to(gradients[0].device) if isinstance(scale, Tensor) else scale
@@ -170,11 +164,10 @@ class Lamb(Optimizer):
         torch._foreach_add_(steps, 1.0 if passed is None else passed)
 
         weights = [local_part(parameter) for parameter in parameters]
-        plain = [index for index, parameter in enumerate(parameters) if parameter not in decays]
-        updates = [local_part(decays[p]) if p in decays else w for p, w in zip(parameters, weights, strict=True)]
-        decayed = torch._foreach_mul([weights[index] for index in plain], group["weight_decay"]) if plain else ()
-        for index, decay in zip(plain, decayed, strict=True):
-            updates[index] = decay
+        given = [decays.get(parameter) for parameter in parameters]
+        plain = [weight for weight, decay in zip(weights, given, strict=True) if decay is None]
+        decayed = iter(torch._foreach_mul(plain, group["weight_decay"]) if plain else ())
+        updates = [next(decayed) if decay is None else local_part(decay) for decay in given]
         first = [local_part(state["exp_avg"]) for state in states]
         second = [local_part(state["exp_avg_sq"]) for state in states]
         updates = [laid_out_like(moment, update) for moment, update in zip(first, updates, strict=True)]
@@ -212,4 +205,16 @@ class Lamb(Optimizer):
 def _local_gradient(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     if gradient.is_sparse:
         raise ValueError("a parameter has a sparse gradient, which LAMB cannot use; pass sparse=False to its embedding")
-    return local_part(placed_like(gradient, parameter)).to(parameter.dtype)
+    gradient = local_part(placed_like(gradient, parameter))
+    return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
+
+
+def _by_device_and_type(
+    pairs: Iterable[tuple[nn.Parameter, Tensor]],
+) -> Iterable[tuple[list[nn.Parameter], list[Tensor]]]:
+    found: dict[tuple[torch.device, torch.dtype], tuple[list[nn.Parameter], list[Tensor]]] = {}
+    for parameter, gradient in pairs:
+        alike = found.setdefault((gradient.device, gradient.dtype), ([], []))
+        alike[0].append(parameter)
+        alike[1].append(gradient)
+    return found.values()

@@ -9,10 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from factorized._torch import on_one_device
+
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank has: all of it unless it is sharded. Changes reach the tensor."""
-    tensor = tensor.detach()
+    """Return the part of a tensor that this rank has: all of it unless it is sharded. Changes reach the tensor.
+
+    Call it without recording gradients.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -23,7 +27,7 @@ def norms(
     """Return the norm of every tensor; the squares of shards are summed over the ranks that hold them."""
     kind = torch.float64 if any(tensor.dtype == torch.float64 for tensor in local) else torch.float32
     # In at least single precision: in half precision the norm overflows or has only three digits.
-    stacked = torch.stack([norm.to(local[0].device) for norm in torch._foreach_norm(list(local), 2, kind)])
+    stacked = on_one_device(torch._foreach_norm(list(local), 2, kind))
     sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for index, owner in enumerate(owners):
         if isinstance(owner, DTensor):
