@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,21 @@ from factorized.experiments.text.task import (
     IGNORED,
     Batch,
     Example,
-    MeasuredByPart,
+    RunningText,
     Windows,
     device_of,
     in_batches,
-    sum_of_losses,
+    totals,
 )
 from factorized.nn.running import evaluation_mode
 
 HIGHEST = 700.0  # loss per word; the exponential of more overflows
 
 
-class LanguageTask(MeasuredByPart):
+class LanguageTask(RunningText):
     """Predict each token from those before it."""
 
     score = "perplexity"
-
-    @cached_property
-    def examples(self) -> Windows:
-        """Training text, cut into sequences one after the other."""
-        (train,) = self.corpus.texts["train"]
-        return Windows(train, self.recipe.data.length, self.recipe.data.length, "training")
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Stack sequences; each is its own label, which the loss shifts."""
@@ -45,7 +38,7 @@ class LanguageTask(MeasuredByPart):
 
     def loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         """Compare the prediction at each token with the next one."""
-        return super().loss(outputs, F.pad(labels[:, 1:], (0, 1), value=IGNORED), num_items_in_batch)
+        return super().loss(outputs, _next(labels), num_items_in_batch)
 
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:
         """Return loss per token and perplexity per word of a part, every token but the first measured once.
@@ -55,18 +48,19 @@ class LanguageTask(MeasuredByPart):
         (texts,) = self.corpus.texts[part]
         length = min(self.recipe.data.length, len(texts.tokens))
         windows = Windows(texts, length, length - 1, part)
-        starts = [windows[number]["input_ids"] for number in range(len(windows))]
         rest = np.asarray(texts.tokens[len(windows) * (length - 1) :], dtype=np.int64)
-        total, count, device = torch.zeros((), dtype=torch.float64), 0, device_of(model)
-        with evaluation_mode(model), torch.no_grad():
-            for some in [*in_batches(starts, self.recipe.run.batch), *([[rest]] if len(rest) > 1 else [])]:
-                tokens = torch.from_numpy(np.stack(some)).to(device)
-                logits = model(input_ids=tokens).logits[:, :-1]
-                total += sum_of_losses(logits, tokens[:, 1:]).double().cpu()
-                count += tokens[:, 1:].numel()
-        loss = total.item()
-        per_word = loss / max(1, texts.words)
-        return {"loss": loss / count, "perplexity": math.exp(min(per_word, HIGHEST))}
+        some = [*in_batches(windows, self.recipe.run.batch), *([[{"input_ids": rest}]] if len(rest) > 1 else [])]
+        batches = (self.collate(examples) for examples in some)
+        found = totals(model, (batch | {"labels": _next(batch["labels"])} for batch in batches))
+        per_word = found.loss / max(1, texts.words)
+        return {"loss": found.loss / found.labels, "perplexity": math.exp(min(per_word, HIGHEST))}
+
+
+def _next(
+    tokens: Tensor,  # (examples, length)
+) -> Tensor:  # (examples, length)
+    """Return what follows each token, as labels."""
+    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
 
 
 def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, *, draw: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,31 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from factorized.experiments.text.guesses import guess_alone, guessing_alone
-from factorized.experiments.text.task import (
-    IGNORED,
-    Batch,
-    Example,
-    MeasuredByPart,
-    Windows,
-    device_of,
-    in_batches,
-    sum_of_losses,
-)
-from factorized.nn.running import evaluation_mode
+from factorized.experiments.text.task import IGNORED, Batch, Example, RunningText, Windows, in_batches, totals
 
 REPLACED, KEPT = 0.8, 0.1  # of the tokens to guess: replaced by [MASK], left as they are; the rest are drawn anew
 
 
-class MaskedTask(MeasuredByPart):
+class MaskedTask(RunningText):
     """Guess 15 % of the tokens of a sequence from the others."""
 
     score = "loss"
-
-    @cached_property
-    def examples(self) -> Windows:
-        """Training text, cut into sequences that leave room for [CLS] and [SEP]."""
-        (train,) = self.corpus.texts["train"]
-        return Windows(train, self.recipe.data.length - 2, self.recipe.data.length - 2, "training")
+    around = 2  # [CLS] and [SEP]
 
     def prepare(self, model: nn.Module) -> None:
         """Let the model compute the logits of the tokens to guess alone."""
@@ -54,18 +38,12 @@ class MaskedTask(MeasuredByPart):
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:
         """Return loss and accuracy on a part, masked in one fixed way."""
         (texts,) = self.corpus.texts[part]
-        length = min(self.recipe.data.length - 2, len(texts.tokens))
+        length = min(self.recipe.data.length - self.around, len(texts.tokens))
         draws = torch.Generator().manual_seed(0)
-        total, right, count = torch.zeros((), dtype=torch.float64), 0, 0
-        with evaluation_mode(model), guessing_alone(model), torch.no_grad():
-            for some in in_batches(Windows(texts, length, length, part), self.recipe.run.batch):
-                batch = {name: tensor.to(device_of(model)) for name, tensor in self._masked(some, draws).items()}
-                labels = batch.pop("labels")
-                logits = model(**batch).logits
-                total += sum_of_losses(logits, labels).double().cpu()
-                right += int((logits.argmax(-1) == labels).sum())
-                count += labels.numel()
-        return {"loss": total.item() / count, "accuracy": 100 * right / count}
+        some = in_batches(Windows(texts, length, length, part), self.recipe.run.batch)
+        with guessing_alone(model):
+            found = totals(model, (self._masked(examples, draws) for examples in some))
+        return {"loss": found.loss / found.labels, "accuracy": 100 * found.right / found.labels}
 
     def _masked(self, examples: Sequence[Example], draws: torch.Generator | None) -> Batch:
         tokens = torch.from_numpy(np.stack([example["input_ids"] for example in examples]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.utils.data import Dataset, Sampler
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.tokens import PackedTexts
+from factorized.nn.running import evaluation_mode
 
 Batch = dict[str, Tensor]
 Example = dict[str, Any]
@@ -94,6 +97,19 @@ class MeasuredByPart(TextTask):
         return found
 
 
+class RunningText(MeasuredByPart):
+    """A task on running text, which is cut into sequences of one length. Abstract."""
+
+    around: ClassVar[int] = 0  # tokens that are put around each of them
+
+    @cached_property
+    def examples(self) -> Windows:
+        """Training text, cut into sequences one after the other."""
+        (train,) = self.corpus.texts["train"]
+        length = self.recipe.data.length - self.around
+        return Windows(train, length, length, "training")
+
+
 class Windows(Dataset[Example]):
     """Sequences of ``length`` tokens of a text, ``step`` tokens apart."""
 
@@ -122,6 +138,32 @@ def sum_of_losses(
     """Return the summed cross-entropy of the labels, in float32; ``smoothing`` is spread over the vocabulary."""
     rows, wanted = logits.flatten(0, 1).float(), labels.flatten()
     return F.cross_entropy(rows, wanted, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the labels of some batches."""
+
+    loss: float
+    labels: int
+    right: int  # labels whose logit is the largest
+
+
+@torch.no_grad()
+def totals(model: nn.Module, batches: Iterable[Batch]) -> Totals:
+    """Return the sums that a model in evaluation mode has on batches with ``labels``."""
+    device = device_of(model)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    count, right = torch.zeros((2,), dtype=torch.int64, device=device).unbind()
+    with evaluation_mode(model):
+        for batch in batches:
+            inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            loss += sum_of_losses(logits, labels)
+            count += labels.ne(IGNORED).sum()
+            right += (logits.argmax(-1) == labels).sum()
+    return Totals(loss.item(), int(count), int(right))
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -20,7 +20,7 @@ from factorized.experiments.text.task import (
     device_of,
     in_batches,
     padded,
-    sum_of_losses,
+    totals,
 )
 from factorized.experiments.text.tokens import PackedTexts
 from factorized.nn.running import evaluation_mode
@@ -129,15 +129,9 @@ class TranslationTask(TextTask):
 
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return the loss per token of the validation pairs."""
-        pairs = self._pairs("validation")
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        with evaluation_mode(model), torch.no_grad():
-            for some in in_batches(pairs, AT_ONCE):
-                batch = {name: tensor.to(device_of(model)) for name, tensor in self.collate(some).items()}
-                labels = batch.pop("labels")
-                total += sum_of_losses(model(**batch).logits, labels).double().cpu()
-                count += int(labels.ne(IGNORED).sum())
-        return {"loss": total.item() / count}
+        some = in_batches(self._pairs("validation"), AT_ONCE)
+        found = totals(model, (self.collate(examples) for examples in some))
+        return {"loss": found.loss / found.labels}
 
     def test(self, model: nn.Module) -> dict[str, Any]:
         """Return BLEU of the first test set, or of the validation pairs; of other test sets by name; and the loss."""
