@@ -76,7 +76,7 @@ class TextData(Section):
     vocabulary: Size | Word = 4000  # tokens to learn from the training text, or a file with one word piece a line
     lower: bool = False
     length: Annotated[int, Field(ge=8, le=1_000_000)] = 128  # tokens of a sequence
-    mask: Share = 0.15  # of masked language models: the share of tokens to guess
+    mask: Share = 0.15  # of masked language models: the share of tokens to predict
     # of questions: tokens of a paragraph that one window shares with the next
     stride: Annotated[int, Field(ge=0, le=1_000_000)] = 128
 

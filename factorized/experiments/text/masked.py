@@ -1,4 +1,4 @@
-"""Masked language models: BERT's pre-training without next sentences; tokens are masked anew in every batch."""
+"""Masked language models: BERT's pre-training without next sentences; every batch draws which tokens are masked."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from factorized.experiments.text.guesses import guess_alone, guessing_alone
+from factorized.experiments.text.positions import take_positions, taking_positions
 from factorized.experiments.text.task import IGNORED, Batch, Example, RunningText, Windows, in_batches, totals
 
-REPLACED, KEPT = 0.8, 0.1  # of the tokens to guess: replaced by [MASK], left as they are; the rest are drawn anew
+REPLACED, KEPT = 0.8, 0.1  # of the tokens to predict: replaced by [MASK], left as they are; the rest become random
 
 
 class MaskedTask(RunningText):
-    """Guess 15 % of the tokens of a sequence from the others."""
+    """Predict 15 % of the tokens of a sequence from the others."""
 
     score = "loss"
     around = 2  # [CLS] and [SEP]
 
     def prepare(self, model: nn.Module) -> None:
-        """Let the model compute the logits of the tokens to guess alone."""
-        guess_alone(model)
+        """Let the model compute the logits of the tokens to predict only."""
+        take_positions(model)
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Stack sequences and mask some of their tokens."""
@@ -41,7 +41,7 @@ class MaskedTask(RunningText):
         length = min(self.recipe.data.length - self.around, len(texts.tokens))
         draws = torch.Generator().manual_seed(0)
         some = in_batches(Windows(texts, length, length, part), self.recipe.run.batch)
-        with guessing_alone(model):
+        with taking_positions(model):
             found = totals(model, (self._masked(examples, draws) for examples in some))
         return {"loss": found.loss / found.labels, "accuracy": 100 * found.right / found.labels}
 
@@ -59,9 +59,9 @@ def mask_tokens(
     share: float,
     draws: torch.Generator | None = None,
 ) -> Batch:
-    """Choose ``share`` of every sequence to be guessed: of these, 80 % become [MASK], 10 % another token, 10 % stay.
+    """Choose ``share`` of every sequence to be predicted: 80 % of these become [MASK], 10 % a random token, 10 % stay.
 
-    As in BERT, sequences have the same number of tokens to guess, so that ``positions`` and ``labels`` are matrices.
+    As in BERT, all sequences have as many tokens to predict, so that ``positions`` and ``labels`` are matrices.
     """
     count = max(1, round(share * (tokens.shape[1] - 2)))
     scores = torch.rand(tokens[:, 1:-1].shape, generator=draws)

@@ -1,4 +1,4 @@
-"""The networks of text: transformers of the sizes that a recipe names, or of a Hugging Face folder."""
+"""Text models: transformers of the sizes that a recipe names, or from a Hugging Face folder."""
 
 from __future__ import annotations
 

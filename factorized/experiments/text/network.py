@@ -1,4 +1,4 @@
-"""What a recipe of text trains: its network, factorized, and its optimizer, with the decay attached."""
+"""The network of a text recipe, factorized, and its optimizer, with the decay attached."""
 
 from __future__ import annotations
 

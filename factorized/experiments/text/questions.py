@@ -13,7 +13,7 @@ from factorized.experiments.text.task import Batch, Example, MeasuredByPart, dev
 from factorized.nn.running import evaluation_mode
 
 LONGEST = 30  # tokens of an answer
-VALIDATED = 500  # questions that are answered now and then while training
+VALIDATED = 500  # questions at most that a validation during training answers
 
 
 class QuestionsTask(MeasuredByPart):

@@ -71,7 +71,7 @@ class TextTask(ABC):
 
     @abstractmethod
     def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return figures on the validation text, quick enough to be computed now and then."""
+        """Return figures on the validation text, quickly enough for use during training."""
 
     @abstractmethod
     def test(self, model: nn.Module) -> dict[str, Any]:

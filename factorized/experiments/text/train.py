@@ -1,4 +1,4 @@
-"""Training a recipe of text: seeds, folders, interruptions and results around transformers' Trainer."""
+"""Trains a text recipe: seeds, folders, interruptions and results around transformers' Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained network of text in its run's folder, with its tokenizer: written at the end of a run, read by commands."""
+"""The trained model and its tokenizer in the folder of a text run: written at its end, read by commands."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class TextTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
-    """Tells of logged figures, times training, and stops the trainer with a checkpoint when a signal asks for it.
+    """Reports logged figures, measures speed, and stops training with a checkpoint after a signal.
 
     Speed is measured between logged losses. Each is read from the device, which has then finished the updates before.
     The updates up to the first loss compile and are not measured; nor are evaluations and checkpoints.
@@ -182,7 +182,7 @@ class Watch(TrainerCallback):
         logs: Row | None = None,
         **others: Any,
     ) -> None:
-        """Pass figures on, with the update they belong to."""
+        """Report figures with the update they belong to."""
         names = {"eval_loss": "validation_loss"}
         figures = {
             names.get(name, name.removeprefix("eval_")): value
@@ -206,14 +206,14 @@ class Watch(TrainerCallback):
         self.since = (state.num_input_tokens_seen, time.perf_counter())
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Tell of a checkpoint, and measure speed from here on."""
+        """Report a checkpoint, and measure speed from here on."""
         self.saved()
         self.on_evaluate(args, state, control)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> TrainerControl:
-        """Ask for a checkpoint and an end after a signal."""
+        """Request a checkpoint and the end of training after a signal."""
         asked = self.processes.asked_to_stop(self.stop, state.global_step)
         if asked and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = self.stopped = True

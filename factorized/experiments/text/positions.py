@@ -1,4 +1,4 @@
-"""Masked language models whose output layer, which is as wide as the vocabulary, sees the tokens to guess alone."""
+"""Masked language models that compute logits at given positions only: those of the masked tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
-def guess_alone(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Let ``model`` take ``positions``, (batch, guessed), and return the logits of those tokens alone.
+def take_positions(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """Let ``model`` take ``positions``, (batch, predicted), and return the logits at these only.
 
-    15 % of the tokens are guessed, and in a small BERT the output layer costs as much as all others together. Called
-    without ``positions`` the model is what it was.
+    15 % of the tokens are predicted, and in a small BERT the output layer, which is as wide as the vocabulary, costs as
+    much as all others together. Called without ``positions``, the model returns all logits as before.
     """
     head = output_layer(model)
     wanted: list[Tensor | None] = [None]
@@ -35,9 +35,9 @@ def guess_alone(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
 
 
 @contextmanager
-def guessing_alone(model: nn.Module) -> Iterator[None]:
-    """Let ``model`` take ``positions`` for a while; one that takes them already goes on as before."""
-    handles = guess_alone(model)
+def taking_positions(model: nn.Module) -> Iterator[None]:
+    """Let ``model`` take ``positions`` within this context, also if it takes them already."""
+    handles = take_positions(model)
     try:
         yield
     finally:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from factorized.experiments.text.guesses import guess_alone, guessing_alone
 from factorized.experiments.text.masked import MaskedTask
 from factorized.experiments.text.network import build_text_network
+from factorized.experiments.text.positions import take_positions, taking_positions
 from tests.experiments.text.small import small
 
 LOW_RANK = ('factorize.scheme="low_rank"', "factorize.ratio=0.5", 'factorize.init="spectral"')
@@ -16,7 +16,7 @@ LOW_RANK = ('factorize.scheme="low_rank"', "factorize.ratio=0.5", 'factorize.ini
 
 @pytest.mark.parametrize("changes", [(), LOW_RANK], ids=["dense", "low rank"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_logits_and_gradients_are_those_of_the_guessed_positions(
+def test_logits_and_gradients_are_those_of_the_predicted_positions(
     tmp_path: Path, changes: tuple[str, ...], compiled: bool
 ) -> None:
     recipe, corpus = small("masked", tmp_path, *changes)
@@ -27,7 +27,7 @@ def test_logits_and_gradients_are_those_of_the_guessed_positions(
     wanted.square().sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    guess_alone(model)
+    take_positions(model)
     called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     found = called(input_ids=tokens, positions=positions).logits
     torch.testing.assert_close(found, wanted)
@@ -38,20 +38,20 @@ def test_logits_and_gradients_are_those_of_the_guessed_positions(
     assert called(input_ids=tokens).logits.shape == (3, 16, len(corpus.tokenizer))
 
 
-def test_the_output_layer_sees_the_guessed_tokens_alone_in_training_and_in_validation(tmp_path: Path) -> None:
+def test_the_output_layer_sees_the_predicted_tokens_only_in_training_and_in_validation(tmp_path: Path) -> None:
     recipe, corpus = small("masked", tmp_path)
     task, model = MaskedTask(recipe, corpus), build_text_network(recipe, corpus.tokenizer, 0)
     seen = []
     model.get_output_embeddings().register_forward_hook(lambda layer, arguments, logits: seen.append(logits.shape[1]))
-    guessed = round(0.15 * (recipe.data.length - 2))
+    predicted = round(0.15 * (recipe.data.length - 2))
     task.validate(model)
-    assert set(seen) == {guessed}
+    assert set(seen) == {predicted}
     seen.clear()
     task.prepare(model)
     batch = task.collate([task.examples[0], task.examples[1]])
     labels = batch.pop("labels")
     task.loss(model(**batch), labels, torch.tensor(labels.numel())).backward()
-    assert seen == [guessed]
+    assert seen == [predicted]
 
 
 def test_a_model_that_takes_positions_already_can_be_validated_and_takes_them_afterwards(tmp_path: Path) -> None:
@@ -74,6 +74,6 @@ def test_a_model_without_an_output_layer_is_refused() -> None:
 
     with (
         pytest.raises(ValueError, match=r"Headless.get_output_embeddings\(\) returned None"),
-        guessing_alone(Headless()),
+        taking_positions(Headless()),
     ):
         pass
