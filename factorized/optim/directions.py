@@ -1,11 +1,14 @@
-"""Adam's directions ``m̂ / (√v̂ + ε)`` of many tensors in one pass over their memory."""
+"""Steps of many tensors in few passes over their memory: Adam's directions ``m̂ / (√v̂ + ε)``, and taking a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
+
+SMALL = 2**14  # entries of a tensor, below which a launch costs more than a copy
 
 
 @torch.compiler.disable(reason="torch cannot compile it")  # type: ignore[untyped-decorator]  # torch has no types here
@@ -40,6 +43,34 @@ def add_directions_(
         maximize=False,
         found_inf=None if passed is None else 1 - passed,
     )
+
+
+def subtract_scaled_(
+    weights: Sequence[Tensor],  # of one device and type; those of one shape next to each other
+    updates: Sequence[Tensor],
+    scales: Tensor,  # (weights,)
+) -> None:
+    """Subtract each update times its scale from its weight.
+
+    The scales stay on the device, so this takes a launch for each large tensor; small ones of one shape go together.
+    """
+    alone: list[int] = []
+    for shape, run in groupby(range(len(weights)), key=lambda place: weights[place].shape):
+        places = list(run)
+        if len(places) == 1 or shape.numel() > SMALL:
+            alone += places
+            continue
+        some = slice(places[0], places[-1] + 1)
+        steps = torch.stack(list(updates[some])).mul_(scales[some].view(-1, *[1] * len(shape)))
+        torch._foreach_sub_(list(weights[some]), list(steps.unbind()))
+    if alone:
+        numbers = scales.unbind()
+        torch._foreach_addcmul_(
+            [weights[place] for place in alone],
+            [updates[place] for place in alone],
+            [numbers[place] for place in alone],
+            value=-1.0,
+        )
 
 
 def laid_out_like(like: Tensor, tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from factorized.decay.local import placed_like
-from factorized.optim.directions import add_directions_, laid_out_like
+from factorized.optim.directions import add_directions_, laid_out_like, subtract_scaled_
 from factorized.optim.finite import StepGuard, check_range, check_rate
 from factorized.optim.norms import global_norm, local_part, norms
 
@@ -179,7 +179,7 @@ class Lamb(Optimizer):
         ratios = self._trust_ratios(group, parameters, weights, updates)
         rate = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
         rate = rate if passed is None else rate * passed
-        torch._foreach_addcmul_(weights, updates, list((ratios * rate).unbind()), value=-1.0)
+        subtract_scaled_(weights, updates, ratios * rate)
 
     def _trust_ratios(
         self, group: dict[str, Any], parameters: list[nn.Parameter], weights: list[Tensor], updates: list[Tensor]
@@ -212,8 +212,9 @@ def _local_gradient(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
 def _by_device_and_type(
     pairs: Iterable[tuple[nn.Parameter, Tensor]],
 ) -> Iterable[tuple[list[nn.Parameter], list[Tensor]]]:
+    """Return the parameters and gradients that are updated together, those of one shape next to each other."""
     found: dict[tuple[torch.device, torch.dtype], tuple[list[nn.Parameter], list[Tensor]]] = {}
-    for parameter, gradient in pairs:
+    for parameter, gradient in sorted(pairs, key=lambda pair: pair[0].shape):
         alike = found.setdefault((gradient.device, gradient.dtype), ([], []))
         alike[0].append(parameter)
         alike[1].append(gradient)

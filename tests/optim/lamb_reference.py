@@ -56,7 +56,9 @@ def lamb(
 def draws(shapes: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[list[Tensor]]:
     """Return ``count`` sets of random tensors in float64."""
     generator = torch.Generator().manual_seed(seed)
-    return [[torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes] for _ in range(count)]
+    return [
+        [torch.randn(tuple(shape), dtype=torch.float64, generator=generator) for shape in shapes] for _ in range(count)
+    ]
 
 
 def run(

@@ -11,7 +11,7 @@ from torch import nn
 
 import factorized as fz
 from benchmarks.optimizers import ByOperations, passes
-from tests.optim.lamb_reference import Settings, lamb, run
+from tests.optim.lamb_reference import Settings, draws, lamb, run
 
 
 def built() -> nn.Module:
@@ -53,6 +53,16 @@ def test_decay_of_products_takes_three_more_passes_over_the_factors() -> None:
     update()
     # Zeros are written in place of λw (-1); then Gram matrices read the factors (1), and products are added (3).
     assert round(passes(update, list(model.parameters())), 1) == 18
+
+
+def test_small_tensors_of_one_shape_that_go_together_take_their_own_steps() -> None:
+    shapes = ((7,), (3, 2), (7,), (200, 100), (), (3, 2), (7,), (200, 100), ())
+    start, *gradients = draws(shapes, 4)
+    settings = Settings(lr=0.1, weight_decay=0.1)
+    weights = [nn.Parameter(weight.clone()) for weight in start]
+    run(fz.Lamb(weights, lr=0.1, weight_decay=0.1, max_grad_norm=None), weights, gradients)
+    for weight, expected in zip(weights, lamb(start, gradients, settings), strict=True):
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_and_moments_of_another_layout_train_the_same() -> None:
