@@ -23,6 +23,21 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
+def check_range(
+    name: str, value: float, *, least: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    """Raise unless ``value`` is a number within the bounds."""
+    bounds = [
+        f"{word} {bound}"
+        for word, bound in (("of at least", least), ("above", above), ("below", below))
+        if bound is not None
+    ]
+    if not is_number(value) or not (
+        (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
+    ):
+        raise ValueError(f"{name} must be a number {' and '.join(bounds)}, got {value!r}")
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:

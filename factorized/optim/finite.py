@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from factorized._checks import is_number
-
 
 class StepGuard:
     """Decides whether a step may be taken, from the norm of its gradients."""
@@ -40,29 +38,3 @@ class StepGuard:
             )
         self._on_host += 1
         return False
-
-
-def check_range(
-    name: str, value: float, *, least: float | None = None, above: float | None = None, below: float | None = None
-) -> None:
-    """Raise unless ``value`` is a number within the bounds."""
-    bounds = [
-        f"{word} {bound}"
-        for word, bound in (("of at least", least), ("above", above), ("below", below))
-        if bound is not None
-    ]
-    if not is_number(value) or not (
-        (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
-    ):
-        raise ValueError(f"{name} must be a number {' and '.join(bounds)}, got {value!r}")
-
-
-def check_rate(lr: float | Tensor) -> None:
-    """Raise unless a learning rate is a number of at least 0, or a tensor of one; a tensor on a GPU is not checked."""
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")
-        if lr.device.type != "cpu":
-            return
-        lr = lr.item()
-    check_range("lr", lr, least=0)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from factorized._checks import check_range
 from factorized.decay.local import placed_like
 from factorized.optim.directions import add_directions_, laid_out_like, subtract_scaled_
-from factorized.optim.finite import StepGuard, check_range, check_rate
+from factorized.optim.finite import StepGuard
 from factorized.optim.norms import global_norm, local_part, norms
 
 
@@ -91,7 +92,7 @@ class Lamb(Optimizer):
     def _check_group(group: dict[str, Any]) -> None:
         if any(parameter.is_complex() for parameter in group["params"]):
             raise ValueError("LAMB takes real parameters, got complex ones; convert them with torch.view_as_real")
-        check_rate(group["lr"])
+        _check_rate(group["lr"])
         if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
             raise ValueError(f"betas must be two numbers, got {group['betas']!r}")
         for name, beta in zip(("betas[0]", "betas[1]"), group["betas"], strict=True):
@@ -200,6 +201,17 @@ class Lamb(Optimizer):
         elif state["step"].device != parameter.device:  # torch loads it to where it was saved
             state["step"] = state["step"].to(parameter.device)
         return state
+
+
+def _check_rate(lr: float | Tensor) -> None:
+    """Raise unless a learning rate is a number of at least 0, or a tensor of one; a tensor on a GPU is not checked."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")
+        if lr.device.type != "cpu":
+            return
+        lr = lr.item()
+    check_range("lr", lr, least=0)
 
 
 def _local_gradient(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
