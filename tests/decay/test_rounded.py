@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,14 +14,13 @@ ERROR = 4e-3  # of bfloat16: factors, their Gram matrices
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_product(target: Tensor, factor: Tensor, gram: Tensor, number: float) -> None:
         assert factor.dtype == gram.dtype == torch.bfloat16
         target.addmm_(factor.float(), gram.float(), alpha=number)
 
     monkeypatch.setattr(rounded, "_add_product", add_product)
     monkeypatch.setattr(engine, "is_large", lambda form: form.left.parameter.shape[1] > 8)
-    yield
 
 
 def products(count: int = 3) -> nn.ModuleList:
