@@ -1,8 +1,8 @@
 """The Frobenius gradients of large products on a GPU, by matrix products of bfloat16 factors: added in place.
 
-Numbers are rounded to bfloat16 and summed in float32. On an H200 that takes half the time of tf32 and a sixth of that of
-float32 (24 products of 5632 and 2048 rows, rank 512). The gradients differ from exact ones by 0.3 % of their norm, at
-random: roundings go up as often as down.
+Numbers are rounded to bfloat16 and summed in float32. On an H200 that takes half the time of tf32 and a sixth of that
+of float32 (24 products of 5632 and 2048 rows, rank 512). The gradients differ from exact ones by 0.3 % of their norm,
+at random: roundings go up as often as down.
 """
 
 from __future__ import annotations
