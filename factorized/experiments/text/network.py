@@ -90,9 +90,8 @@ def build_text_optimizer(recipe: TextRecipe, model: nn.Module) -> Optimizer:
     strength = _strength(decay)
     products = decay.kind == "frobenius"
     groups = _groups(recipe, model)
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    # On a GPU LAMB skips and counts gradients that are not finite, so that no update waits for the device.
-    settings: dict[str, Any] = {"lr": fields.lr, "betas": fields.betas, "max_grad_norm": None, "capturable": on_gpu}
+    # So that no update waits for a GPU, LAMB skips and counts gradients that are not finite there.
+    settings: dict[str, Any] = {"lr": fields.lr, "betas": fields.betas, "max_grad_norm": None, "capturable": True}
     if fields.name == "flambe":
         return Flambe(groups, model, frobenius_decay=strength, **settings)
     optimizer: Optimizer
@@ -101,7 +100,7 @@ def build_text_optimizer(recipe: TextRecipe, model: nn.Module) -> Optimizer:
     elif fields.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=fields.lr, momentum=fields.momentum, nesterov=fields.nesterov)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=fields.lr, betas=fields.betas, fused=on_gpu)
+        optimizer = torch.optim.AdamW(groups, lr=fields.lr, betas=fields.betas, fused=True)
     if products:
         FrobeniusDecay(model, strength, decoupled=fields.name == "adamw").attach(optimizer)
     return optimizer
