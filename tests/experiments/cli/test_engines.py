@@ -10,7 +10,7 @@ import torch
 from factorized.experiments.cli.engines import make_engine
 from factorized.experiments.reproduce.local import LocalEngine
 
-NOTHING = {"address": None, "cpus": 1.0, "slurm": None, "quiet": True}
+NOTHING = {"at_once": None, "address": None, "cpus": 1.0, "slurm": None, "quiet": True}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,16 @@ def test_this_machine_has_a_process_for_each_gpu_unless_told_otherwise(
     engine = make_engine("local", Path("out"), device=device, workers=workers, gpus=None, **NOTHING)  # type: ignore[arg-type]
     assert isinstance(engine, LocalEngine)
     assert engine.devices == devices
+
+
+@pytest.mark.parametrize(("workers", "at_once", "expected"), [(None, None, "auto"), (1, 4, 4), (2, None, 1), (2, 3, 3)])
+def test_seeds_take_turns_unless_processes_share_their_device(
+    workers: int | None, at_once: int | None, expected: int | str
+) -> None:
+    given = {**NOTHING, "at_once": at_once}
+    engine = make_engine("local", Path("out"), device="cpu", workers=workers, gpus=None, **given)  # type: ignore[arg-type]
+    assert isinstance(engine, LocalEngine)
+    assert engine.at_once == expected
 
 
 def test_a_share_of_a_gpu_is_refused_by_slurm() -> None:

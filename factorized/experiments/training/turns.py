@@ -1,0 +1,125 @@
+"""Several runs in one process take turns, a step at a time, each with its own CUDA stream and random numbers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from factorized.experiments.data.explain import in_words
+from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.progress import Reporter
+
+Trainer = TypeVar("Trainer")
+Result = dict[str, Any]  # what a run's result.json holds
+Steps = Generator[None, None, None]  # a run, or one run after another: each ``next`` issues a step
+
+
+class Turn:
+    """While entered, work goes to a run's own stream, and torch's default generators draw the run's own numbers.
+
+    Dropout and compiled code draw from the default generators alone. A graph that is captured in a turn belongs to it:
+    replayed elsewhere, it would share its numbers and the workspaces of cuBLAS, which are the stream's, with others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._stream: AbstractContextManager[None] = nullcontext()
+        self._generator: torch.Generator | None = None
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream, self._generator = torch.cuda.stream(stream), torch.Generator(device)
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+        self._swap()
+
+    def __exit__(self, *exception: object) -> None:
+        self._swap()
+        self._stream.__exit__(None, None, None)
+
+    def _swap(self) -> None:
+        """Exchange the state of the default generators and the state that is kept here."""
+        kept, self._cpu = self._cpu, torch.get_rng_state()
+        torch.set_rng_state(kept)
+        if self._generator is not None:
+            default = torch.cuda.default_generators[self._generator.device.index]
+            kept_on_gpu, self._generator = self._generator, default.graphsafe_get_state()
+            default.graphsafe_set_state(kept_on_gpu)  # the state itself and no copy: graphs are tied to it
+
+
+def take_turns(runs: Sequence[tuple[AbstractContextManager[None], Steps]]) -> None:
+    """Issue a step of each run in its turn until all have ended; each that is told to stop may save itself first."""
+    going, stopped = list(runs), None
+    with ExitStack() as closing:
+        for _, run in runs:
+            closing.callback(run.close)
+        while going:
+            for turn, run in tuple(going):
+                try:
+                    with turn:
+                        next(run)
+                except StopIteration:
+                    going.remove((turn, run))
+                except Interrupted as interrupted:
+                    going.remove((turn, run))
+                    stopped = interrupted
+    if stopped is not None:
+        raise stopped
+
+
+class Queue(Generic[Trainer]):
+    """Seeds that wait for a trainer, and how those that had one ended."""
+
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        build: Callable[[int], Trainer],
+        fits: Callable[[Trainer, int], bool],  # whether a trainer can train that seed too
+        begin: Callable[[Trainer, int, Reporter], Generator[None, None, Result]],
+        *,
+        go_on: bool,  # with the others where one fails
+    ) -> None:
+        self.waiting, self.build, self.fits, self.begin, self.go_on = deque(seeds), build, fits, begin, go_on
+        self.results: dict[int, Result] = {}
+        self.errors: dict[int, Exception] = {}
+
+    def work(self, trainer: Trainer | None, reporter: Reporter) -> Steps:
+        """Train one waiting seed after another, with ``trainer`` or one that is built for the first of them."""
+        while self.waiting:
+            seed = self.waiting.popleft()
+            try:
+                if trainer is None or not self.fits(trainer, seed):
+                    trainer = self.build(seed)
+                self.results[seed] = yield from self.begin(trainer, seed, reporter)
+            except Interrupted:
+                raise
+            except Exception as error:
+                if not self.go_on:
+                    raise
+                if trainer is None and isinstance(error, torch.OutOfMemoryError):
+                    self.waiting.appendleft(seed)
+                    reporter.note("the device has no memory for one more run at once; the others go on without it")
+                    return
+                self.errors[seed] = error
+                reporter.note(f"seed {seed} failed, the others go on: {message_of(error)}")
+
+
+class RunsFailed(ValueError):
+    """Some of several runs failed; the others have ended."""
+
+    def __init__(self, errors: dict[int, Exception], folder: Path) -> None:
+        told = "; ".join(f"seed {seed}: {message_of(error)}" for seed, error in errors.items())
+        super().__init__(f"{len(errors)} run(s) in {folder} failed, and the others have ended. {told}")
+        self.errors = errors  # by seed
+
+
+def message_of(error: Exception) -> str:
+    """Return the message of an error that ended a run, in one line."""
+    words = in_words(error)
+    return words if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {words}"
