@@ -1,10 +1,11 @@
-"""Time training runs that take turns on one device, a step at a time, against one run after another.
+"""Time training runs that take turns to issue steps to one device, against one run after another.
 
     python -m benchmarks.together --out benchmarks/results/together-h200.json
 
 Every run has its own network, optimizer, decay and captured step, made in its own turn as ``factorized train
 --at-once`` makes them; runs of a recipe share the compiled code. Images are random. Times are medians of interleaved
-rounds. ``threads`` in the results is a thread for each run, as the script had it at the commit that they name.
+rounds. The results were measured with turns of one step; ``threads`` in them is a thread for each run, as the script
+had it at the commit that they name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.record import describe_machine
 from factorized.experiments.training.train import Trainer
-from factorized.experiments.training.turns import Turn
+from factorized.experiments.training.turns import STEPS, Turn
 
 RECIPES = ("cifar10/resnet32", "cifar10/resnet32-full-fd")
 Row = dict[str, str | int | float]
@@ -41,7 +42,7 @@ class Run:
             self.trainer.source.start(seed, 0)
 
     def train(self, steps: int) -> None:
-        """Issue steps, without waiting for them."""
+        """Issue steps in one turn, without waiting for them."""
         with self.turn:
             for _ in range(steps):
                 self.trainer.step()
@@ -55,10 +56,10 @@ def one_by_one(runs: Sequence[Run], steps: int) -> None:
 
 
 def in_turn(runs: Sequence[Run], steps: int) -> None:
-    """Issue a step of each run in turn."""
-    for _ in range(steps):
+    """Issue the steps of each run in turns."""
+    for taken in range(0, steps, STEPS):
         for run in runs:
-            run.train(1)
+            run.train(min(STEPS, steps - taken))
 
 
 def wait_for(device: torch.device) -> None:
@@ -105,7 +106,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", action="append", default=[], help="section.field=value, for every recipe")
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="how many at once")
     parser.add_argument("--images", type=int, default=12_800)
-    parser.add_argument("--steps", type=int, default=10, help="of each run in a round")
+    parser.add_argument("--steps", type=int, default=3 * STEPS, help="of each run in a round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--out", type=Path, required=True)

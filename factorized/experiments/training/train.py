@@ -59,7 +59,7 @@ from factorized.experiments.training.state import (
 from factorized.experiments.training.step import TrainingStep, autocast_type
 from factorized.experiments.training.streamed import Streamed
 from factorized.experiments.training.trained import RESULT, read_result, save_trained
-from factorized.experiments.training.turns import Queue, Result, RunsFailed, Turn, take_turns
+from factorized.experiments.training.turns import STEPS, Queue, Result, RunsFailed, Turn, take_turns
 from factorized.nn.running import count_parameters
 from factorized.surgery.progress import Progress, late
 
@@ -89,8 +89,8 @@ def train(
     ended there: going on with it is refused unless ``allow_other_devices`` is set. ``start`` is trained in place of the
     recipe's own network, with one seed.
 
-    Seeds share one copy of the data and, on a GPU, the compiled step. ``at_once`` of them take turns, a step at a time,
-    on CUDA streams of their own: a small network leaves a GPU idle. ``"auto"`` is three for such a network on a GPU,
+    Seeds share one copy of the data and, on a GPU, the compiled step. ``at_once`` of them take turns to issue steps, on
+    CUDA streams of their own: a small network leaves a GPU idle. ``"auto"`` is three for such a network on a GPU,
     and one elsewhere. Each run ends where it would have ended alone. One that fails leaves the others going, and
     ``RunsFailed`` is raised in the end; one after another, the first error ends them all.
 
@@ -198,8 +198,10 @@ class Trainer:
     ) -> Generator[None, None, Result]:
         """Train with one seed, from the beginning or from the folder's checkpoint, and return the result.
 
-        Each ``next`` issues a step, but for the first, which prepares the run. ``at_once`` runs take turns.
+        It is done in turns, of which the first prepares the run. On a GPU that ``at_once`` runs share, a turn waits for
+        nothing that it issues itself.
         """
+        turn = STEPS if at_once > 1 and self.device.type == "cuda" else 1
         epochs, steps = self.recipe.schedule.epochs, self.source.steps
         state = self.processes.from_first(lambda: self._initial_state(seed, folder, resume))
         if resume and state.epoch == epochs and self.processes.from_first((folder / RESULT).is_file):
@@ -224,8 +226,9 @@ class Trainer:
                         self._check_finite(epoch, lr, number + 1)
                         self._save(state, folder, epoch, number + 1, began)
                         raise Interrupted(stop.number or signal.SIGTERM)
-                    reporter.step(epoch, number, self.step.loss_sum, self._speed(number - first + 1, began))
-                    yield
+                    if (number + 1) % turn == 0 or number + 1 == steps:
+                        yield  # until the GPU has done these steps, if others share it
+                        reporter.step(epoch, number, self.step.loss_sum, self._speed(number - first + 1, began))
                 row = self._finish_epoch(epoch, lr, first, began)
                 state.history.append(row)
                 recorder.add(row)

@@ -1,4 +1,4 @@
-"""Several runs in one process take turns, a step at a time, each with its own CUDA stream and random numbers."""
+"""Several runs in one process take turns to issue steps, each with its own CUDA stream and random numbers."""
 
 from __future__ import annotations
 
@@ -16,32 +16,39 @@ from factorized.experiments.training.progress import Reporter
 
 Trainer = TypeVar("Trainer")
 Result = dict[str, Any]  # what a run's result.json holds
-Steps = Generator[None, None, None]  # a run, or one run after another: each ``next`` issues a step
+Turns = Generator[None, None, None]  # a run, or one run after another: each ``next`` is a turn
+# Steps that a run issues to a GPU in a turn: enough to keep it busy while another run is evaluated and saved, and no more
+# than Ctrl-C may wait for.
+STEPS = 100
 
 
 class Turn:
     """While entered, work goes to a run's own stream, and torch's default generators draw the run's own numbers.
 
+    A turn begins when the GPU has done what was issued in the run's last one; it works for the other runs meanwhile.
     Dropout and compiled code draw from the default generators alone. A graph that is captured in a turn belongs to it:
     replayed elsewhere, it would share its numbers and the workspaces of cuBLAS, which are the stream's, with others.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.get_rng_state()
-        self._stream: AbstractContextManager[None] = nullcontext()
+        self._stream: torch.cuda.Stream | None = None
+        self._current: AbstractContextManager[None] = nullcontext()
         self._generator: torch.Generator | None = None
         if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            self._stream, self._generator = torch.cuda.stream(stream), torch.Generator(device)
+            self._stream, self._generator = torch.cuda.Stream(device), torch.Generator(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._current = torch.cuda.stream(self._stream)
 
     def __enter__(self) -> None:
-        self._stream.__enter__()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._current.__enter__()
         self._swap()
 
     def __exit__(self, *exception: object) -> None:
         self._swap()
-        self._stream.__exit__(None, None, None)
+        self._current.__exit__(None, None, None)
 
     def _swap(self) -> None:
         """Exchange the state of the default generators and the state that is kept here."""
@@ -53,8 +60,8 @@ class Turn:
             default.graphsafe_set_state(kept_on_gpu)  # the state itself and no copy: graphs are tied to it
 
 
-def take_turns(runs: Sequence[tuple[AbstractContextManager[None], Steps]]) -> None:
-    """Issue a step of each run in its turn until all have ended; each that is told to stop may save itself first."""
+def take_turns(runs: Sequence[tuple[AbstractContextManager[None], Turns]]) -> None:
+    """Give each run a turn after the other until all have ended; each that is told to stop may save itself first."""
     going, stopped = list(runs), None
     with ExitStack() as closing:
         for _, run in runs:
@@ -89,7 +96,7 @@ class Queue(Generic[Trainer]):
         self.results: dict[int, Result] = {}
         self.errors: dict[int, Exception] = {}
 
-    def work(self, trainer: Trainer | None, reporter: Reporter) -> Steps:
+    def work(self, trainer: Trainer | None, reporter: Reporter) -> Turns:
         """Train one waiting seed after another, with ``trainer`` or one that is built for the first of them."""
         while self.waiting:
             seed = self.waiting.popleft()

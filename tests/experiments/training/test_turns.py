@@ -106,7 +106,7 @@ def test_a_signal_saves_every_run_and_all_go_on_to_the_same_bits(tmp_path: Path)
             reporter=Once(epoch=1, step=1),
         )
     places = [(state_of(tmp_path / "cut", seed).epoch, state_of(tmp_path / "cut", seed).step) for seed in (0, 1, 2)]
-    assert places == [(1, 3), (1, 2), (1, 2)]
+    assert places == [(1, 3)] * 3
     train(changed, digits(), tmp_path / "cut", seeds=(0, 1, 2), at_once=2, device="cpu", resume=True)
     for seed in (0, 1, 2):
         assert_same_run(tmp_path / "cut", tmp_path / "whole", seed)
