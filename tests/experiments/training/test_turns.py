@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,15 @@ def test_automatically_small_networks_run_at_once_on_a_gpu_alone(monkeypatch: py
     assert trainer.runs_at_once == 3
     monkeypatch.setattr(trainer, "macs", int(SMALL) // 100)
     assert trainer.runs_at_once == 1
+
+
+def test_processes_that_train_a_run_together_do_so_one_run_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Processes(torch.device("cpu"), rank=0, count=2)
+    monkeypatch.setattr(train_module, "joined_processes", lambda device: nullcontext(both))
+    with pytest.raises(ValueError, match="at_once=2 is for one process, and there are 2, which train each run togeth"):
+        train(chance(), digits(), tmp_path, seeds=(0, 1), at_once=2, device="cpu")
 
 
 @pytest.mark.parametrize("at_once", [0, -1])
