@@ -17,8 +17,8 @@ from factorized.experiments.training.progress import Reporter
 Trainer = TypeVar("Trainer")
 Result = dict[str, Any]  # what a run's result.json holds
 Turns = Generator[None, None, None]  # a run, or one run after another: each ``next`` is a turn
-# Steps that a run issues to a GPU in a turn: enough to keep it busy while another run is evaluated and saved, and not so
-# many that Ctrl-C has to wait for long.
+# Steps that a run issues to a GPU in a turn: enough to keep it busy while another run is evaluated and saved, and not
+# so many that Ctrl-C has to wait for long.
 STEPS = 100
 
 
