@@ -137,7 +137,7 @@ def test_a_run_that_fails_leaves_the_others_going_and_is_named_in_the_end(
 def test_a_device_without_room_for_another_run_trains_fewer_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = []
+    built: list[Trainer] = []
 
     class Large(Trainer):
         def __init__(self, *arguments: object, **keywords: object) -> None:
