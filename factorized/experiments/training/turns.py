@@ -34,11 +34,14 @@ class Turn:
         self._cpu = torch.get_rng_state()
         self._stream: torch.cuda.Stream | None = None
         self._current: AbstractContextManager[None] = nullcontext()
-        self._generator: torch.Generator | None = None
+        self._generators: tuple[torch.Generator, torch.Generator] | None = None  # of all, and of this run
         if device.type == "cuda":
-            self._stream, self._generator = torch.cuda.Stream(device), torch.Generator(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            number = torch.cuda.current_device() if device.index is None else device.index
+            self._stream = torch.cuda.Stream(number)
+            self._stream.wait_stream(torch.cuda.current_stream(number))
             self._current = torch.cuda.stream(self._stream)
+            own = torch.Generator(torch.device("cuda", number))
+            self._generators = torch.cuda.default_generators[number], own
 
     def __enter__(self) -> None:
         if self._stream is not None:
@@ -54,10 +57,10 @@ class Turn:
         """Exchange the state of the default generators and the state that is kept here."""
         kept, self._cpu = self._cpu, torch.get_rng_state()
         torch.set_rng_state(kept)
-        if self._generator is not None:
-            default = torch.cuda.default_generators[self._generator.device.index]
-            kept_on_gpu, self._generator = self._generator, default.graphsafe_get_state()
-            default.graphsafe_set_state(kept_on_gpu)  # the state itself and no copy: graphs are tied to it
+        if self._generators is not None:
+            default, own = self._generators
+            self._generators = default, default.graphsafe_get_state()
+            default.graphsafe_set_state(own)  # the state itself and no copy: graphs are tied to it
 
 
 def take_turns(runs: Sequence[tuple[AbstractContextManager[None], Turns]]) -> None:
