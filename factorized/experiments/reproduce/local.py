@@ -26,7 +26,7 @@ class LocalEngine:
     Small networks leave a GPU idle: ``at_once`` seeds of a recipe take turns on it. Or a device is given twice.
     """
 
-    def __init__(self, devices: Sequence[str], report: Callable[[], Reporter], at_once: AtOnce = "auto") -> None:
+    def __init__(self, devices: Sequence[str], report: Callable[[], Reporter], at_once: AtOnce = 1) -> None:
         self.devices, self.report = tuple(devices), report
         shared = len(set(self.devices)) < len(self.devices)
         self.at_once: AtOnce = 1 if at_once == "auto" and shared else at_once
