@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ class Turn:
         return {name: round(statistics.median(values), 4) for name, values in times.items()}
 
 
-def check(turn: Turn) -> list[dict]:
+def check() -> list[dict]:
     """Compare the kernels with float64: the largest error of outputs and gradients, relative to their norm."""
     rows = []
     for batch, i, o, stride, height, width, rank in [
@@ -238,6 +239,7 @@ def gather(folder: Path, checks: list[dict], seconds: float) -> dict:
         "checks": checks,
         "layers": {name: found.get(f"layers-{place}", []) for place, name in enumerate(CASES)},
         "steps": [row for part, rows in found.items() if part.startswith("steps") for row in rows],
+        "logs": {path.stem: path.read_text()[-1500:] for path in folder.glob("*.log") if path.stem not in found},
     }
 
 
@@ -253,8 +255,8 @@ def main() -> None:
         work(arguments.part, arguments.out, arguments.deadline)
         return
     start = time.time()
-    folder = arguments.out.with_suffix(".parts")
-    folder.mkdir(parents=True, exist_ok=True)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp())
     deadline = start + arguments.seconds - 12  # the last rounds take a few seconds
     parts = [f"steps-{place}" for place in range(len(STEPS))] + [f"layers-{place}" for place in range(len(CASES))]
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1"}
@@ -264,7 +266,10 @@ def main() -> None:
         log = (folder / f"{part}.log").open("w")
         running.append(subprocess.Popen([*command, part], env=environment, stdout=log, stderr=subprocess.STDOUT))
     thin.ENABLED = True
-    checks = check(Turn(folder, deadline))
+    try:
+        checks = check()
+    except Exception as error:  # the times are of use even so
+        checks = [{"failed": f"{type(error).__name__}: {error}"[:2000]}]
     while time.time() - start < arguments.seconds and any(process.poll() is None for process in running):
         arguments.out.write_text(json.dumps(gather(folder, checks, time.time() - start), indent=1))
         time.sleep(2)
@@ -276,9 +281,8 @@ def main() -> None:
         print(row)
     for name, rows in report["layers"].items():
         print(name, *rows, sep="\n  ")
-    for part in parts:
-        last = (folder / f"{part}.log").read_text().strip().splitlines()[-1:]
-        print(part, *last, sep=": ")
+    for part, text in report["logs"].items():
+        print(part, text[-300:], sep=": ")
 
 
 def _milliseconds(step: Callable[[], object]) -> float:
