@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from factorized._torch import is_traced
 from factorized.formats.convolution import Geometry, convolve
 from factorized.formats.kernel import KernelShape, to_kernel
 
@@ -25,7 +26,6 @@ LARGEST_RANK = 128
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)  # of GPUs whose tensor cores support bfloat16
 PACKED_AT_ONCE = 1024
-PROGRAMS = 264  # that keep a large GPU busy; a constant, so that sums have one order on all GPUs
 ENABLED = False
 
 
@@ -39,6 +39,7 @@ class Tiles:
     sum_positions: int = 64  # at a time
     sum_wide: int = 64
     sum_thin: int = 64
+    programs: int = 264  # at least, if they can be had; not the GPU's number, so that sums have one order on all GPUs
     warps: int = 4
     stages: int = 3
 
@@ -69,7 +70,7 @@ def applies(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geome
         and max(x.numel(), x.numel() // x.shape[1] * shape.out_channels) < 2**31
         and can_build_kernels(x.device)
         and not torch.compiler.is_exporting()  # exported programs run where this package is not installed
-        and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
+        and (torch.compiler.is_compiling() or not is_traced())
     )
 
 
@@ -244,7 +245,7 @@ class _Line:
     @property
     def constants(self) -> dict[str, Any]:
         outputs, positions = _power(self.y.shape[1], TILES.outputs), TILES.positions
-        while positions > 32 and -(-self.positions // positions) * -(-self.y.shape[1] // outputs) < PROGRAMS:
+        while positions > 32 and -(-self.positions // positions) * -(-self.y.shape[1] // outputs) < TILES.programs:
             positions //= 2
         return {
             "ALONG_HEIGHT": self.along_height,
@@ -308,7 +309,7 @@ def _splits(wide: Tensor, rank: int) -> int:
     """Return into how many parts the positions of ``wide`` are split for the sums of a factor's gradient."""
     tiles = _Sum(wide, wide, wide, rank, transposed=False).tiles
     positions = wide.numel() // wide.shape[1]
-    return max(1, min(PROGRAMS // tiles, positions // TILES.sum_positions))
+    return max(1, min(TILES.programs // tiles, positions // TILES.sum_positions))
 
 
 def _by_thin(factor: Tensor) -> tuple[int, int, int]:

@@ -10,8 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Sizes for which no kernel of its own is built: layers of a network share kernels.
+SIZES = ("positions", "height", "width", "seen_height", "seen_width")
+SUM_SIZES = (
+    *("programs", "span", "wide_positions", "wide_height", "wide_width", "thin_height", "thin_width"),
+    *("rank", "split_size", "sum_by_tap", "sum_by_wide"),
+)
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["rows_of_U", "rows", "rank", "pitch"])
 def pack_kernel(
     U,  # (rows of U, rank)
     V,  # (other rows, rank)
@@ -31,7 +38,7 @@ def pack_kernel(
     tl.store(packed + place, tl.where(in_U, left, right).to(packed.dtype.element_ty), mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*SIZES])
 def convolve_kernel(
     # of the convolution
     x,  # (seen positions, inputs)
@@ -66,7 +73,7 @@ def convolve_kernel(
     # fmt: on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*SIZES, *SUM_SIZES])
 def gradients_kernel(
     # of the convolution
     x,  # (seen positions, inputs)
