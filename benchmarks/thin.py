@@ -48,8 +48,8 @@ BASE = thin.Tiles()
 TILES = {
     "default": BASE,
     "two stages": replace(BASE, stages=2),
-    "132 programs": replace(BASE, programs=132),
-    "large": replace(BASE, positions=256, outputs=128, sum_positions=128, programs=132, warps=8, stages=2),
+    "128 programs": replace(BASE, programs=128),
+    "large": replace(BASE, positions=256, outputs=128, sum_positions=128, programs=128, warps=8, stages=2),
 }
 # network, ratio of parameters, by the kernels
 STEPS = [

@@ -100,7 +100,11 @@ def thin_convolution(
     return y
 
 
-@torch.library.custom_op("factorized::thin_convolution", mutates_args=())
+@torch.library.custom_op(
+    "factorized::thin_convolution",
+    mutates_args=(),
+    schema="(Tensor x, Tensor U, Tensor V, int[] stride, int[] padding) -> (Tensor, Tensor, Tensor)",
+)
 def _thin_convolution(
     x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +138,12 @@ def _empty_results(
     return y, thin, x.new_empty((U.shape[0] + V.shape[0], pitch))
 
 
-@torch.library.custom_op("factorized::thin_convolution_backward", mutates_args=())
+@torch.library.custom_op(
+    "factorized::thin_convolution_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor x, Tensor thin, Tensor packed, int rank, int[] stride, int[] padding) "
+    "-> (Tensor, Tensor)",
+)
 def _thin_backward(
     gradient: Tensor,
     x: Tensor,
