@@ -1,16 +1,16 @@
 """The shift-and-stack between the two products of a factorized convolution, in place, with its own gradient.
 
-A kernel tap moves a tensor by some positions. Shifting and stacking sums the parts of one stack, each moved by its tap,
-and makes another stack of copies of the sum, each moved by its tap. The gradient does the same backwards. What a tap
-moves beyond an edge is dropped, and positions that it leaves empty are zero: no tensor is padded, and no gradient of a
-slice is filled up with zeros.
+A kernel tap moves a tensor by some positions. What it moves beyond an edge is dropped, and positions that it leaves empty
+are zero. The parts of one stack, each moved by its column tap, are added up in a buffer with margins of zeros; the parts
+of the other stack are the windows that the row taps see of the buffer, copied at once. By plain slices, the whole first
+stack would be padded, and the gradient of each slice would fill a tensor with zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar
 
@@ -30,86 +30,75 @@ class Shifts:
 
     dim: int  # over which tensors are stacked
     first_dim: int  # of the spatial dimensions in a part of a stack
-    collected: tuple[Tap, ...]  # for every part of the first stack
-    spread: tuple[Tap, ...]  # for every part of the second one
-    first: tuple[int, ...]  # spatial extents of the first stack's parts
+    columns: tuple[Tap, ...]  # how every part of the first stack moves into the sum
+    rows: tuple[Tap, ...]  # how the sum moves into every part of the second stack
+    inputs: tuple[int, ...]  # spatial extents of the first stack's parts
     between: tuple[int, ...]  # of the sum
-    last: tuple[int, ...]  # of the second stack's parts
-
-    @cached_property
-    def backwards(self) -> Shifts:
-        """The transposed operation."""
-        collected, spread = (
-            tuple([tuple([(dim, write, read) for dim, read, write in tap]) for tap in taps])
-            for taps in (self.spread, self.collected)
-        )
-        return Shifts(self.dim, self.first_dim, collected, spread, self.last, self.between, self.first)
+    outputs: tuple[int, ...]  # of the second stack's parts
+    margin: tuple[int, int]  # zeros that the rows see before and after the sum
+    steps: tuple[int, int]  # from one row tap to the next, and from one output to the next
 
     def apply(self, stack: Tensor) -> Tensor:
-        """Shift and stack. Not differentiable."""
-        return self._spread(self._collect(stack))
+        """Sum over the column taps, and stack what every row tap sees of the sum. Not differentiable."""
+        parts = stack.unbind(self.dim)
+        before, after = self.margin
+        space = parts[0].new_zeros(self._shape(parts[0], (self.between[0] + before + after, *self.between[1:])))
+        _collect(parts, self.columns, space.narrow(self.first_dim, before, self.between[0]))
+        # Every row tap sees the same memory, some positions further on.
+        shape, strides = list(self._shape(parts[0], self.outputs)), list(space.stride())
+        one = strides[self.first_dim]
+        strides[self.first_dim] = one * self.steps[1]
+        shape.insert(self.dim, len(self.rows))
+        strides.insert(self.dim, one * self.steps[0])
+        return space.as_strided(shape, strides).contiguous()
 
-    def _collect(self, stack: Tensor) -> Tensor:
-        parts = list(zip(stack.unbind(self.dim), self.collected, strict=True))
-        whole = next((place for place, (_, tap) in enumerate(parts) if not tap), None)
-        if whole is not None:  # a tap that moves nothing
-            total, _ = parts.pop(whole)
-            total = total.clone() if parts else total
-        else:
-            total = parts[0][0].new_zeros(self._shape(parts[0][0], self.between))
-        for part, tap in parts:
-            target = total
-            for dim, read, write in tap:
-                part, target = _window(part, dim, read), _window(target, dim, write)
-            target.add_(part)
-        return total
-
-    def _spread(self, total: Tensor) -> Tensor:
-        if self.spread == ((),):
-            return total.unsqueeze(self.dim)
-        shape = list(self._shape(total, self.last))
-        shape.insert(self.dim, len(self.spread))
-        stack = total.new_empty(shape)
-        for target, tap in zip(stack.unbind(self.dim), self.spread, strict=True):
+    def transposed(self, stack: Tensor) -> Tensor:
+        """Do the opposite, as the gradient needs it. Not differentiable."""
+        parts = stack.unbind(self.dim)
+        total = parts[0].new_zeros(self._shape(parts[0], self.between))
+        _collect(parts, _reversed(self.rows), total)
+        shape = list(self._shape(total, self.inputs))
+        shape.insert(self.dim, len(self.columns))
+        result = total.new_empty(shape)
+        for target, tap in zip(result.unbind(self.dim), _reversed(self.columns), strict=True):
             source = total
             for dim, read, write in tap:
                 _clear_outside(target, dim, write)
                 source, target = _window(source, dim, read), _window(target, dim, write)
             target.copy_(source)
-        return stack
+        return result
 
     def _shape(self, part: Tensor, extents: tuple[int, ...]) -> tuple[int, ...]:
-        after = self.first_dim + len(extents)
-        return (*part.shape[: self.first_dim], *extents, *part.shape[after:])
+        return (*part.shape[: self.first_dim], *extents, *part.shape[self.first_dim + len(extents) :])
 
 
 def shift_and_stack(stack: Tensor, shifts: Shifts) -> Tensor:
-    """Shift and stack; differentiable any number of times, forwards too."""
+    """Sum over column taps and stack over row taps; differentiable any number of times, forwards too."""
     if torch.is_grad_enabled() and stack.requires_grad:
-        return _ShiftAndStack.apply(stack, shifts)
+        return _ShiftAndStack.apply(stack, shifts, False)
     return shifts.apply(stack)
 
 
 class _ShiftAndStack(torch.autograd.Function):
-    """A linear operation: its gradient is the transposed one."""
+    """A linear operation or its transpose, which is its gradient."""
 
     apply: ClassVar[Callable[..., Tensor]]  # torch leaves it untyped
 
     @staticmethod
-    def forward(stack: Tensor, shifts: Shifts) -> Tensor:
-        return shifts.apply(stack)
+    def forward(stack: Tensor, shifts: Shifts, transposed: bool) -> Tensor:
+        return shifts.transposed(stack) if transposed else shifts.apply(stack)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Shifts], output: Tensor) -> None:
-        ctx.shifts = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Shifts, bool], output: Tensor) -> None:
+        _, ctx.shifts, ctx.transposed = inputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return shift_and_stack(gradient, ctx.shifts.backwards), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _ShiftAndStack.apply(gradient, ctx.shifts, not ctx.transposed), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return shift_and_stack(tangent, ctx.shifts)
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _ShiftAndStack.apply(tangent, ctx.shifts, ctx.transposed)
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +128,13 @@ def plan_shifts(
         return found
 
     between = (*extents[:rows], *outputs[rows:])
-    return Shifts(dim, first_dim, taps(shape.column_size, rows), taps(shape.row_size, 0), extents, between, outputs)
+    margin, steps = (0, 0), (0, 1)
+    if rows:
+        last = (outputs[0] - 1) * geometry.stride[0] + (shape.size[0] - 1) * geometry.dilation[0]
+        before = geometry.padding[0][0]
+        margin, steps = (before, max(0, last + 1 - before - extents[0])), (geometry.dilation[0], geometry.stride[0])
+    column_taps, row_taps = taps(shape.column_size, rows), taps(shape.row_size, 0)
+    return Shifts(dim, first_dim, column_taps, row_taps, extents, between, outputs, margin, steps)
 
 
 def output_extents(extents: Sequence[int], shape: KernelShape, geometry: Geometry) -> tuple[int, ...]:
@@ -157,6 +152,23 @@ def output_extents(extents: Sequence[int], shape: KernelShape, geometry: Geometr
             f"padded input {tuple(padded)}"
         )
     return outputs
+
+
+def _collect(parts: Sequence[Tensor], taps: Sequence[Tap], total: Tensor) -> None:
+    """Add every part, moved by its tap, to a sum that is zero."""
+    whole = next((place for place, tap in enumerate(taps) if not tap), None)
+    if whole is not None:  # a part that is not moved
+        total.copy_(parts[whole])
+    for place, (part, tap) in enumerate(zip(parts, taps, strict=True)):
+        if place != whole:
+            target = total
+            for dim, read, write in tap:
+                part, target = _window(part, dim, read), _window(target, dim, write)
+            target.add_(part)
+
+
+def _reversed(taps: Sequence[Tap]) -> list[Tap]:
+    return [tuple([(dim, write, read) for dim, read, write in tap]) for tap in taps]
 
 
 def _window(tensor: Tensor, dim: int, positions: slice) -> Tensor:
