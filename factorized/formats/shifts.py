@@ -1,9 +1,9 @@
 """The shift-and-stack between the two products of a factorized convolution, in place, with its own gradient.
 
-A kernel tap moves a tensor by some positions. What it moves beyond an edge is dropped, and positions that it leaves empty
-are zero. The parts of one stack, each moved by its column tap, are added up in a buffer with margins of zeros; the parts
-of the other stack are the windows that the row taps see of the buffer, copied at once. By plain slices, the whole first
-stack would be padded, and the gradient of each slice would fill a tensor with zeros.
+A kernel tap moves a tensor by some positions. What it moves beyond an edge is dropped, and positions that it leaves
+empty are zero. The parts of one stack, each moved by its column tap, are added up in a buffer with margins of zeros.
+The parts of the other stack are the windows that the row taps see of the buffer, copied at once. By plain slices, the
+whole first stack would be padded, and the gradient of each slice would fill a tensor with zeros.
 """
 
 from __future__ import annotations
