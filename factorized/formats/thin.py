@@ -22,7 +22,7 @@ from factorized.formats.kernel import KernelShape, to_kernel
 
 PLAIN = (Tensor, Parameter)  # distributed tensors and other subclasses have operators of their own
 TAPS = 3
-LARGEST_RANK = 128
+LARGEST_RANK = 32  # above it, matrix products of the GPU's own library are faster
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)  # of GPUs whose tensor cores support bfloat16
 PACKED_AT_ONCE = 1024
@@ -39,7 +39,8 @@ class Tiles:
     sum_positions: int = 64  # at a time
     sum_wide: int = 64
     sum_thin: int = 64
-    programs: int = 264  # at least, if they can be had; not the GPU's number, so that sums have one order on all GPUs
+    programs: int = 128  # of a convolution, at least
+    turns: int = 8  # of a sum, one after the other in a program
     warps: int = 4
     stages: int = 3
 
@@ -315,10 +316,12 @@ class _Sum:
 
 
 def _splits(wide: Tensor, rank: int) -> int:
-    """Return into how many parts the positions of ``wide`` are split for the sums of a factor's gradient."""
-    tiles = _Sum(wide, wide, wide, rank, transposed=False).tiles
+    """Return into how many parts the positions of ``wide`` are split for the sums of a factor's gradient.
+
+    The sums of all parts are written and read once more, which must stay little beside reading ``wide``.
+    """
     positions = wide.numel() // wide.shape[1]
-    return max(1, min(TILES.programs // tiles, positions // TILES.sum_positions))
+    return max(1, min(positions // (TILES.sum_positions * TILES.turns), positions // (24 * rank)))
 
 
 def _by_thin(factor: Tensor) -> tuple[int, int, int]:
