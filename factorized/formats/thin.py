@@ -43,6 +43,9 @@ class Tiles:
     turns: int = 8  # of a sum, one after the other in a program
     warps: int = 4
     stages: int = 3
+    rolling: bool = False
+    columns: int = 64  # of a row, in a program that rolls over rows
+    rows: int = 8
 
 
 TILES = Tiles()
@@ -110,7 +113,7 @@ def _thin_convolution(
     x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the convolution, the thin tensor, and both factors as the kernels read them."""
-    from factorized.formats.thin_kernels import convolve_kernel, pack_kernel
+    from factorized.formats.thin_kernels import convolve_kernel, pack_kernel, rolling_kernel
 
     y, thin, packed = _empty_results(x, U, V, stride, padding)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -121,6 +124,15 @@ def _thin_convolution(
         grid = (-(-packed.numel() // PACKED_AT_ONCE),)
         sizes = (len(U), len(packed), U.shape[1], packed.shape[1])
         pack_kernel[grid](U.contiguous(), V.contiguous(), packed, *sizes, SIZE=PACKED_AT_ONCE)
+        if _rolls(x, y, thin, stride, padding):
+            _, _, height, width = x.shape
+            rolling_kernel[(_rolling_programs(x),)](
+                *(x, packed, thin, y, len(x) * width, height, width, x.shape[1], y.shape[1]),
+                **{"R": packed.shape[1], "BM": TILES.columns, "ROWS": TILES.rows},
+                **{"BC": _power(x.shape[1], 256), "BN": _power(y.shape[1], 256)},
+                **_launching(),
+            )
+            return y, thin, packed
         for line in (first, second):
             convolve_kernel[(line.programs,)](*line.arguments, **line.constants, **_launching())
     return y, thin, packed
@@ -155,12 +167,13 @@ def _thin_backward(
     padding: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x`` and, one after the other and flat, of ``U`` and ``V``."""
-    from factorized.formats.thin_kernels import gradients_kernel
+    from factorized.formats.thin_kernels import gradients_kernel, rolling_gradients_kernel
 
     x, gradient = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, gradient))
     thin_gradient, x_gradient = torch.empty_like(thin), torch.empty_like(x)
     own_U, own_V = packed.split([gradient.shape[1] * TAPS, x.shape[1] * TAPS])
-    splits = max(_splits(gradient, rank), _splits(x, rank))
+    rolls = _rolls(x, gradient, thin, stride, padding)
+    splits = _rolling_programs(x) if rolls else max(_splits(gradient, rank), _splits(x, rank))
     sums = x.new_empty((splits, len(packed) * rank), dtype=torch.float32)
     lines = (
         _Line(gradient, own_U, thin_gradient, _by_thin(own_U), stride[0], padding[0], True, transposed=True),
@@ -171,6 +184,16 @@ def _thin_backward(
         _Sum(x, thin_gradient, sums[:, len(own_U) * rank :], rank, transposed=True),
     )
     with _device(x):
+        if rolls:
+            _, _, height, width = x.shape
+            rolling_gradients_kernel[(splits,)](
+                *(gradient, packed, thin, thin_gradient, sums, len(x) * width, height, width, gradient.shape[1]),
+                *(rank, sums.stride(0)),
+                **{"R": packed.shape[1], "BM": TILES.columns, "ROWS": TILES.rows},
+                **{"BC": _power(gradient.shape[1], 256)},
+                **_launching(),
+            )
+            lines, sides = lines[1:], sides[1:]
         for line, side in zip(lines, sides, strict=True):
             grid = (line.programs + side.programs,)
             arguments = (*line.arguments, *side.arguments)
@@ -322,6 +345,21 @@ def _splits(wide: Tensor, rank: int) -> int:
     """
     positions = wide.numel() // wide.shape[1]
     return max(1, min(positions // (TILES.sum_positions * TILES.turns), positions // (24 * rank)))
+
+
+def _rolls(x: Tensor, y: Tensor, thin: Tensor, stride: Sequence[int], padding: Sequence[int]) -> bool:
+    return (
+        TILES.rolling
+        and tuple(stride) == (1, 1)
+        and tuple(padding) == (1, 1, 1, 1)
+        and TILES.columns % x.shape[3] == 0
+        and max(x.shape[1], y.shape[1]) * thin.shape[1] <= 4096
+        and thin.shape[1] in (16, 32)
+    )
+
+
+def _rolling_programs(x: Tensor) -> int:
+    return -(-len(x) * x.shape[3] // TILES.columns) * -(-x.shape[2] // TILES.rows)
 
 
 def _by_thin(factor: Tensor) -> tuple[int, int, int]:
