@@ -175,14 +175,14 @@ def _thin_backward(
     rolls = _rolls(x, gradient, thin, stride, padding)
     splits = _rolling_programs(x) if rolls else max(_splits(gradient, rank), _splits(x, rank))
     sums = x.new_empty((splits, len(packed) * rank), dtype=torch.float32)
-    lines = (
+    lines = [
         _Line(gradient, own_U, thin_gradient, _by_thin(own_U), stride[0], padding[0], True, transposed=True),
         _Line(thin_gradient, own_V, x_gradient, _by_wide(own_V), stride[1], padding[2], False, transposed=True),
-    )
-    sides = (
+    ]
+    sides = [
         _Sum(gradient, thin, sums, rank, transposed=False),
         _Sum(x, thin_gradient, sums[:, len(own_U) * rank :], rank, transposed=True),
-    )
+    ]
     with _device(x):
         if rolls:
             _, _, height, width = x.shape
