@@ -35,22 +35,31 @@ class Shifts:
     inputs: tuple[int, ...]  # spatial extents of the first stack's parts
     between: tuple[int, ...]  # of the sum
     outputs: tuple[int, ...]  # of the second stack's parts
-    margin: tuple[int, int]  # zeros that the rows see before and after the sum
-    steps: tuple[int, int]  # from one row tap to the next, and from one output to the next
+    margins: tuple[tuple[int, int], ...]  # zeros that row taps see before and after the sum, in every dimension
+    steps: tuple[tuple[int, int, int], ...]  # row taps of a dimension, and from one to the next, and between outputs
 
     def apply(self, stack: Tensor) -> Tensor:
         """Sum over the column taps, and stack what every row tap sees of the sum. Not differentiable."""
         parts = stack.unbind(self.dim)
-        before, after = self.margin
-        space = parts[0].new_zeros(self._shape(parts[0], (self.between[0] + before + after, *self.between[1:])))
-        _collect(parts, self.columns, space.narrow(self.first_dim, before, self.between[0]))
+        extents = [sum(pair, extent) for extent, pair in zip(self.between, self.margins, strict=True)]
+        space = parts[0].new_zeros(self._shape(parts[0], extents))
+        total = space
+        for d, (extent, (before, after)) in enumerate(zip(self.between, self.margins, strict=True), self.first_dim):
+            total = total.narrow(d, before, extent) if before or after else total
+        _collect(parts, self.columns, total)
         # Every row tap sees the same memory, some positions further on.
         shape, strides = list(self._shape(parts[0], self.outputs)), list(space.stride())
-        one = strides[self.first_dim]
-        strides[self.first_dim] = one * self.steps[1]
-        shape.insert(self.dim, len(self.rows))
-        strides.insert(self.dim, one * self.steps[0])
-        return space.as_strided(shape, strides).contiguous()
+        taps, between_taps = [], []
+        for d, (count, from_tap, from_output) in enumerate(self.steps, self.first_dim):
+            taps.append(count)
+            between_taps.append(strides[d] * from_tap)
+            strides[d] *= from_output
+        shape[self.dim : self.dim], strides[self.dim : self.dim] = taps, between_taps
+        windows = space.as_strided(shape, strides)
+        if len(taps) == 1:
+            return windows.contiguous()
+        shape[self.dim : self.dim + len(taps)] = [len(self.rows)]
+        return windows.reshape(shape)
 
     def transposed(self, stack: Tensor) -> Tensor:
         """Do the opposite, as the gradient needs it. Not differentiable."""
@@ -68,7 +77,7 @@ class Shifts:
             target.copy_(source)
         return result
 
-    def _shape(self, part: Tensor, extents: tuple[int, ...]) -> tuple[int, ...]:
+    def _shape(self, part: Tensor, extents: Sequence[int]) -> tuple[int, ...]:
         return (*part.shape[: self.first_dim], *extents, *part.shape[self.first_dim + len(extents) :])
 
 
@@ -128,13 +137,19 @@ def plan_shifts(
         return found
 
     between = (*extents[:rows], *outputs[rows:])
-    margin, steps = (0, 0), (0, 1)
-    if rows:
-        last = (outputs[0] - 1) * geometry.stride[0] + (shape.size[0] - 1) * geometry.dilation[0]
-        before = geometry.padding[0][0]
-        margin, steps = (before, max(0, last + 1 - before - extents[0])), (geometry.dilation[0], geometry.stride[0])
+    margins, steps = [(0, 0)] * len(extents), []
+    for d in range(rows):
+        taps_here, dilation, stride, before = (
+            shape.size[d],
+            geometry.dilation[d],
+            geometry.stride[d],
+            geometry.padding[d][0],
+        )
+        last = (outputs[d] - 1) * stride + (taps_here - 1) * dilation
+        margins[d] = (before, max(0, last + 1 - before - extents[d]))
+        steps.append((taps_here, dilation, stride))
     column_taps, row_taps = taps(shape.column_size, rows), taps(shape.row_size, 0)
-    return Shifts(dim, first_dim, column_taps, row_taps, extents, between, outputs, margin, steps)
+    return Shifts(dim, first_dim, column_taps, row_taps, extents, between, outputs, tuple(margins), tuple(steps))
 
 
 def output_extents(extents: Sequence[int], shape: KernelShape, geometry: Geometry) -> tuple[int, ...]:

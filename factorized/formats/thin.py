@@ -113,7 +113,8 @@ def _thin_convolution(
     x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the convolution, the thin tensor, and both factors as the kernels read them."""
-    from factorized.formats.thin_kernels import convolve_kernel, pack_kernel, rolling_kernel
+    from factorized.formats.rolling_kernels import rolling_kernel
+    from factorized.formats.thin_kernels import convolve_kernel, pack_kernel
 
     y, thin, packed = _empty_results(x, U, V, stride, padding)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -167,7 +168,8 @@ def _thin_backward(
     padding: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x`` and, one after the other and flat, of ``U`` and ``V``."""
-    from factorized.formats.thin_kernels import gradients_kernel, rolling_gradients_kernel
+    from factorized.formats.rolling_kernels import rolling_gradients_kernel
+    from factorized.formats.thin_kernels import gradients_kernel
 
     x, gradient = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, gradient))
     thin_gradient, x_gradient = torch.empty_like(thin), torch.empty_like(x)

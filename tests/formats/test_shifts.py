@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -63,11 +64,12 @@ def test_shifts_in_place_and_their_two_gradients_are_those_of_slices(
 
 
 @forward_mode
+@pytest.mark.parametrize("row_dims", [0, 1, 2])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_derivatives_are_exact_in_both_directions(stride: int) -> None:
-    shape = KernelShape.of((6, 4, 3, 3))
+def test_derivatives_are_exact_in_both_directions(stride: int, row_dims: int) -> None:
+    shape = KernelShape(6, 4, (3, 2), row_dims=row_dims)
     shifts = plan_shifts((5, 4), shape, Geometry((stride, stride), ((1, 1), (1, 0)), (1, 1)), dim=2, first_dim=3)
-    stack = torch.randn(2, 1, 3, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    stack = torch.randn(2, 1, prod(shape.column_size), 2, 5, 4, dtype=torch.float64, requires_grad=True)
     run = partial(shift_and_stack, shifts=shifts)
     assert torch.autograd.gradcheck(run, (stack,), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(run, (stack,))
