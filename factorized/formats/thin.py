@@ -22,11 +22,11 @@ from factorized.formats.kernel import KernelShape, to_kernel
 
 PLAIN = (Tensor, Parameter)  # distributed tensors and other subclasses have operators of their own
 TAPS = 3
-LARGEST_RANK = 32  # above it, matrix products of the GPU's own library are faster
+LARGEST_RANK = 32  # above it, the compiler's matrix products were faster
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)  # of GPUs whose tensor cores support bfloat16
 PACKED_AT_ONCE = 1024
-ENABLED = False
+ENABLED = False  # single layers are faster by the kernels (docs/log.md); whole training steps are yet to be measured
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,9 @@ class Tiles:
     sum_positions: int = 64  # at a time
     sum_wide: int = 64
     sum_thin: int = 64
-    programs: int = 128  # of a convolution, at least
-    turns: int = 8  # of a sum, one after the other in a program
+    programs: int = 132  # at least, where possible; not the GPU's number, so that sums have one order on all GPUs
     warps: int = 4
     stages: int = 3
-    rolling: bool = False
-    columns: int = 64  # of a row, in a program that rolls over rows
-    rows: int = 8
 
 
 TILES = Tiles()
@@ -113,7 +109,6 @@ def _thin_convolution(
     x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the convolution, the thin tensor, and both factors as the kernels read them."""
-    from factorized.formats.rolling_kernels import rolling_kernel
     from factorized.formats.thin_kernels import convolve_kernel, pack_kernel
 
     y, thin, packed = _empty_results(x, U, V, stride, padding)
@@ -125,15 +120,6 @@ def _thin_convolution(
         grid = (-(-packed.numel() // PACKED_AT_ONCE),)
         sizes = (len(U), len(packed), U.shape[1], packed.shape[1])
         pack_kernel[grid](U.contiguous(), V.contiguous(), packed, *sizes, SIZE=PACKED_AT_ONCE)
-        if _rolls(x, y, thin, stride, padding):
-            _, _, height, width = x.shape
-            rolling_kernel[(_rolling_programs(x),)](
-                *(x, packed, thin, y, len(x) * width, height, width, x.shape[1], y.shape[1]),
-                **{"R": packed.shape[1], "BM": TILES.columns, "ROWS": TILES.rows},
-                **{"BC": _power(x.shape[1], 256), "BN": _power(y.shape[1], 256)},
-                **_launching(),
-            )
-            return y, thin, packed
         for line in (first, second):
             convolve_kernel[(line.programs,)](*line.arguments, **line.constants, **_launching())
     return y, thin, packed
@@ -168,14 +154,12 @@ def _thin_backward(
     padding: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x`` and, one after the other and flat, of ``U`` and ``V``."""
-    from factorized.formats.rolling_kernels import rolling_gradients_kernel
     from factorized.formats.thin_kernels import gradients_kernel
 
     x, gradient = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, gradient))
     thin_gradient, x_gradient = torch.empty_like(thin), torch.empty_like(x)
     own_U, own_V = packed.split([gradient.shape[1] * TAPS, x.shape[1] * TAPS])
-    rolls = _rolls(x, gradient, thin, stride, padding)
-    splits = _rolling_programs(x) if rolls else max(_splits(gradient, rank), _splits(x, rank))
+    splits = max(_splits(gradient, rank), _splits(x, rank))
     sums = x.new_empty((splits, len(packed) * rank), dtype=torch.float32)
     lines = [
         _Line(gradient, own_U, thin_gradient, _by_thin(own_U), stride[0], padding[0], True, transposed=True),
@@ -186,16 +170,6 @@ def _thin_backward(
         _Sum(x, thin_gradient, sums[:, len(own_U) * rank :], rank, transposed=True),
     ]
     with _device(x):
-        if rolls:
-            _, _, height, width = x.shape
-            rolling_gradients_kernel[(splits,)](
-                *(gradient, packed, thin, thin_gradient, sums, len(x) * width, height, width, gradient.shape[1]),
-                *(rank, sums.stride(0)),
-                **{"R": packed.shape[1], "BM": TILES.columns, "ROWS": TILES.rows},
-                **{"BC": _power(gradient.shape[1], 256)},
-                **_launching(),
-            )
-            lines, sides = lines[1:], sides[1:]
         for line, side in zip(lines, sides, strict=True):
             grid = (line.programs + side.programs,)
             arguments = (*line.arguments, *side.arguments)
@@ -341,27 +315,10 @@ class _Sum:
 
 
 def _splits(wide: Tensor, rank: int) -> int:
-    """Return into how many parts the positions of ``wide`` are split for the sums of a factor's gradient.
-
-    The sums of all parts are written and read once more, which must stay little beside reading ``wide``.
-    """
+    """Return into how many parts the positions of ``wide`` are split for the sums of a factor's gradient."""
+    tiles = _Sum(wide, wide, wide, rank, transposed=False).tiles
     positions = wide.numel() // wide.shape[1]
-    return max(1, min(positions // (TILES.sum_positions * TILES.turns), positions // (24 * rank)))
-
-
-def _rolls(x: Tensor, y: Tensor, thin: Tensor, stride: Sequence[int], padding: Sequence[int]) -> bool:
-    return (
-        TILES.rolling
-        and tuple(stride) == (1, 1)
-        and tuple(padding) == (1, 1, 1, 1)
-        and TILES.columns % x.shape[3] == 0
-        and max(x.shape[1], y.shape[1]) * thin.shape[1] <= 4096
-        and thin.shape[1] in (16, 32)
-    )
-
-
-def _rolling_programs(x: Tensor) -> int:
-    return -(-len(x) * x.shape[3] // TILES.columns) * -(-x.shape[2] // TILES.rows)
+    return max(1, min(TILES.programs // tiles, positions // TILES.sum_positions))
 
 
 def _by_thin(factor: Tensor) -> tuple[int, int, int]:
