@@ -111,14 +111,15 @@ def epoch() -> str:
 def together() -> str:
     """Return the table of runs that take turns on one GPU."""
     report = _read("together-h200")
-    lines = ["| runs at once | steps per second of all | gain |", "| ---: | ---: | ---: |"]
-    for row in report["rows"]:
-        lines.append(f"| {row['runs']} | {row['in_turn_steps_per_second']:.0f} | {row['in_turn_gain']:.2f} |")
+    rows = [
+        [str(row["runs"]), f"{row['in_turn_steps_per_second']:.0f}", f"{row['in_turn_gain']:.2f}"]
+        for row in report["rows"]
+    ]
     note = (
         f"Thin ResNet-32, {_machine(report)}, bf16, batch 128; each step compiled, as one CUDA graph; medians of "
         f"n = {report['rounds']} interleaved rounds of {report['steps']} steps. The gain is over one run after another."
     )
-    return "\n".join([*lines, "", note])
+    return table(["runs at once", "steps per second of all", "gain"], rows, note, names=0)
 
 
 def training_step() -> str:
