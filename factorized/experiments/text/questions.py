@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from factorized.experiments.text.question_windows import QuestionWindows
 from factorized.experiments.text.squad_metric import score_answers
-from factorized.experiments.text.task import Batch, Example, MeasuredByPart, device_of, in_batches, padded
+from factorized.experiments.text.task import Batch, Example, TextTask, device_of, in_batches, padded
 from factorized.nn.running import evaluation_mode
 
 LONGEST = 30  # tokens of an answer
 VALIDATED = 500  # questions at most that a validation during training answers
 
 
-class QuestionsTask(MeasuredByPart):
+class QuestionsTask(TextTask):
     """Find where in a paragraph the answer to a question begins and ends."""
 
     score = "f1"

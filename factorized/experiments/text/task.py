@@ -70,34 +70,22 @@ class TextTask(ABC):
         return sum_of_losses(outputs["logits"], labels, smoothing) / num_items_in_batch
 
     @abstractmethod
-    def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return figures on the validation text, quickly enough for use during training."""
-
-    @abstractmethod
-    def test(self, model: nn.Module) -> dict[str, Any]:
-        """Return the figures of a trained model on all text it was not trained on."""
-
-
-class MeasuredByPart(TextTask):
-    """A task whose figures are the same for validation and test texts. Abstract."""
-
-    @abstractmethod
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:
         """Return the figures of one part of the corpus."""
 
     def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return the figures of the validation text."""
+        """Return figures on the validation text, quickly enough for use during training."""
         return self.measure(model, "validation")
 
     def test(self, model: nn.Module) -> dict[str, Any]:
-        """Return the figures of the validation text, and of every test text by name."""
+        """Return the figures of a trained model on the validation text, and on every test text by name."""
         found: dict[str, Any] = self.measure(model, "validation")
         for part in self.corpus.tests:
             found |= {f"{name}_{part}": value for name, value in self.measure(model, part).items()}
         return found
 
 
-class RunningText(MeasuredByPart):
+class RunningText(TextTask):
     """A task on running text, which is cut into sequences of one length. Abstract."""
 
     around: ClassVar[int] = 0  # tokens that are put around each of them

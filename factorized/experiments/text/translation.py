@@ -127,9 +127,9 @@ class TranslationTask(TextTask):
             "labels": targets.masked_fill(targets == pad, IGNORED),
         }
 
-    def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return the loss per token of the validation pairs."""
-        some = in_batches(self._pairs("validation"), AT_ONCE)
+    def measure(self, model: nn.Module, part: str) -> dict[str, float]:
+        """Return the loss per token of the pairs of a part."""
+        some = in_batches(self._pairs(part), AT_ONCE)
         found = totals(model, (self.collate(examples) for examples in some))
         return {"loss": found.loss / found.labels}
 
