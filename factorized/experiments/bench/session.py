@@ -90,6 +90,8 @@ class Session:
                 if name in makers:
                     raise
                 self.skip(f"{group}: {name}", f"{type(error).__name__}: {error}")
+        if not ways:
+            return
         times = interleave({name: way.run for name, way in ways.items()}, self.device, seconds or self.seconds)
         first = next(iter(makers))
         for name, way in ways.items():
