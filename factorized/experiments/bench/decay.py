@@ -22,6 +22,7 @@ from factorized.surgery.factorize import factorize
 RATIO = 0.1
 OURS, LOOP, PENALTY = "fz.FrobeniusDecay", "four products per layer, in a loop", "a penalty by autograd"
 Build = Callable[[torch.device], nn.Module]
+Decay = Callable[[nn.Module], Callable[[], object]]  # adds its gradients when called
 
 
 def compare_decays(
@@ -40,7 +41,6 @@ def compare_decays(
         session.compare(f"decay of {name}, alone", makers)
     batch = batch or (128 if session.is_cuda else 32)
     steps = {way: partial(_in_step, way, build, batch, session.device) for way in ("ordinary decay", *ways)}
-    torch.compiler.reset()
     session.compare(f"decay in the training step of ResNet-32x2 at {RATIO}, batch {batch}", steps)
 
 
@@ -56,7 +56,9 @@ def feed_forward(sizes: LlamaSizes, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     shapes = [(sizes.width, sizes.feed_forward)] * 2 + [(sizes.feed_forward, sizes.width)]
     with device:
-        layers = [FactorizedLinear(*s, sizes.rank, bias=False) for _ in range(sizes.layers) for s in shapes]
+        layers = [
+            FactorizedLinear(*s, sizes.rank, bias=False, init="kaiming") for _ in range(sizes.layers) for s in shapes
+        ]
     return nn.ModuleList(layers)
 
 
@@ -91,7 +93,7 @@ def penalty(found: list[Form]) -> Tensor:
     return STRENGTH / 2 * torch.stack(norms).sum()
 
 
-def _alone(make: Callable[[nn.Module], Callable[[], object]], build: Build, device: torch.device) -> Way:
+def _alone(make: Decay, build: Build, device: torch.device) -> Way:
     model = build(device)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -44,7 +44,6 @@ def train_llama(session: Session, sizes: LlamaSizes | None = None) -> None:
     except ModuleNotFoundError as error:
         session.skip("Llama", str(error))
         return
-    torch.compiler.reset()
 
     def make(rank: int | None, decayed: bool) -> Way:
         model = build_llama(sizes, rank, session.device)

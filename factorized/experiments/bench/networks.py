@@ -43,7 +43,6 @@ def train_networks(session: Session, networks: Mapping[str, Mapping[str, str]] =
     for network, recipes in networks.items():
         size = batch or (128 if session.is_cuda else SMALLER.get(network, 32))
         makers = {name: partial(training_way, recipe, size, session.device) for name, recipe in recipes.items()}
-        torch.compiler.reset()
         session.compare(f"{network}, training step, batch {size}", makers)
 
 
@@ -66,7 +65,6 @@ def run_networks(
                 makers[name] = partial(inference_way, recipe, size, session.device)
                 if name.startswith("low rank") and not session.is_cuda:  # compiled, both are the same products
                     makers[f"{name}, lowered"] = partial(inference_way, recipe, size, session.device, lower)
-            torch.compiler.reset()
             session.compare(f"{network}, inference, batch {size}", makers)
 
 

@@ -80,6 +80,8 @@ class Session:
 
         A way of another package, among ``peers``, that fails is skipped with its message; ours raise.
         """
+        if self.is_cuda:
+            torch.compiler.reset()  # code of other groups counts towards the limit of recompilations
         ways: dict[str, Way] = {}
         for name, make in {**makers, **(peers or {})}.items():
             if not self.wants(group, name):

@@ -29,7 +29,7 @@ class Stack:
         with device:
             for _ in range(self.depth):
                 if self.rank:
-                    layers.append(FactorizedLinear(self.width, self.width, self.rank, bias=False))
+                    layers.append(FactorizedLinear(self.width, self.width, self.rank, bias=False, init="kaiming"))
                 else:
                     layers.append(nn.Linear(self.width, self.width, bias=False))
         return nn.Sequential(*layers)
