@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from factorized.experiments.bench.measure import Spread
+from factorized.experiments.bench.measure import Spread, clock_of, milliseconds
 from factorized.experiments.bench.memory import PeakMemory
 from factorized.experiments.bench.session import Session
 from factorized.files.checkpoint import load, save
@@ -29,7 +28,7 @@ RATIO = 0.5
 def measure_billion(
     session: Session, width: int = WIDTH, feed_forward: int = FEED_FORWARD, layers: int = LAYERS
 ) -> None:
-    """Time each stage once or a few times, by the wall clock, on the CPU; factors are drawn, not decomposed."""
+    """Time each stage once, on the CPU; factors are drawn, not decomposed."""
     with torch.device("meta"):
         empty = decoder(width, feed_forward, layers)
     parameters = count_parameters(empty)
@@ -41,6 +40,7 @@ def measure_billion(
         )
         return
     found: dict[str, Any] = {}
+    cpu = torch.device("cpu")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         stages: dict[str, Callable[[], object]] = {
@@ -55,13 +55,15 @@ def measure_billion(
         }
         group = f"{parameters / 1e9:.2g} billion parameters to {RATIO} of them"
         for stage, work in stages.items():
-            with PeakMemory(torch.device("cpu")) as memory:
-                began = time.perf_counter()
+
+            def run(stage: str = stage, work: Callable[[], object] = work) -> None:
                 found[stage] = work()
-                took = 1e3 * (time.perf_counter() - began)
+
+            with PeakMemory(cpu) as memory:
+                took = milliseconds(run, cpu)
             if stage.startswith("build"):
                 continue  # torch draws random numbers
-            facts = {"memory": memory.bytes, "parameters": parameters, "clock": "wall clock"}
+            facts = {"memory": memory.bytes, "parameters": parameters, "clock": clock_of(cpu)}
             session.add([{"group": group, "way": stage, "ms": Spread.of([took]).to_dict(), **facts}])
     session.tell(group)
 

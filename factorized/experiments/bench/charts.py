@@ -46,6 +46,7 @@ def save(figure: Figure, path: Path, description: str | None = None) -> None:
 def figure_of(report: Report) -> Figure:
     """Return the figure of a report: lines for what grows, bars for everything else."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     rows: Rows = report["rows"]
     machine = f"{report['machine']['device']}, torch {report['machine']['torch']}, {report['clock']}"
@@ -62,13 +63,15 @@ def figure_of(report: Report) -> Figure:
     for place, (title, x, y, lines) in enumerate(panels):
         axes = figure.add_subplot(down, across, place + 1)
         for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=label)
+            colour = {"color": FIRST} if label.startswith("dense") else {}
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=label, **colour)
         axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
         marks = sorted({x for points in lines.values() for x, _ in points})
         axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
         axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
         axes.tick_params(which="both", labelsize=7)
         axes.set_title(title, fontsize=SMALL)
         axes.grid(alpha=0.3)

@@ -64,7 +64,7 @@ def interleave(runs: Mapping[str, Run], device: torch.device, seconds: float) ->
         if (round_ >= FEWEST_ROUNDS and spent > seconds) or (round_ and spent > PATIENCE * seconds):
             break
         for name, run in runs.items():
-            times[name].append(_milliseconds(run, device, repeats[name]))
+            times[name].append(milliseconds(run, device, repeats[name]))
     return {name: Spread.of(found) for name, found in times.items()}
 
 
@@ -72,10 +72,11 @@ def _repeats(run: Run, device: torch.device) -> int:
     """Return how often to call a run between two looks at the clock."""
     if device.type != "cuda":
         return 1
-    return min(100, max(1, math.ceil(1e3 * PIECE / max(_milliseconds(run, device, 1), 1e-3))))
+    return min(100, max(1, math.ceil(1e3 * PIECE / max(milliseconds(run, device), 1e-3))))
 
 
-def _milliseconds(run: Run, device: torch.device, repeats: int) -> float:
+def milliseconds(run: Run, device: torch.device, repeats: int = 1) -> float:
+    """Return the time of one run; on a GPU the mean of ``repeats``."""
     if device.type == "cuda":
         return cuda_milliseconds(run, repeats)
     read = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
