@@ -63,8 +63,8 @@ def figure_of(report: Report) -> Figure:
     for place, (title, x, y, lines) in enumerate(panels):
         axes = figure.add_subplot(down, across, place + 1)
         for label, points in lines.items():
-            colour = {"color": FIRST} if label.startswith("dense") else {}
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=label, **colour)
+            colour = FIRST if label.startswith("dense") else None  # or the next one of matplotlib's
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, linewidth=1.2, label=label, color=colour)
         axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
         marks = sorted({x for points in lines.values() for x, _ in points})
         axes.set_xticks(marks, [f"{mark:g}" for mark in marks])

@@ -96,5 +96,5 @@ def test_a_bar_is_as_long_as_its_share_and_coloured_by_who_wrote_it() -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot write .*file.*choose another folder"):
+    with pytest.raises(ValueError, match=r"cannot write .*file.*choose another folder"):
         draw(BARS, tmp_path / "file" / "below")
