@@ -46,6 +46,7 @@ def run_benchmarks(
     for name in find_benchmarks(names):
         say(f"\n{name}: {BENCHMARKS[name].about}")
         session = Session(name, folder / f"{name}.json", device, seconds, only, say)
+        session.write()  # a folder that cannot be written fails before anything is measured
         BENCHMARKS[name].load()(session)
         session.write()
         if charts:

@@ -18,13 +18,8 @@ from factorized.experiments.training.record import describe_machine
 from factorized.files.atomic import write_whole
 
 Row = dict[str, Any]
-PEERS = (
-    "transformers",
-    "tensorly-torch",
-    "tensorly",
-    "opt_einsum",
-    "peft",
-)  # whose versions a report has, where installed
+# whose versions a report has, where installed
+PEERS = ("transformers", "tensorly-torch", "tensorly", "opt_einsum", "peft")
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,8 @@ class Session:
     ) -> None:
         """Time ways of doing one job side by side, each with its peak memory, and write a row for each.
 
-        A way of another package, among ``peers``, that fails is skipped with its message; ours raise.
+        A way that does not fit into memory, or one of another package, among ``peers``, that fails is skipped with its
+        message. Others raise.
         """
         if self.is_cuda:
             torch.compiler.reset()  # code of other groups counts towards the limit of recompilations
@@ -89,7 +85,7 @@ class Session:
             try:
                 ways[name] = self._warm(make)
             except Exception as error:
-                if name in makers:
+                if name in makers and not isinstance(error, torch.OutOfMemoryError):
                     raise
                 self.skip(f"{group}: {name}", f"{type(error).__name__}: {error}")
         if not ways:

@@ -28,7 +28,7 @@ def bench(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME]...",
+            metavar="NAME",
             help="Benchmarks to run, or `all`; without one they are listed.",
             autocompletion=complete_benchmark,
             show_default=False,
@@ -46,8 +46,7 @@ def bench(
 ) -> None:
     """Measure speed and memory on this machine: ways of doing one job in turn, medians with their spread.
 
-    Weights and data are random; nothing is downloaded. Times of one CPU thread (OMP_NUM_THREADS=1) are CPU time, which
-    other processes disturb least.
+    Weights and data are random. Times of one CPU thread (OMP_NUM_THREADS=1) are CPU time, not the wall clock's.
     """
     if not names:
         table = plain_table("benchmark", "what it measures")

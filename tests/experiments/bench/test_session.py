@@ -73,6 +73,17 @@ def test_a_peer_that_fails_is_left_out_and_says_why(session: Session) -> None:
     assert report["skipped"] == ["group: theirs: RuntimeError: no such kernel"]
 
 
+def too_large() -> Way:
+    raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+
+def test_what_does_not_fit_into_memory_is_left_out(session: Session) -> None:
+    session.compare("group", {"dense": too_large, "low rank": partial(sleeping, 0)})
+    report = read(session)
+    assert [row["way"] for row in report["rows"]] == ["low rank"]
+    assert report["skipped"] == ["group: dense: OutOfMemoryError: tried to allocate 1 TiB"]
+
+
 def test_one_of_ours_that_fails_is_an_error(session: Session) -> None:
     with pytest.raises(RuntimeError, match="no such kernel"):
         session.compare("group", {"ours": broken})
@@ -105,6 +116,17 @@ def test_a_wrong_name_is_answered_with_a_near_one(name: str, meant: str) -> None
     with pytest.raises(ValueError, match=f"there is no benchmark '{name}'; .*There are training, ") as raised:
         find_benchmarks(["decay", name])
     assert meant in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_written_fails_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from factorized.experiments.bench import decay
+
+    monkeypatch.setattr(decay, "compare_decays", lambda session: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run_benchmarks(["decay"], tmp_path / "file", CPU, say=lambda line: None)
 
 
 def test_a_run_writes_json_and_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
