@@ -39,7 +39,7 @@ PARTS: list[Part] = [
 PARTS += [
     ("llama", train_llama),
     ("layers", compare_layers),
-    ("initialization", partial(compare_initializations, sizes=(1024, 2048, 4096))),
+    ("initialization", partial(compare_initializations, sizes=(1024, 2048))),
     ("growth", partial(measure_growth, processes=())),
     ("decay", compare_decays),
 ]
@@ -48,6 +48,7 @@ PARTS += [
     for name in ("ResNet-32x2", "WideResNet-28-10", "VGG-19")
 ]
 PARTS += [
+    ("initialization", partial(compare_initializations, sizes=(4096,))),
     ("initialization", partial(compare_initializations, sizes=(8192,), shares=(32,))),
     ("billion", measure_billion),
 ]
