@@ -119,7 +119,8 @@ class Session:
 
     def skip(self, what: str, why: str) -> None:
         """Write and say that something was not measured."""
-        self.skipped.append(f"{what}: {why}")
+        if (line := f"{what}: {why}") not in self.skipped:
+            self.skipped.append(line)
         self.say(f"  not measured: {what}: {why}")
         self.write()
 
