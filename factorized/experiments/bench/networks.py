@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from factorized.experiments.bench.session import Make, Session, Way
 from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
-from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.network import build_network
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.train import Trainer
@@ -72,8 +71,7 @@ def inference_way(
     name: str, batch: int, device: torch.device, change: Callable[[nn.Module], nn.Module] | None = None
 ) -> Way:
     """Return the forward pass of a recipe's network on noise."""
-    recipe: Recipe = load_recipe(name)
-    network = build_network(recipe, stand_in("noise", 10, 32, 3), seed=0).eval()
+    network = build_network(load_recipe(name), stand_in("noise", 10, 32, 3), seed=0).eval()
     network = network if change is None else change(network)
     network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads forget it
     x = torch.randn(batch, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)

@@ -78,6 +78,7 @@ class Session:
         """
         if self.is_cuda:
             torch.compiler.reset()  # code of other groups counts towards the limit of recompilations
+            torch.backends.cudnn.benchmark = True  # as in training: cuDNN's guesses are slower
         ways: dict[str, Way] = {}
         for name, make in {**makers, **(peers or {})}.items():
             if not self.wants(group, name):
