@@ -23,6 +23,7 @@ from factorized.experiments.bench.session import Session
 from factorized.experiments.bench.stack import Stack
 from factorized.experiments.models.build import build_model
 from factorized.experiments.recipes.find import recipe_names
+from tests.on_gpu import needs_cuda
 
 SMALL = {
     "ResNet-8": {"dense": "digits/resnet8", "low rank 0.1": "digits/resnet8-lowrank-0.1-fd"},
@@ -195,3 +196,13 @@ def test_a_model_that_does_not_fit_is_skipped(session: Session, monkeypatch: pyt
     measure_billion(session)
     assert session.rows == []
     assert session.skipped == ["1,011,875,840 parameters: needs 11 GiB of memory, and this machine has 1"]
+
+
+@needs_cuda
+def test_networks_and_decays_are_measured_on_a_gpu(tmp_path: Path) -> None:
+    session = Session("name", tmp_path / "name.json", torch.device("cuda"), seconds=0.1, say=lambda line: None)
+    train_networks(session, SMALL, batch=8)
+    run_networks(session, SMALL, batches=(8,))
+    decay.compare_decays(session, small_network, LLAMA, batch=8)
+    assert len(session.rows) == 2 + 2 + 3 + 3 + 4
+    assert all(row["ms"]["median"] > 0 and row["memory"] > 0 for row in session.rows)
