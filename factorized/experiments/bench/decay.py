@@ -51,7 +51,7 @@ def build_resnet(device: torch.device) -> nn.Module:
     return factorize(network, ratio=RATIO, init="kaiming")
 
 
-def feed_forward(sizes: LlamaSizes, device: torch.device) -> nn.Module:
+def feed_forward(sizes: LlamaSizes, device: torch.device) -> nn.ModuleList:
     """Return the feed-forward layers of the Llama alone."""
     torch.manual_seed(0)
     shapes = [(sizes.width, sizes.feed_forward)] * 2 + [(sizes.feed_forward, sizes.width)]
