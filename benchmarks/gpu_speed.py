@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu_speed --out benchmarks/results/bench-h200
 
-Processes that each build one network fill the compiler's cache; then one process measures everything, the rows that
-matter most first. Every group of rows is kept as soon as it is measured, so that a stop loses nothing.
+What is not compiled is measured first. Then processes that each build one network fill the compiler's cache; not all of
+them were done after 100 s on an H200 with 16 cores, so name benchmarks to compile fewer. Every group of rows is kept as
+soon as it is measured.
 """
 
 from __future__ import annotations
@@ -26,28 +27,22 @@ from factorized.experiments.bench.initialization import compare_initializations
 from factorized.experiments.bench.layers import compare_layers
 from factorized.experiments.bench.llama import train_llama
 from factorized.experiments.bench.networks import NETWORKS, run_networks, train_networks
-from factorized.experiments.bench.run import run_benchmarks
+from factorized.experiments.bench.run import find_benchmarks, run_benchmarks
 from factorized.experiments.bench.session import Session
 
 AT_ONCE = 12  # processes that compile
 Part = tuple[str, Callable[[Session], None]]
-# Rows that matter most come first; parts of one name share a file
-PARTS: list[Part] = [
-    ("training", partial(train_networks, networks={name: NETWORKS[name]}))
-    for name in ("ResNet-32x2", "WideResNet-28-10", "VGG-19")
-]
-PARTS += [
-    ("llama", train_llama),
+# Parts of one name share a file; those that compile nothing come first, so that a stop while compiling loses little
+EAGER: list[Part] = [
     ("layers", compare_layers),
     ("initialization", partial(compare_initializations, sizes=(1024, 2048))),
     ("growth", partial(measure_growth, processes=())),
-    ("decay", compare_decays),
 ]
-PARTS += [
-    ("inference", partial(run_networks, networks={name: NETWORKS[name]}))
-    for name in ("ResNet-32x2", "WideResNet-28-10", "VGG-19")
-]
-PARTS += [
+ORDER = ("ResNet-32x2", "WideResNet-28-10", "VGG-19")
+COMPILED: list[Part] = [("training", partial(train_networks, networks={name: NETWORKS[name]})) for name in ORDER]
+COMPILED += [("llama", train_llama), ("decay", compare_decays)]
+COMPILED += [("inference", partial(run_networks, networks={name: NETWORKS[name]})) for name in ORDER]
+LONGEST: list[Part] = [
     ("initialization", partial(compare_initializations, sizes=(4096,))),
     ("initialization", partial(compare_initializations, sizes=(8192,), shares=(32,))),
     ("billion", measure_billion),
@@ -87,6 +82,7 @@ def compile_in_parallel(rows: Sequence[tuple[str, str]], device: str, seconds: f
 def main(given: Sequence[str] | None = None) -> None:
     """Parse the command line, and compile or measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="benchmarks to run, all unless given")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--seconds", type=float, default=2, help="of timing for each group of rows")
@@ -98,20 +94,21 @@ def main(given: Sequence[str] | None = None) -> None:
         run_benchmarks([name], arguments.out, arguments.device, seconds=0, only=row, charts=False)
         return
     began = time.monotonic()
-    if arguments.compile_seconds:
-        compile_in_parallel(compiled_rows(), str(arguments.device), arguments.compile_seconds)
-        print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
-    sessions: dict[str, Session] = {}
-    for name, measure in PARTS:
-        if name not in sessions:
-            say = partial(print, flush=True)
-            path = arguments.out / f"{name}.json"
-            sessions[name] = Session(name, path, arguments.device, arguments.seconds, say=say)
-        try:
-            measure(sessions[name])
-        except Exception as error:  # the other parts are worth having
-            sessions[name].skip(name, f"{type(error).__name__}: {error}")
-        print(f"-- {name} after {time.monotonic() - began:.0f} s", flush=True)
+    names = find_benchmarks(arguments.names or ["all"])
+    sessions = {
+        name: Session(name, arguments.out / f"{name}.json", arguments.device, arguments.seconds) for name in names
+    }
+    for parts in (EAGER, COMPILED, LONGEST):
+        if parts is COMPILED and arguments.compile_seconds:
+            rows = [row for row in compiled_rows() if row[0] in names]
+            compile_in_parallel(rows, str(arguments.device), arguments.compile_seconds)
+            print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+        for name, measure in ((name, measure) for name, measure in parts if name in names):
+            try:
+                measure(sessions[name])
+            except Exception as error:  # the other parts are worth having
+                sessions[name].skip(name, f"{type(error).__name__}: {error}")
+            print(f"-- {name} after {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

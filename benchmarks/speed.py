@@ -132,6 +132,8 @@ def overview(results: Path = RESULTS) -> str:
         f"Time over dense: {machines}. [Memory, more rows and other packages](docs/speed.md); `factorized bench` "
         "measures your machine."
     )
+    if "h200" not in rows:
+        text += " On a GPU, narrow networks [gain little](docs/guide/limits.md)."
     return "\n".join([first, "", text, *(["", " ".join(behind)] if behind else [])])
 
 

@@ -72,6 +72,7 @@ def test_what_is_slower_or_larger_than_dense_is_told(results: Path) -> None:
     text = speed.overview(results)
     assert "Net, low rank 0.1, training step takes 1.30 times as long as dense on H200." in text
     assert "0.02" not in text
+    assert "On a GPU, narrow networks" not in text
 
 
 def test_the_chart_of_the_readme_has_a_bar_for_each_row(results: Path, tmp_path: Path) -> None:
@@ -99,7 +100,8 @@ def test_every_row_that_a_gpu_compiles_first_is_one_that_it_measures(
         BENCHMARKS[name].load()(Session(name, tmp_path / "none.json", torch.device("cuda")))
     for name, only in gpu_speed.compiled_rows():
         assert len([row for row in found[name] if only in row]) == 1, only
-    assert {name for name, _ in gpu_speed.PARTS} == set(BENCHMARKS)
+    parts = [*gpu_speed.EAGER, *gpu_speed.COMPILED, *gpu_speed.LONGEST]
+    assert {name for name, _ in parts} == set(BENCHMARKS)
 
 
 def test_a_part_that_fails_on_a_gpu_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +112,26 @@ def test_a_part_that_fails_on_a_gpu_does_not_stop_the_others(tmp_path: Path, mon
         measured(session)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(gpu_speed, "PARTS", [("llama", broken), ("decay", measured), ("llama", measured)])
-    monkeypatch.setattr(gpu_speed, "compiled_rows", lambda: [("layers", "no such row")])
-    arguments = ["--out", str(tmp_path), "--device", "cpu", "--seconds", "0.001", "--compile-seconds", "0.2"]
+    monkeypatch.setattr(gpu_speed, "EAGER", [("llama", broken), ("growth", broken)])
+    monkeypatch.setattr(gpu_speed, "COMPILED", [("decay", measured), ("llama", measured)])
+    monkeypatch.setattr(gpu_speed, "LONGEST", [])
+    monkeypatch.setattr(gpu_speed, "compiled_rows", lambda: [("decay", "no such row"), ("layers", "")])
+    arguments = [
+        "llama",
+        "decay",
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--seconds",
+        "0.001",
+        "--compile-seconds",
+        "0.2",
+    ]
     gpu_speed.main(arguments)
     report = json.loads((tmp_path / "llama.json").read_text())
     assert (len(report["rows"]), report["skipped"]) == (2, ["llama: RuntimeError: out of memory"])
     assert len(json.loads((tmp_path / "decay.json").read_text())["rows"]) == 1
+    assert not (tmp_path / "growth.json").exists()  # was not asked for
     gpu_speed.main(["--out", str(tmp_path), "--device", "cpu", "--warm", "layers", "no such row"])
     assert json.loads((tmp_path / "layers.json").read_text())["rows"] == []
