@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from factorized import FactorizedLinear, LowRank, Monarch, TensorTrain, Tucker
+from factorized.formats import product
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
 from factorized.testing import error
@@ -34,3 +37,21 @@ def test_a_format_for_another_weight_is_refused() -> None:
     format = LowRank().at_rank(KernelShape(6, 8), 2)
     with pytest.raises(ValueError, match="format must be for a weight 8x6 with groups=1, got one for 6x8"):
         FactorizedLinear(6, 8, format)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_rank_that_a_gpu_pads_changes_nothing(monkeypatch: pytest.MonkeyPatch, depth: int, transposed: bool) -> None:
+    kind = Conv1D if transposed else nn.Linear
+    layer = FactorizedLinear(12, 20, 5, depth=depth, execution="chain", init="normal", dense_type=kind)
+    x = torch.randn(3, 12)
+    expected = layer(x)
+    gradients = torch.autograd.grad(expected.square().sum(), layer.factors)
+    ranks = []
+    real = product.aligned
+    monkeypatch.setattr(product, "gains_from_alignment", lambda *_: True)
+    monkeypatch.setattr(product, "aligned", lambda cores: ranks.append(real(cores)[0].shape[1]) or real(cores))
+    padded = layer(x)
+    assert ranks == [8]
+    torch.testing.assert_close(padded, expected)
+    torch.testing.assert_close(torch.autograd.grad(padded.square().sum(), layer.factors), gradients)

@@ -20,6 +20,7 @@ from tests.experiments.training import smooth
 from tests.experiments.training.small import STEPS, digits, recipe
 
 CPU = Processes(torch.device("cpu"))
+RESIDUAL = "tests.experiments.training.small:residual_network"
 
 
 def inputs_of_a_step(changed: Recipe) -> tuple[Tensor, Tensor]:
@@ -106,6 +107,26 @@ def test_a_compiled_step_ends_where_plain_eager_does(backend: str, monkeypatch: 
     for name, expected in states[0][0].items():
         torch.testing.assert_close(states[1][0][name], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(states[1][1], states[0][1], rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_step_compiled_by_blocks_ends_where_plain_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    states = []
+    for compiled in ("no", "yes"):
+        trainer = Trainer(recipe(f"model.name='{RESIDUAL}'", f"run.compile={compiled}"), digits(), CPU, seed=0)
+        torch.manual_seed(0)
+        trainer.source.start(0, 0)
+        for _ in range(2):
+            trainer.step()
+        states.append((trainer.network.state_dict(), trainer.step.loss_sum, trainer.evaluate()))
+    for name, expected in states[0][0].items():
+        torch.testing.assert_close(states[1][0][name], expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(states[1][1], states[0][1], rtol=1e-5, atol=0)
+    # the augmentation and five kinds of six blocks; evaluation runs the network as it is
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
 
 
 def test_the_cpu_is_not_compiled_or_captured_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:

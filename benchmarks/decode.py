@@ -1,0 +1,150 @@
+"""Time the decoding of language models, token by token: dense, and low rank after ``fz.lower``.
+
+    python -m benchmarks.decode --out benchmarks/results/decode-h200.json
+
+Models are made from their sizes with random weights, in bfloat16, with a static cache of keys and values. One step
+reads a token of each sequence and gives the next one; on a GPU it is compiled and one CUDA graph. Times are medians of
+rounds that are interleaved over the models, in milliseconds; ``bytes`` are those of all weights, which every step
+reads; ``peak_memory`` is that of torch's tensors, in bytes, without the models that came before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, StaticCache
+
+import factorized as fz
+from factorized.experiments.training.record import describe_machine
+from factorized.nn.running import count_parameters
+from factorized.nn.timing import capture, median_milliseconds
+
+# name: the configuration of the dense model
+MODELS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-445m": lambda: LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=16_384,
+        tie_word_embeddings=True,
+    ),
+    "gpt2": lambda: GPT2Config(),
+    "gpt2-large": lambda: GPT2Config(n_embd=1280, n_layer=36, n_head=20),
+    "tiny": lambda: LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=100,
+    ),
+}
+PROMPT = 16  # tokens before the first that is timed
+
+
+def build(name: str, ratio: float | None, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return a model with random weights; with a ``ratio``, its layers at low rank and lowered to plain ones."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(MODELS[name]())
+    model.eval().requires_grad_(False)
+    if ratio is not None:
+        model = fz.lower(fz.factorize(model, fz.LowRank(), ratio=ratio, init="default"))
+    return model.to(dtype)
+
+
+class Decoder:
+    """Greedy decoding of a batch of sequences, one token a call, until the cache is full."""
+
+    def __init__(self, model: Any, batch: int, length: int, *, compiled: bool) -> None:
+        self.model, self.device = model, next(model.parameters()).device
+        self.cache = StaticCache(config=model.config, max_cache_len=length)  # it counts the tokens that it holds
+        prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=self.device)
+        with torch.no_grad():
+            self.tokens = self._next(prompt)  # (batch, 1)
+        self._call = torch.compile(self._next, fullgraph=True, dynamic=False) if compiled else self._next
+        self.step: Callable[[], object] = capture(self._step) if self.device.type == "cuda" else self._step
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.tokens.copy_(self._call(self.tokens))
+
+    def _next(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def time_models(
+    name: str, ratios: Sequence[float | None], batch: int, arguments: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
+    """Return a row for each ratio, None for the dense model: milliseconds a token, weights, peak memory."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    rows, decoders = [], {}
+    for ratio in ratios:
+        if cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated() if cuda else 0
+        model = build(name, ratio, device, dtype)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        decoders[ratio] = Decoder(model, batch, arguments.length, compiled=arguments.compile)
+        decoders[ratio].step()
+        rows.append(
+            {
+                "model": name,
+                "batch": batch,
+                "ratio": ratio,
+                "parameters": count_parameters(model),
+                "bytes": sum(tensor.nbytes for tensor in model.parameters()),
+                "peak_memory": torch.cuda.max_memory_allocated() - held if cuda else None,
+            }
+        )
+    steps = {ratio: decoder.step for ratio, decoder in decoders.items()}
+    times = median_milliseconds(steps, cuda, rounds=arguments.rounds, repeats=arguments.repeats)
+    for row in rows:
+        row["milliseconds"] = times[row["ratio"]]
+        row["over_dense"] = times[row["ratio"]] / times[None]
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Parse the command line, time every model and write one JSON file, again after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["llama-445m", "gpt2", "gpt2-large"], help=", ".join(MODELS))
+    parser.add_argument("--ratio", type=float, action="append", help="share of the parameters; 0.5 unless given")
+    parser.add_argument("--batch", type=int, action="append", help="sequences; 1 and 8 unless given")
+    parser.add_argument("--length", type=int, default=512, help="tokens that the cache can hold")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args(words)
+    device = torch.device(arguments.device)
+    needed = PROMPT + 5 + (arguments.rounds + 1) * arguments.repeats  # five to warm up
+    if arguments.length < needed:
+        raise SystemExit(f"--length {arguments.length} is less than the {needed} tokens of all rounds")
+    rows: list[dict[str, Any]] = []
+    for name in arguments.models:
+        for batch in arguments.batch or [1, 8]:
+            torch._dynamo.reset()
+            rows += time_models(name, [None, *(arguments.ratio or [0.5])], batch, arguments, device)
+            for row in rows[-1 - len(arguments.ratio or [0.5]) :]:
+                print(row, flush=True)
+            found = {"machine": describe_machine(device), "length": arguments.length, "rows": rows}
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
