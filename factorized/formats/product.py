@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from factorized._checks import check_choice, check_whole
 from factorized.formats.calibration import Moment, calibrated_factors, output_error, refined, regularized
@@ -259,21 +257,7 @@ class Product(Format):
         if way == "products" and geometry is not None:
             U, *inner, V = cores
             return two_products(x, U, V, inner, bias, self.shape, geometry)
-        cores = aligned(cores) if way == "chain" and geometry is None and gains_from_alignment(x, cores) else cores
         return super().run(way, x, cores, bias, geometry, adjust)
-
-    def run_transposed(
-        self,
-        way: Way,
-        x: Tensor,
-        cores: Sequence[Tensor],
-        bias: Tensor | None,
-        geometry: Geometry | None,
-        adjust: Adjust | None = None,
-    ) -> Tensor:
-        """Apply the transposed weight to an input."""
-        cores = aligned(cores) if way == "chain" and geometry is None and gains_from_alignment(x, cores) else cores
-        return super().run_transposed(way, x, cores, bias, geometry, adjust)
 
     def raised(self) -> list[Product]:
         """Return the next rank up."""
@@ -286,25 +270,6 @@ class Product(Format):
     def describe(self) -> str:
         """Return the rank, and the depth where there is one."""
         return f"rank={self.rank}" + (f", depth={self.depth}" if self.depth else "")
-
-
-def gains_from_alignment(x: Tensor, cores: Sequence[Tensor]) -> bool:
-    """Return whether a linear runs faster at a rank that is a multiple of eight.
-
-    GPUs multiply rows that begin at multiples of 16 bytes faster. A compiled program casts the factors anyway in one
-    kernel each, which can pad them; elsewhere padding would take kernels of its own.
-    """
-    return x.is_cuda and torch.compiler.is_compiling() and not isinstance(cores[0], DTensor)
-
-
-def aligned(cores: Sequence[Tensor]) -> Cores:
-    """Return the factors of a matrix with zeros added to their ranks, up to the next multiple of eight."""
-    U, *inner, V = cores
-    surplus = -U.shape[-1] % 8
-    if not surplus:
-        return tuple(cores)
-    wide, both = (0, surplus), (0, surplus, 0, surplus)
-    return (F.pad(U, wide), *[F.pad(M, both) for M in inner], F.pad(V, wide))
 
 
 class _Products(Scheme):
