@@ -4,8 +4,8 @@
 
 Every recipe is started twice in a process of its own, with an empty cache of compiled programs and with the one that
 the first start has filled. Images are random and of CIFAR's size. Times are seconds, one run each: ``first_step`` is
-the time from the start of the process to the end of the first step, and the others are its parts. ``ms_per_step`` is
-the mean of a hundred steps after it.
+the time from the start of the process to the end of the first step, and the others are its parts; ``compile`` is part
+of them, and ``trace`` part of that. ``ms_per_step`` is the mean of a hundred steps after it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ def start(name: str, changes: Sequence[str], images: int, whole: bool, device: s
         trainer.step()
     wait()
     row["ms_per_step"] = 1e3 * (time.time() - marks["first step"]) / max(1, steps)
+    seconds = torch._dynamo.utils.compilation_time_metrics
+    row["compile"] = sum(sum(seconds.get(name, [])) for name in ("_compile.compile_inner", "backward._backward_impl"))
+    row["trace"] = sum(seconds.get("bytecode_tracing", []))
     counters = torch._dynamo.utils.counters
     row["graphs"] = counters["stats"]["unique_graphs"]
     row["caches"] = {
