@@ -63,15 +63,20 @@ def build(name: str, ratio: float | None, device: torch.device, dtype: torch.dty
 
 
 class Decoder:
-    """Greedy decoding of a batch of sequences, one token a call, until the cache is full."""
+    """Greedy decoding of a batch of sequences, one token a call, until the cache is full.
 
-    def __init__(self, model: Any, batch: int, length: int, *, compiled: bool) -> None:
+    ``options`` are those of torch's compiler; None compiles nothing.
+    """
+
+    def __init__(self, model: Any, batch: int, length: int, options: dict[str, bool] | None) -> None:
         self.model, self.device = model, next(model.parameters()).device
         self.cache = StaticCache(config=model.config, max_cache_len=length)  # it counts the tokens that it holds
         prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=self.device)
         with torch.no_grad():
             self.tokens = self._next(prompt)  # (batch, 1)
-        self._call = torch.compile(self._next, fullgraph=True, dynamic=False) if compiled else self._next
+        self._call = self._next
+        if options is not None:
+            self._call = torch.compile(self._next, fullgraph=True, dynamic=False, options=options)
         self.step: Callable[[], object] = capture(self._step) if self.device.type == "cuda" else self._step
 
     @torch.no_grad()
@@ -89,6 +94,7 @@ def time_models(
     """Return a row for each ratio, None for the dense model: milliseconds a token, weights, peak memory."""
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
+    options = dict.fromkeys(arguments.option, True) if arguments.compile else None
     rows, decoders = [], {}
     for ratio in ratios:
         if cuda:
@@ -98,7 +104,7 @@ def time_models(
         model = build(name, ratio, device, dtype)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        decoders[ratio] = Decoder(model, batch, arguments.length, compiled=arguments.compile)
+        decoders[ratio] = Decoder(model, batch, arguments.length, options)
         decoders[ratio].step()
         rows.append(
             {
@@ -129,6 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--option", action="append", default=[], help="of torch's compiler, such as freezing")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(words)
     device = torch.device(arguments.device)
@@ -142,7 +149,8 @@ def main(words: Sequence[str] | None = None) -> None:
             rows += time_models(name, [None, *(arguments.ratio or [0.5])], batch, arguments, device)
             for row in rows[-1 - len(arguments.ratio or [0.5]) :]:
                 print(row, flush=True)
-            found = {"machine": describe_machine(device), "length": arguments.length, "rows": rows}
+            settings = {"length": arguments.length, "options": arguments.option}
+            found = {"machine": describe_machine(device), **settings, "rows": rows}
             arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -22,7 +22,7 @@ def test_a_decoder_gives_the_tokens_that_transformers_generates(
     prompts = []
     real = torch.randint
     monkeypatch.setattr(torch, "randint", lambda *given, **how: prompts.append(real(*given, **how)) or prompts[-1])
-    decoder = decode.Decoder(model, batch=2, length=32, compiled=False)
+    decoder = decode.Decoder(model, batch=2, length=32, options=None)
     tokens = [decoder.tokens.clone()]
     for _ in range(3):
         decoder.step()
