@@ -22,6 +22,7 @@ from factorized.experiments.training.state import RunState, load_state
 from factorized.files.checksum import sealed
 
 NAME = "digits/resnet8-lowrank-0.1-si-fd"
+RESIDUAL = "tests.experiments.training.small:residual_network"
 STEPS = 4  # in an epoch
 TIMES = ("seconds", "images_per_second")  # what differs from run to run
 

@@ -17,10 +17,9 @@ from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.step import autocast_type
 from factorized.experiments.training.train import Trainer
 from tests.experiments.training import smooth
-from tests.experiments.training.small import STEPS, digits, recipe
+from tests.experiments.training.small import RESIDUAL, STEPS, digits, recipe
 
 CPU = Processes(torch.device("cpu"))
-RESIDUAL = "tests.experiments.training.small:residual_network"
 
 
 def inputs_of_a_step(changed: Recipe) -> tuple[Tensor, Tensor]:
