@@ -28,17 +28,25 @@ class CapturedPass:
         self._batch = {name: tensor.to(device, copy=True) for name, tensor in batch.items()}
         self._loss = torch.zeros((), device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # warming up draws dropout
-            self._replay = capture(self._pass)
+            self._replay: Callable[[], object] | None = capture(self._pass)
         self._gradients = [parameter.grad for parameter in self._parameters]
 
     def __call__(self, batch: Batch) -> Tensor:  # ()
         """Compute the gradients of a batch and return its loss, which is valid until the next call."""
+        if self._replay is None:
+            raise RuntimeError("the captured pass was released; capture another one")
         for name, tensor in batch.items():
             self._batch[name].copy_(tensor, non_blocking=True)
         self._replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient  # the optimizer has set it to None
         return self._loss
+
+    def release(self) -> None:
+        """Free the memory of the graph, which a cycle of references would keep for a while."""
+        self._replay, self._gradients = None, []
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _pass(self) -> None:
         for parameter in self._parameters:

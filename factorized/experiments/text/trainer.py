@@ -130,6 +130,12 @@ class TextTrainer(Trainer):
             self._pass = CapturedPass(partial(self._step_on, model), batch, model.parameters(), self.args.device)
         return self._pass(batch)
 
+    def release_graph(self) -> None:
+        """Free the memory of the captured pass; the next step captures another one."""
+        if self._pass is not None:
+            self._pass.release()
+            self._pass = None
+
     def _step_on(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         count = batch.pop(COUNT)
         return super().training_step(model, batch, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from factorized.experiments.text import captured
+from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.task import TextTask
 from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
@@ -72,3 +74,20 @@ def test_a_pass_is_captured_where_batches_are_whole_and_of_one_shape(
 ) -> None:
     recipe, corpus = small(task, tmp_path, "run.compile=true", *changes)
     assert TASKS[task](recipe, corpus).is_captured(device, processes) is expected
+
+
+def test_the_memory_of_a_graph_is_freed_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[weakref.ref[Any]] = []
+
+    def noted(step: Any) -> Callable[[], object]:
+        replay = capture_without_gpu(step)
+        graphs.append(weakref.ref(replay))
+        return replay
+
+    monkeypatch.setattr(captured, "capture", noted)
+    monkeypatch.setattr(TextTask, "is_captured", lambda *_: True)
+    recipe, corpus = small("language", tmp_path)
+    freed = []
+    monkeypatch.setattr(LanguageTask, "test", lambda *_: freed.append(graphs[0]() is None) or {})
+    train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    assert freed == [True]
