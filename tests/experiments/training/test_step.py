@@ -109,10 +109,11 @@ def test_a_compiled_step_ends_where_plain_eager_does(backend: str, monkeypatch: 
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_step_compiled_by_blocks_ends_where_plain_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_a_step_compiled_by_blocks_ends_where_plain_eager_does(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     states = []
     for compiled in ("no", "yes"):
         trainer = Trainer(recipe(f"model.name='{RESIDUAL}'", f"run.compile={compiled}"), digits(), CPU, seed=0)
