@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks import speed
 from benchmarks.markdown import fill, table
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import Comparison
@@ -29,7 +30,15 @@ PAGES = (
     *(ROOT / "docs" / "guide" / f"{name}.md" for name in ("images", "limits")),
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("calibrated", "frobenius_decay", "low_rank", "monarch", "overcomplete", "spectral_initialization")
+        for name in (
+            "calibrated",
+            "frobenius_decay",
+            "low_rank",
+            "monarch",
+            "overcomplete",
+            "speed",
+            "spectral_initialization",
+        )
     ),
 )
 
@@ -191,21 +200,6 @@ def surgery() -> str:
     return table(["model, budget", *titles, 'a plan with `allocate="spectrum"`'], rows, note)
 
 
-def svd_peers() -> str:
-    """Return the table of spectral factors beside those of other packages."""
-    report = _read("svd-peers-cpu")
-    names = list(report["rows"][0]["seconds"])
-    rows = [
-        [
-            f"{row['size']}×{row['size']}, {row['rank']}",
-            *(f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names),
-        ]
-        for row in report["rows"]
-    ]
-    note = f"Seconds, and the error ‖W - UVᵀ‖ over the optimum. {_cpu_time(report)}"
-    return table(["Gaussian matrix, rank", *(f"`{name}`" if "." in name else name for name in names)], rows, note)
-
-
 def _seconds(spread: dict[str, float]) -> str:
     several = f" ({spread['least']:.1f} to {spread['largest']:.1f})" if spread["least"] < spread["largest"] else ""
     return f"{spread['median']:.1f}{several}"
@@ -329,11 +323,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-step": training_step,
     "decomposition": decomposition,
     "surgery": surgery,
-    "svd-peers": svd_peers,
     "monarch": monarch,
     "calibrated": calibrated,
     "ranks": ranks,
     "compression": compression,
+    **speed.TABLES,
 }
 
 
