@@ -162,7 +162,10 @@ class Lamb(Optimizer):
             gradients = list(torch._foreach_mul(gradients, scale))
         states = [self._state_of(parameter) for parameter in parameters]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1.0 if passed is None else passed)
+        if passed is None:
+            torch._foreach_add_(steps, 1.0)
+        else:  # as a single tensor, torch would fetch it from the device
+            torch._foreach_add_(steps, [passed] * len(steps))
 
         weights = [local_part(parameter) for parameter in parameters]
         given = [decays.get(parameter) for parameter in parameters]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,12 @@ def give_gradients(models: list[nn.Module], seed: int) -> None:
 @pytest.fixture
 def refuses_to_wait() -> Iterator[Callable[[], None]]:
     """Return a function after whose call everything that waits for the device raises."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
+
+    def refuse() -> None:
+        with warnings.catch_warnings(action="ignore"):  # torch says that this mode does not find everything
+            torch.cuda.set_sync_debug_mode("error")
+
+    yield refuse
     torch.cuda.set_sync_debug_mode("default")
 
 
