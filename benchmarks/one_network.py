@@ -43,7 +43,7 @@ class Composing(nn.Module):
 
     one: OneNetwork  # not a part of this module
 
-    def __init__(self, one: OneNetwork, holders: Sequence[nn.Module]) -> None:
+    def __init__(self, one: OneNetwork, holders: Sequence[Any]) -> None:
         super().__init__()
         self.body, self.holders = one.body, nn.ModuleList(holders)
         for holder in holders:
