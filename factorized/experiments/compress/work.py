@@ -242,6 +242,7 @@ class Work:
     def _recover(self, recipe: AnyRecipe) -> dict[str, Any]:
         network = self.subject.load(self.folder / COMPRESSED)
         result = self.subject.train(recipe, network, self.plan, self.folder / RECOVERED, self.reporter)
+        del network  # what is tested is what was written
         scores = self.subject.evaluate(self.subject.trained(self.folder / RECOVERED))
         self.say(f"recovered: {self.told(scores)}, after {result['seconds']:.0f} s of {recipe.name}")
         kept = {"asked": recipe.to_dict(), "recipe": result["recipe"], "history": result["history"]}
@@ -275,6 +276,7 @@ class Work:
             if stage == "compressed":
                 found["alone"] = losses_alone(network, calls)
             found[stage] = differences(calls, layer_calls(network, names, batch))
+            del network
         return found
 
     def told(self, scores: dict[str, float]) -> str:
