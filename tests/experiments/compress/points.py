@@ -25,14 +25,14 @@ def points(count: int = 300) -> tuple[Tensor, Tensor]:
 
 
 class Points(Subject):
-    """Counts the networks that it gave and that are still held, at the moment when it gives another."""
+    """Notes what is asked of it and, if it is ``watching``, how many networks that it gave are held at a time."""
 
     score, lower_is_better = "loss", True
 
     def __init__(self) -> None:
         super().__init__("points", ["some weights", "some points"], torch.device("cpu"), self._build)
         self.given: list[weakref.ref[nn.Module]] = []
-        self.most_held = 0
+        self.most_held, self.watching = 0, False
         self.done: list[str] = []  # what was asked of it
 
     def _build(self) -> nn.Module:
@@ -40,10 +40,11 @@ class Points(Subject):
         return Mlp()
 
     def _watched(self, network: nn.Module) -> nn.Module:
-        gc.collect()
-        held = sum(one() is not None for one in self.given)
-        self.given.append(weakref.ref(network))
-        self.most_held = max(self.most_held, held + 1)
+        if self.watching:
+            gc.collect()
+            held = sum(one() is not None for one in self.given)
+            self.given.append(weakref.ref(network))
+            self.most_held = max(self.most_held, held + 1)
         return network
 
     def dense(self) -> nn.Module:

@@ -28,7 +28,9 @@ def compressed(folder: Path, settings: Settings = SETTINGS, **options: Any) -> t
 
 
 def test_one_network_is_held_at_a_time(tmp_path: Path) -> None:
-    subject, _ = compressed(tmp_path)
+    subject = Points()
+    subject.watching = True
+    Work(subject, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["lowered", "composed"])
     assert len(subject.given) > 4
     assert subject.most_held == 1
 
@@ -192,6 +194,8 @@ def test_the_page_shows_scores_layers_losses_and_what_was_won_back(tmp_path: Pat
         for stage in ("alone", "compressed", "recovered"):
             share = 100 * state["differences"][stage][row["name"]]
             assert f'<td class="number">{share:.1f} %</td>' in page
+    state["recovered"]["scores"]["loss"] = after + 0.25
+    assert "<dt>lost in recovery</dt><dd>0.25</dd>" in compress_page(state)
     assert "loss while recovering" in page
     assert "digits/resnet8-recovery" in page
     for form in ("lowered", "composed"):
