@@ -8,6 +8,7 @@ Training computes the same as layers that compose their weights.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,23 +17,23 @@ from torch import Tensor, nn
 
 
 class OneNetwork:
-    """A dense network without the weights of some layers, compiled for training.
+    """A dense network without the weights of its convolutions and linears, compiled for training.
 
     Args:
         dense: gives everything but those weights; it is copied.
-        names: of the layers whose weights are composed.
         backend: of ``torch.compile``.
     """
 
-    def __init__(self, dense: nn.Module, names: Sequence[str], backend: str = "inductor") -> None:
+    def __init__(self, dense: nn.Module, backend: str = "inductor") -> None:
         self.body = copy.deepcopy(dense)
-        self.layers = {name: self.body.get_submodule(name) for name in names}
+        named = self.body.named_modules()
+        self.layers = {name: module for name, module in named if isinstance(module, (nn.Conv2d, nn.Linear))}
         for layer in self.layers.values():
             del layer.weight
         self.compiled: Any = torch.compile(self.body, fullgraph=True, dynamic=False, backend=backend)
 
     def holding(self, network: nn.Module) -> Composing:
-        """Return a network that trains the factors, or pruned weights, of ``network``, and copies of all else in it."""
+        """Return a network that trains the factors and weights of ``network``, and copies of all else in it."""
         expected = self.body.state_dict()
         self.body.load_state_dict({name: tensor for name, tensor in network.state_dict().items() if name in expected})
         return Composing(self, [network.get_submodule(name) for name in self.layers])
@@ -61,12 +62,17 @@ class Composing(nn.Module):
         for layer, weight in zip(layers, weights, strict=True):
             layer.__dict__["weight"] = weight
         try:
-            found: Tensor = self.one.compiled(x) if self.training else self.body(x)
+            found: Tensor = self._compiled(x) if self.training else self.body(x)
             return found
         finally:
             # a graph that is kept alive would bind a captured step to the stream of the one before
             for layer in layers:
                 del layer.__dict__["weight"]
+
+    def _compiled(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings():  # the compiler looks for the gradients of composed weights, which have none
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            return self.one.compiled(x)
 
     def _holders(self) -> Iterator[Any]:
         return iter(self.holders)

@@ -88,7 +88,7 @@ class Report:
         self.rows.append({**key, **figures})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, {**self.about, "rows": self.rows})
-        print(*key.values(), f"{figures[key['score']]:.2f}", flush=True)
+        print(*key.values(), figures.get("problem") or f"{figures[key['score']]:.2f}", flush=True)
 
 
 class Clock:
@@ -162,7 +162,7 @@ class Compression:
     @cached_property
     def one_network(self) -> OneNetwork:
         """The dense network, compiled once for all ranks."""
-        return OneNetwork(self.subject.dense(), [entry.name for entry in self.plan(SVD, 0.5).layers])
+        return OneNetwork(self.subject.dense())
 
     def recover(self, network: nn.Module, plan: fz.Plan, recipe: AnyRecipe, seed: int) -> nn.Module:
         """Return a copy of the network after its recovery."""
@@ -213,7 +213,11 @@ def measure(work: Compression, report: Report, cells: Sequence[Cell], clock: Clo
         for key in missing:
             if clock.allows_another():
                 began = time.perf_counter()
-                trained = work.recover(network, plan, work.recipe(cell, key["recovery"]), cell.seed)
+                try:
+                    trained = work.recover(network, plan, work.recipe(cell, key["recovery"]), cell.seed)
+                except ValueError as error:  # the loss is not finite any more: others have to go on
+                    report.add(key, {"problem": str(error)})
+                    continue
                 seconds = time.perf_counter() - began
                 clock.longest = max(clock.longest, seconds)
                 test(key, trained, seconds=round(seconds, 1))

@@ -171,35 +171,70 @@ def test_a_copy_of_a_pruned_network_keeps_its_zeros_in_training() -> None:
     assert found[1].weight.grad[~zero].any()
 
 
-def _gradients(network: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    network.train().zero_grad()
-    network(x).square().sum().backward()
-    return {name.partition(".")[2]: p.grad for name, p in network.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_one_compiled_network_trains_products_of_all_ranks_and_pruned_weights_alike() -> None:
     torch.manual_seed(0)
     dense = build_model("resnet8", 10, 8, 1)
-    plans = [fz.plan(dense, fz.LowRank(kind), ratio=ratio) for kind, ratio in (("spatial", 0.3), ("channel", 0.6))]
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    one = OneNetwork(dense, [entry.name for entry in plans[0].layers], "aot_eager")
-    networks = [fz.factorize(copy.deepcopy(dense), plan) for plan in plans]
-    networks.append(pruned(copy.deepcopy(dense), plans[0]))
+    one = OneNetwork(dense, "aot_eager")
+    some = fz.plan(dense, fz.LowRank(), ratio=0.3)
+    networks = [
+        fz.factorize(copy.deepcopy(dense), some),
+        fz.factorize(copy.deepcopy(dense), fz.LowRank("channel"), ratio=0.9, exclude=["stages.0.*"]),
+        pruned(copy.deepcopy(dense), some),
+    ]
     x = torch.randn(16, 1, 8, 8)
     for network in networks:
-        copied = recovery._copied(network)
-        network.train().zero_grad()
-        network(x).square().sum().backward()
-        expected = [p.grad for p in network.parameters()]
-        composing = one.holding(copied)
-        _gradients(composing, x)
-        names = {name: p.grad for name, p in composing.body.named_parameters()}
+        composing = one.holding(recovery._copied(network))
+        for either in (network, composing):
+            either.train()(x).square().sum().backward()
+        found = {name: p.grad for name, p in composing.body.named_parameters()}
         for place, name in enumerate(one.layers):
-            names |= {f"{name}.{own}": p.grad for own, p in composing.holders[place].named_parameters()}
-        for (name, _), gradient in zip(network.named_parameters(), expected, strict=True):
-            torch.testing.assert_close(names[name], gradient, rtol=1e-3, atol=1e-4)
+            found |= {f"{name}.{own}": p.grad for own, p in composing.holders[place].named_parameters()}
+        for name, parameter in network.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(composing.eval()(x), network.eval()(x), rtol=1e-3, atol=1e-4)
+        composing.zero_grad()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not any("weight" in layer.__dict__ for layer in one.layers.values())
+
+
+def test_runs_on_a_gpu_share_one_compiled_network(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def eager(dense: nn.Module) -> OneNetwork:
+        made.append(OneNetwork(dense, "eager"))
+        return made[-1]
+
+    monkeypatch.setattr(recovery, "OneNetwork", eager)
+    subject = recovery.open_subject(str(run), None, torch.device("cpu"))
+    trained = {}
+    for share in (False, True):
+        work = recovery.Compression(subject, "channel", 256, share_compiled=share)
+        for method in ("truncated SVD", "pruning"):
+            plan, cell = work.plan(method, 0.3), recovery.Cell(0.3, method, 0, ())
+            network = work.recover(work.compress(method, plan), plan, work.recipe(cell, "ordinary"), 0)
+            trained[share, method] = subject.evaluate(network)["loss"]
+    assert len(made) == 1
+    for method in ("truncated SVD", "pruning"):
+        assert trained[True, method] == pytest.approx(trained[False, method], rel=1e-3)
+
+
+def test_a_recovery_that_diverges_is_noted_and_others_go_on(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recover, asked = recovery.Compression.recover, []
+
+    def diverges(self: recovery.Compression, *arguments: Any) -> nn.Module:
+        asked.append(arguments[2].decay.kind)
+        if len(asked) == 1:
+            raise ValueError("the training loss is nan")
+        return recover(self, *arguments)
+
+    monkeypatch.setattr(recovery.Compression, "recover", diverges)
+    out = tmp_path / "recovery.json"
+    recovery.main([str(run), *SMALL, "--methods", "truncated SVD", "--out", str(out)])
+    assert asked == ["weight", "frobenius"]
+    assert rows_of(out)[0.3, "truncated SVD", "ordinary"]["problem"] == "the training loss is nan"
+    assert "accuracy" in rows_of(out)[0.3, "truncated SVD", "frobenius"]
+    assert "ordinary 0 the training loss is nan" in capsys.readouterr().out
