@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.recovery_table import read_rows, recovery_table
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import Comparison
 from factorized.experiments.reproduce.report import Report, make_report
@@ -296,6 +297,11 @@ def compression() -> str:
     return "\n".join([*lines, "", note])
 
 
+def recovery() -> str:
+    """Return the table of finished runs, compressed and trained further."""
+    return recovery_table(read_rows(RESULTS))
+
+
 def _mean(row: dict[str, Any]) -> str:
     digits = 1 if row["score"] == "accuracy" else 2
     spread = "" if row["deviation"] is None else f" ± {row['deviation']:.{digits}f}"
@@ -316,6 +322,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibrated": calibrated,
     "ranks": ranks,
     "compression": compression,
+    "recovery": recovery,
 }
 
 

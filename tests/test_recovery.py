@@ -15,6 +15,7 @@ import factorized as fz
 from benchmarks import recovery
 from benchmarks.baselines import Inputs, activation_aware, factorized_by, pruned, whitened
 from benchmarks.one_network import OneNetwork
+from benchmarks.recovery_table import read_rows, recovery_table
 from factorized.experiments.cli.main import main
 from factorized.experiments.models.build import build_model
 
@@ -238,3 +239,30 @@ def test_a_recovery_that_diverges_is_noted_and_others_go_on(
     assert rows_of(out)[0.3, "truncated SVD", "ordinary"]["problem"] == "the training loss is nan"
     assert "accuracy" in rows_of(out)[0.3, "truncated SVD", "frobenius"]
     assert "ordinary 0 the training loss is nan" in capsys.readouterr().out
+
+
+def test_the_table_joins_files_and_averages_over_networks_and_seeds(tmp_path: Path) -> None:
+    def row(network: str, ratio: float, method: str, way: str, accuracy: float, **more: Any) -> dict[str, Any]:
+        key = {"network": network, "score": "accuracy", "ratio": ratio, "method": method, "kind": "spatial"}
+        return {**key, "recovery": way, "accuracy": accuracy, **more}
+
+    files = {
+        "a": [row("net seed 0", 1.0, "dense", "none", 90.0), row("net seed 0", 0.3, "calibrated", "none", 80.0)],
+        "b": [
+            row("net seed 0", 0.3, "calibrated", "none", 80.0),  # the same once more
+            row("net seed 1", 1.0, "dense", "none", 92.0),
+            row("net seed 1", 0.3, "calibrated", "none", 84.0),
+            row("net seed 0", 0.1, "pruning", "ordinary", 70.0, seed=0),
+            row("net seed 0", 0.3, "pruning", "ordinary", 70.0, seed=0) | {"problem": "nan"},
+        ],
+    }
+    for name, rows in files.items():
+        made = {"machine": {"device": "NVIDIA H200"}, "rows": rows}
+        (tmp_path / f"recovery-{name}.json").write_text(json.dumps(made))
+    table = recovery_table(read_rows(tmp_path)).splitlines()
+    assert table[0] == "| network | method | 30% | 10% |"
+    assert table[2:4] == [
+        "| net | calibrated | 82.00 ± 2.83 | – |",
+        "| net | pruning, ordinary decay | diverged | 70.00 |",
+    ]
+    assert table[-1].endswith("net: test accuracy in percent, dense 91.00 ± 1.41, n = 2, H200.")
