@@ -98,6 +98,16 @@ def test_weights_on_the_meta_device_cannot_be_calibrated() -> None:
         fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated([torch.randn(8, 20)]))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named_and_nothing_is_changed(value: float) -> None:
+    model = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 16))
+    with torch.no_grad():
+        model[1].weight[2, 3] = value
+    batches = [torch.randn(40, 20)]
+    with unchanged(model), pytest.raises(ValueError, match=r"1: weight holds NaN or infinit"):
+        fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated(batches))
+
+
 def test_a_single_layer_takes_no_calibration_of_a_model() -> None:
     with pytest.raises(ValueError, match=r"init must be one of .* got Calibrated\(list, samples=None"):
         fz.FactorizedLinear.from_dense(nn.Linear(4, 4), 2, init=fz.Calibrated([torch.randn(8, 4)]))  # type: ignore[arg-type]

@@ -191,9 +191,9 @@ def test_the_page_shows_scores_layers_losses_and_what_was_won_back(tmp_path: Pat
     for row in state["plan"]["layers"]:
         assert f"<code>{row['name']}</code>" in page
         assert f"{row['name']}: rank {row['rank']} of {row['full_rank']}" in page
-        for stage in ("alone", "compressed", "recovered"):
-            share = 100 * state["differences"][stage][row["name"]]
-            assert f'<td class="number">{share:.1f} %</td>' in page
+        shares = [100 * state["differences"][stage][row["name"]] for stage in ("alone", "compressed", "recovered")]
+        shown = "".join(f'<td class="number">{share:.1f} %</td>' for share in shares)
+        assert shown in page.replace("\n", "")
     state["recovered"]["scores"]["loss"] = after + 0.25
     assert "<dt>lost in recovery</dt><dd>0.25</dd>" in compress_page(state)
     assert "loss while recovering" in page
@@ -211,5 +211,15 @@ def test_a_spectrum_is_drawn_kept_up_to_the_rank_and_cut_after_it(tmp_path: Path
     # 150 wide, 34 high over six powers of ten: 0.1 of the largest is 5/6 of the height, and zero is none
     assert '<polygon class="kept" points="0.0,34 0.0,0.0 37.5,0.0 37.5,34"/>' in page
     assert '<polygon class="cut" points="37.5,34 37.5,5.7 75.0,5.7 75.0,11.1 112.5,11.1 112.5,34.0 150.0,34.0' in page
+    row |= {"rank": 500, "full_rank": 1000}  # four of its thousand values are drawn, so that half of them are kept
+    assert '<polygon class="kept" points="0.0,34 0.0,0.0 37.5,0.0 37.5,5.7 75.0,5.7 75.0,34"/>' in compress_page(state)
     row["spectrum"] = None
     assert "no batch reaches it" in compress_page(state)
+
+
+def test_names_on_the_page_are_text_and_not_markup(tmp_path: Path) -> None:
+    _, work = compressed(tmp_path)
+    work.state["asked"]["model"] = "<b>points</b>"
+    page = compress_page(work.state)
+    assert "&lt;b&gt;points&lt;/b&gt;, compressed to" in page
+    assert "<b>" not in page
