@@ -17,6 +17,7 @@ from factorized.decay.arena import Arena
 from factorized.decay.forms import Factor, Form, is_attention
 from factorized.decay.fused import Fused, is_fusible
 from factorized.decay.local import placed_like
+from factorized.decay.rounded import Rounded, is_large
 from factorized.decay.sharded import Sharded, ShardedHeads, is_sharded, is_sharded_by_rows, own_gradient, whole
 from factorized.decay.strength import Number
 from factorized.formats.frobenius import product_is_cheaper
@@ -58,6 +59,9 @@ class Engine:
                 if all(tensor is None for tensor in targets):
                     continue
                 numbers = [0.0 if t is None else coefficient(f) for f, t in zip(worker.factors, targets, strict=True)]
+                if isinstance(worker, Rounded) and not torch.compiler.is_compiling():
+                    worker.add_to(targets, numbers)
+                    continue
                 plain = [number for number in numbers if not isinstance(number, Tensor)]
                 if isinstance(worker, Alike) and worker.is_plain_pair and len(plain) == 2 and not to_factors:
                     worker.add_to(targets, plain)
@@ -145,7 +149,7 @@ class Alike:
             right.addmm_(V, of_U, alpha=numbers[1])
 
 
-Worker = Alike | Fused | Arena | Sharded | ShardedHeads
+Worker = Alike | Fused | Rounded | Arena | Sharded | ShardedHeads
 
 
 def make_workers(found: Sequence[Form]) -> list[Worker]:
@@ -158,22 +162,29 @@ def make_workers(found: Sequence[Form]) -> list[Worker]:
     workers: list[Worker] = [Alike([form]) for form in sharded if form not in by_rows]
     workers += [Sharded(layers)] if layers else []
     workers += [ShardedHeads(heads)] if heads else []
+    uses = Counter(factor.parameter for form in found for factor in form.factors)
     together: dict[tuple[Any, ...], list[Form]] = {}
     for form in found:
         if form not in sharded:
-            together.setdefault(_batch_key(form), []).append(form)
+            shares = any(uses[factor.parameter] > 1 for factor in form.factors)
+            together.setdefault(_batch_key(form, shares), []).append(form)
     for (worker, *_), members in together.items():
-        workers.append(Alike(members) if len(members) == 1 else worker(members))
+        workers.append(Alike(members) if len(members) == 1 and worker is not Rounded else worker(members))
     return workers
 
 
-def _batch_key(form: Form) -> tuple[Any, ...]:
-    """Return the class that computes a form, and what forms that are computed together have in common."""
+def _batch_key(form: Form, shares: bool) -> tuple[Any, ...]:
+    """Return the class that computes a form, and what forms that are computed together have in common.
+
+    ``shares`` means that a factor also belongs to another form, so that it may not be changed before all are read.
+    """
     core = form.factors[0].parameter
     if form.format is not None and not form.is_product:
         large = form.format.numel > LARGEST_BATCHED["cuda" if core.is_cuda else "cpu"]
         return Alike, form.format, core.dtype, core.device, form if large else None
     _check_matrices(form)
+    if is_large(form) and not shares:
+        return Rounded, form.left.parameter.shape, form.right.parameter.shape, core.device
     if not _gains_from_batching(form):
         return Alike, form
     return Fused if is_fusible(form) else Arena, core.dtype, core.device
