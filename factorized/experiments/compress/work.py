@@ -141,8 +141,8 @@ class Work:
         """Return the state of the same compression in the folder, or a new one."""
         path = self.folder / STATE
         fresh = {"asked": self.asked, "score": self.subject.score, "lower_is_better": self.subject.lower_is_better}
+        make_folder(self.folder)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 for name in (COMPRESSED, RECOVERED, "lowered", "composed"):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -152,9 +152,7 @@ class Work:
                 return {**fresh, "machine": machine, "seconds": {}, "notes": []}
             found = json.loads(path.read_text())
         except OSError as error:
-            raise ValueError(
-                f"cannot write to {self.folder}: {in_words(error, named=False)}; choose another folder by --out"
-            ) from None
+            raise _cannot_write(self.folder, error) from None
         except ValueError:
             found = None
         if not isinstance(found, dict) or not is_sealed(found):
@@ -283,6 +281,18 @@ class Work:
         """Return the score as a message has it."""
         name = self.subject.score
         return f"{name} {scores[name]:.2f}{' %' if name == 'accuracy' else ''}"
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a compression, if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _cannot_write(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"cannot write to {folder}: {in_words(error, named=False)}; choose another folder by --out")
 
 
 class Watched:

@@ -19,6 +19,7 @@ from factorized.experiments.cli.main import main
 from factorized.experiments.compress import images as image_subjects
 from factorized.experiments.compress.images import ImageSubject
 from factorized.experiments.models.build import build_model
+from factorized.experiments.training.folder import claimed
 from factorized.experiments.training.progress import Reporter
 from tests.browser import Browser
 from tests.experiments.cli.conftest import Cli
@@ -232,6 +233,22 @@ def test_a_folder_of_another_compression_and_a_damaged_one_are_refused(cli: Cli,
     assert "holds another compression: ratio is 0.3 there, and 0.5 was asked for" in said.error
     (copied / "compress.json").write_text('{"asked": {}}')
     assert "compress.json is damaged, or was changed" in cli("compress", run, "--ratio", RATIO, "--out", copied).error
+
+
+def test_a_folder_that_another_process_compresses_into_is_left_alone(cli: Cli, run: Path, copied: Path) -> None:
+    with claimed(copied):
+        said = cli("compress", run, "--ratio", RATIO, "--out", copied, "--overwrite")
+    assert f"another process is training into {copied}" in said.error
+    assert state_of(copied)["recovered"]  # nothing was deleted
+
+
+def test_quiet_says_only_the_result(cli: Cli, run: Path, copied: Path) -> None:
+    said = cli(
+        "compress", run, "--ratio", RATIO, "--out", copied, "--quiet", "--overwrite", "--recover", "none", *QUICK
+    )
+    lines = said.out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["network", "dense", "compressed"]
+    assert lines[-1] == f"{copied}; drawn on {copied / 'compress.html'}"
 
 
 def test_a_factorized_run_and_a_folder_that_cannot_be_written_are_refused(
