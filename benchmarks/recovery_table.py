@@ -10,6 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 Row = dict[str, Any]
+METHODS = ("calibrated", "truncated SVD", "ASVD", "SVD-LLM", "pruning")
 AFTER = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
 DEVICES = {"NVIDIA H200": "H200"}
 
@@ -39,12 +40,13 @@ def recovery_table(rows: Sequence[Row]) -> str:
         f"| --- | --- |{' ---: |' * len(ratios)}",
     ]
     for network in dict.fromkeys(row["network"] for row in rows):
-        own = [row for row in compressed if row["network"] == network]
         for after, told in AFTER.items():
-            for method, kind in dict.fromkeys((row["method"], row["kind"]) for row in own if row["recovery"] == after):
-                chosen = [row for row in own if (row["method"], row["kind"], row["recovery"]) == (method, kind, after)]
-                cells = [_cell([row for row in chosen if row["ratio"] == ratio]) for ratio in ratios]
-                lines.append(f"| {network} | {method}{told} | {' | '.join(cells)} |")
+            for method in METHODS:
+                key = (network, method, after)
+                own = [row for row in compressed if (row["network"], row["method"], row["recovery"]) == key]
+                cells = [_cell([row for row in own if row["ratio"] == ratio]) for ratio in ratios]
+                if own:
+                    lines.append(f"| {network} | {method}{told} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", _note(rows)])
 
 
