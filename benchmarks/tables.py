@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
-    ROOT / "docs" / "guide" / "limits.md",
+    *(ROOT / "docs" / "guide" / f"{name}.md" for name in ("images", "limits")),
     *(
         ROOT / "docs" / f"{name}.md"
         for name in ("calibrated", "frobenius_decay", "low_rank", "monarch", "overcomplete", "spectral_initialization")
@@ -112,6 +112,19 @@ def epoch() -> str:
     note = (
         f"{_machine(report)}, bf16, batch {report['batch']}, 50,000 images on the device; augmentation, forward, "
         f"backward, decay and SGD compiled, as one CUDA graph; medians of n = {report['epochs']} interleaved epochs."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def together() -> str:
+    """Return the table of runs that take turns on one GPU."""
+    report = _read("together-h200")
+    lines = ["| runs at once | steps per second of all | gain |", "| ---: | ---: | ---: |"]
+    for row in report["rows"]:
+        lines.append(f"| {row['runs']} | {row['in_turn_steps_per_second']:.0f} | {row['in_turn_gain']:.2f} |")
+    note = (
+        f"Thin ResNet-32, {_machine(report)}, bf16, batch 128; each step compiled, as one CUDA graph; medians of "
+        f"n = {report['rounds']} interleaved rounds of {report['steps']} steps. The gain is over one run after another."
     )
     return "\n".join([*lines, "", note])
 
@@ -314,6 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "distillation": distillation,
     "sparsity": sparsity,
     "epoch": epoch,
+    "together": together,
     "training-step": training_step,
     "decomposition": decomposition,
     "surgery": surgery,

@@ -18,6 +18,7 @@ from benchmarks.one_network import OneNetwork
 from benchmarks.recovery_table import read_rows, recovery_table
 from factorized.experiments.cli.main import main
 from factorized.experiments.models.build import build_model
+from tests.on_gpu import needs_cuda
 
 SMALL = ("--ratios", "0.3", "--samples", "256", "--device", "cpu", "--kind", "channel")
 
@@ -219,6 +220,17 @@ def test_runs_on_a_gpu_share_one_compiled_network(run: Path, monkeypatch: pytest
     assert len(made) == 1
     for method in ("truncated SVD", "pruning"):
         assert trained[True, method] == pytest.approx(trained[False, method], rel=1e-3)
+
+
+@needs_cuda
+def test_a_gpu_trains_all_ranks_by_one_compiled_network_in_captured_steps(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "recovery.json"
+    given = [word if word != "cpu" else "cuda" for word in SMALL]
+    recovery.main([str(run), *given, "--methods", "calibrated", "pruning", "--out", str(out)])
+    found = rows_of(out)
+    assert len(found) == 6
+    assert found[0.3, "calibrated", "frobenius"]["accuracy"] > found[0.3, "calibrated", "none"]["accuracy"]
+    assert found[0.3, "pruning", "ordinary"]["parameters"] == found[0.3, "pruning", "none"]["parameters"]
 
 
 def test_a_recovery_that_diverges_is_noted_and_others_go_on(

@@ -44,15 +44,20 @@ def median_milliseconds(steps: Mapping[Key, Step], cuda: bool, rounds: int = 5, 
 
 
 def capture(step: Step) -> Step:
-    """Return ``step`` as one CUDA graph, after warming it up."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    """Return ``step`` as one CUDA graph, after warming it up; replay it on the stream that is current now.
+
+    It is captured on that stream, or on a new one where that is the default stream. Graphs captured on one stream share
+    the workspaces of cuBLAS, and must not run at the same time.
+    """
+    current = torch.cuda.current_stream()
+    stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         step()
 
     def replay(keep_alive: Step = step) -> None:  # the graph reads the memory of the step's tensors

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 OF_ENGINES = {
     "device": ("local",),
     "workers": ("local",),
+    "at-once": ("local",),
     "address": ("ray",),
     "gpus": ("ray", "slurm"),
     "slurm": ("slurm",),
@@ -22,7 +23,8 @@ OF_ENGINES = {
 
 def check_options(engine: str, **given: object) -> None:
     """Raise if an option is given that ``engine`` has no use for."""
-    for option, value in given.items():
+    for name, value in given.items():
+        option = name.replace("_", "-")
         if value is not None and engine not in OF_ENGINES[option]:
             meant = " or ".join(OF_ENGINES[option])
             raise ValueError(f"--{option} is for --engine {meant}, and the engine is {engine}")
@@ -34,6 +36,7 @@ def make_engine(
     *,
     device: str | None,
     workers: int | None,
+    at_once: int | None,
     address: str | None,
     gpus: float | None,
     cpus: float,
@@ -61,7 +64,8 @@ def make_engine(
     from factorized.experiments.reproduce.local import LocalEngine
     from factorized.experiments.training.progress import Reporter
 
-    return LocalEngine(_devices(device, workers), lambda: Reporter(console(quiet=quiet), quiet=quiet))
+    devices = _devices(device, workers)
+    return LocalEngine(devices, lambda: Reporter(console(quiet=quiet), quiet=quiet), at_once or 1)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -86,6 +86,15 @@ def reproduce(
         int | None,
         typer.Option(min=1, max=1024, help="local: processes; one for each GPU unless given.", show_default=False),
     ] = None,
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_SEEDS,
+            help="local: seeds of images that take turns on a GPU; one unless given.",
+            show_default=False,
+        ),
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="ray: of a running cluster; without it, one is started here.", show_default=False)
     ] = None,
@@ -113,7 +122,7 @@ def reproduce(
     length = check_length(recipes, epochs, updates)
     if data is not None and not Path(data).expanduser().is_dir():
         raise ValueError(f"--data: there is no folder {data}; give the folder that holds the data sets")
-    check_options(engine, device=device, workers=workers, address=address, gpus=gpus, slurm=slurm)
+    check_options(engine, device=device, workers=workers, at_once=at_once, address=address, gpus=gpus, slurm=slurm)
     own = {recipe.name: recipe for recipe in table_recipes(table)} if table.endswith(".toml") else {}
     with progress_bar(quiet=quiet):
         planner = Planner(out, data, _finished(out, results), length, own)
@@ -125,7 +134,16 @@ def reproduce(
     count = sum(len(job.seeds) for jobs in waves for job in jobs)
     say(f"{table}: {_count(len(rows), 'recipe')}, {_count(seeds, 'seed')} each; {_count(count, 'run')} to do")
     chosen = make_engine(
-        engine, out, device=device, workers=workers, address=address, gpus=gpus, cpus=cpus, slurm=slurm, quiet=quiet
+        engine,
+        out,
+        device=device,
+        workers=workers,
+        at_once=at_once,
+        address=address,
+        gpus=gpus,
+        cpus=cpus,
+        slurm=slurm,
+        quiet=quiet,
     )
     failed = carry_out(waves, chosen, _tell(count))
     rows = _rows(planner.again(_finished(out, results, quiet=True)), recipes, seeds)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "factorized train digits/resnet8-lowrank-0.1-si-fd",
     "factorized train cifar10/resnet32x2 --data DIR --seeds 3",
+    "factorized train cifar10/resnet32 --data DIR --seeds 3 --at-once 3",
     "factorized train cifar10/resnet32x2 --data cifar.npz --set schedule.epochs=30 --set optimizer.lr=0.05",
     "factorized train cifar10/resnet32x2 --data DIR --resume",
     "torchrun --nproc-per-node 4 -m factorized.experiments.cli train tiny-imagenet/resnet32x2 --data DIR",
@@ -43,6 +44,12 @@ def train(
     seed: Annotated[
         int | None, typer.Option(min=0, max=LARGEST_SEED, help="Train this seed; 0 unless given.", show_default=False)
     ] = None,
+    at_once: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MOST_SEEDS, help="Seeds that take turns on the device: a small network leaves a GPU idle."
+        ),
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME/seed-SEED.")] = Path("out"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of these runs.")] = False,
     auto_resume: Annotated[
@@ -85,6 +92,8 @@ def train(
     where = pick_device(device)
     how_to_begin: Any = "auto" if auto_resume else resume
     if isinstance(recipe, TextRecipe):
+        if at_once > 1:
+            raise ValueError(f"--at-once {at_once} is for recipes of images; {recipe.name} is on text, leave it out")
         from factorized.experiments.cli.text import train_recipe
 
         how: Any = {"resume": how_to_begin, "overwrite": overwrite, "allow_other_devices": allow_other_devices}
@@ -97,6 +106,7 @@ def train(
         images,
         folder,
         seeds=chosen,
+        at_once=at_once,
         device=where,
         resume=how_to_begin,
         overwrite=overwrite,

@@ -62,12 +62,13 @@ class Images:
         return digest.hexdigest()
 
     def to(self, device: torch.device | str) -> Images:
-        """Return the same set with its tensors on ``device``."""
+        """Return the same set with its tensors on ``device``, images with channels last as training reads them."""
+        last = torch.channels_last
         moved = replace(
             self,
-            x_train=self.x_train.to(device),
+            x_train=self.x_train.to(device, memory_format=last),
             y_train=self.y_train.to(device),
-            x_test=self.x_test.to(device),
+            x_test=self.x_test.to(device, memory_format=last),
             y_test=self.y_test.to(device),
         )
         if "checksum" in vars(self):  # computed already: spare reading it all back

@@ -26,7 +26,8 @@ def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> E
     """Return the time of a run on ``device``, by the median of the nearest past runs; None where none is near.
 
     Nearest first: runs of this recipe, of this network factorized alike, of this network, and of this network on other
-    data; all on this device, then on others. Runs that shared their device count only if no run of that kind did not.
+    data; all on this device, then on others. Runs that shared their device count only if no run of that kind did not;
+    of runs that took turns on it, each counts with its share.
     """
     table = recipe.to_dict()
     network, scheme, data = _network(table), _scheme(table), table["data"]["name"]
@@ -43,8 +44,8 @@ def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> E
             found = [run for run in timed if _device(run) == where and fits(run)]
             found = [run for run in found if run.timed] or found
             if found:
-                seconds = median(run.result["seconds"] / (run.length or 1) for run in found) * length_of(recipe)
-                return Estimate(seconds, f"{kind}, n = {len(found)}", where)
+                shares = (run.result["seconds"] / run.at_once / (run.length or 1) for run in found)
+                return Estimate(median(shares) * length_of(recipe), f"{kind}, n = {len(found)}", where)
     return None
 
 

@@ -6,11 +6,10 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from factorized.experiments.data.explain import in_words
 from factorized.experiments.recipes.find import check_recipe, check_text_recipe
 from factorized.experiments.reproduce.data import corpus_of, images_of
 from factorized.experiments.reproduce.runs import FAILURE, read_run
@@ -19,8 +18,9 @@ from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import write_json
 from factorized.experiments.training.trained import RESULT
+from factorized.experiments.training.turns import Result, RunsFailed, message_of
 
-Result = dict[str, Any]  # what a run's result.json holds
+AtOnce = int | Literal["auto"]  # runs that take turns in one process
 
 
 @dataclass(frozen=True)
@@ -52,30 +52,30 @@ class Outcome:
     error: str | None = None
 
 
-def run_job(job: Job, device: str | None = None, reporter: Reporter | None = None) -> Outcome:
-    """Train what a job says, resuming what is there; an error ends the job and not the process.
+def run_job(job: Job, device: str | None = None, reporter: Reporter | None = None, at_once: AtOnce = 1) -> Outcome:
+    """Train what a job says, ``at_once`` of its seeds, resuming what is there; an error ends no more than the job.
 
     It is left beside the metrics of its run, for the report. A signal stops the job as it stops ``factorized train``:
     with ``Interrupted``, after saving.
     """
     folder = Path(job.folder)
     try:
-        return Outcome(job, _train(job, folder, device, reporter))
+        return Outcome(job, _train(job, folder, device, reporter, at_once))
     except Interrupted:
         raise
     except Exception as error:
-        message = in_words(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
         results, left = _finished(job, folder)
-        if left is not None:
-            _note_failure(job, folder / f"seed-{left}", left, message)
-        return Outcome(job, results, message)
+        failed = error.errors if isinstance(error, RunsFailed) else dict.fromkeys(left[:1], error)
+        for seed, reason in failed.items():
+            _note_failure(job, folder / f"seed-{seed}", seed, message_of(reason))
+        return Outcome(job, results, message_of(error))
     finally:
         # The next job has another network: compiled code of this one would count against torch's limit of recompiles.
         torch.compiler.reset()
         gc.collect()
 
 
-def _train(job: Job, folder: Path, device: str | None, reporter: Reporter | None) -> list[Result]:
+def _train(job: Job, folder: Path, device: str | None, reporter: Reporter | None, at_once: AtOnce) -> list[Result]:
     with StopRequest() as stop:  # also while data are read; training listens by itself
         if "task" in job.recipe:
             from factorized.experiments.text.train import train_text
@@ -91,7 +91,8 @@ def _train(job: Job, folder: Path, device: str | None, reporter: Reporter | None
         images = images_of(recipe, job.data)
         _check_data(job, images.checksum)
         _check_stop(stop)
-        return train(recipe, images, folder, seeds=job.seeds, device=device, resume="auto", reporter=reporter)
+        how: Any = {"device": device, "resume": "auto", "reporter": reporter}
+        return train(recipe, images, folder, seeds=job.seeds, at_once=at_once, **how)
 
 
 def _check_data(job: Job, checksum: str) -> None:
@@ -107,15 +108,11 @@ def _check_stop(stop: StopRequest) -> None:
         raise Interrupted(stop.number)
 
 
-def _finished(job: Job, folder: Path) -> tuple[list[Result], int | None]:
-    """Return the results that are there, and the first seed without one."""
-    results: list[Result] = []
-    for seed in job.seeds:
-        path = folder / f"seed-{seed}" / RESULT
-        if not path.is_file():
-            return results, seed
-        results.append(read_run(path).result)
-    return results, None
+def _finished(job: Job, folder: Path) -> tuple[list[Result], list[int]]:
+    """Return the results that are there, and the seeds without one."""
+    paths = {seed: folder / f"seed-{seed}" / RESULT for seed in job.seeds}
+    left = [seed for seed, path in paths.items() if not path.is_file()]
+    return [read_run(path).result for seed, path in paths.items() if seed not in left], left
 
 
 def _note_failure(job: Job, run: Path, seed: int, message: str) -> None:

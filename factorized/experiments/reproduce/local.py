@@ -12,7 +12,7 @@ from multiprocessing.queues import Queue
 
 import torch
 
-from factorized.experiments.reproduce.job import Job, Outcome, run_job
+from factorized.experiments.reproduce.job import AtOnce, Job, Outcome, run_job
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.progress import Reporter
 
@@ -23,11 +23,13 @@ _device: str | None = None  # of a process of the pool
 class LocalEngine:
     """One job at a time in this process; with several devices, a process for each, and seeds of a recipe stay together.
 
-    A device may be given twice: small networks leave a GPU idle.
+    Small networks leave a GPU idle: ``at_once`` seeds of a recipe take turns on it. Or a device is given twice.
     """
 
-    def __init__(self, devices: Sequence[str], report: Callable[[], Reporter]) -> None:
+    def __init__(self, devices: Sequence[str], report: Callable[[], Reporter], at_once: AtOnce = 1) -> None:
         self.devices, self.report = tuple(devices), report
+        shared = len(set(self.devices)) < len(self.devices)
+        self.at_once: AtOnce = 1 if at_once == "auto" and shared else at_once
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Yield how each job ended."""
@@ -35,7 +37,7 @@ class LocalEngine:
             yield from self._in_processes(jobs)
             return
         for job in jobs:
-            yield run_job(job, self.devices[0], self.report())
+            yield run_job(job, self.devices[0], self.report(), self.at_once)
 
     def _in_processes(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         fresh = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
@@ -45,7 +47,7 @@ class LocalEngine:
         threads = max(1, torch.get_num_threads() // len(self.devices))
         pool = ProcessPoolExecutor(len(self.devices), fresh, initializer=_begin, initargs=(free, threads))
         with StopRequest() as stop:
-            waiting: dict[Future[Outcome], Job] = {pool.submit(_run, job): job for job in jobs}
+            waiting: dict[Future[Outcome], Job] = {pool.submit(_run, job, self.at_once): job for job in jobs}
             try:
                 while waiting:
                     done, _ = wait(waiting, timeout=LOOK, return_when=FIRST_COMPLETED)
@@ -73,8 +75,8 @@ def _begin(free: Queue[str], threads: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _run(job: Job) -> Outcome:
-    return run_job(job, _device)
+def _run(job: Job, at_once: AtOnce) -> Outcome:
+    return run_job(job, _device, at_once=at_once)
 
 
 def _outcome(future: Future[Outcome], job: Job) -> Outcome:

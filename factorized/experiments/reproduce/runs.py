@@ -73,9 +73,14 @@ class Run:
         return self.recipe.get("schedule", {}).get(f"{self.by}s")
 
     @property
+    def at_once(self) -> int:
+        """How many runs took turns on its device, itself included."""
+        return int(self.result["machine"].get("runs_at_once", 1))
+
+    @property
     def timed(self) -> bool:
-        """Whether its seconds are those of a run alone: a note says that it shared the device with others."""
-        return "note" not in self.result
+        """Whether its seconds are those of a run alone: a note, too, says that it shared the device with others."""
+        return "note" not in self.result and self.at_once == 1
 
 
 @dataclass(frozen=True)

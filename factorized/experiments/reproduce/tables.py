@@ -100,7 +100,7 @@ def run_table(variants: Sequence[Variant]) -> Table:
                     Value(f"{run.result['seconds']:.1f}", (run.result["seconds"],)),
                     *(Value(str(machine.get(name) or "")) for name in ("device", "torch", "factorized")),
                     Value(short_commit(commit), (commit,)),
-                    Value(str(run.result.get("note", ""))),
+                    Value(str(run.result.get("note", f"{run.at_once} runs at once" if run.at_once > 1 else ""))),
                     Value(run.path.as_posix()),
                 )
             )
@@ -153,7 +153,7 @@ def _layer_row(layers: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Seq
 
 def machine_table(runs: Sequence[Run]) -> Table:
     """Return the hardware and versions of the runs, one row for each combination."""
-    every = ("device", "threads", "processes", *VERSIONS, "commit", "system")
+    every = ("device", "threads", "processes", "runs_at_once", *VERSIONS, "commit", "system")
     names = [name for name in every if any(run.result["machine"].get(name) is not None for run in runs)]
     counted: dict[tuple[str, ...], int] = {}
     for run in runs:

@@ -38,6 +38,7 @@ class RunState(BaseModel):
     history: list[dict[str, int | float | None]] = []  # a row per finished epoch, counted from 1
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     ran_on: list[str] = []  # processes and kinds of device, in the order in which they trained it
+    at_once: Annotated[int, Field(ge=1)] = 1  # runs on the device while it was trained, itself included; the most
     network: Tensors = {}
     momentum: Tensors = {}
     counts: Tensors = {}  # of the epoch under way

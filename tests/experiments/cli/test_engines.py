@@ -9,8 +9,9 @@ import torch
 
 from factorized.experiments.cli.engines import make_engine
 from factorized.experiments.reproduce.local import LocalEngine
+from factorized.experiments.training.progress import Reporter
 
-NOTHING = {"address": None, "cpus": 1.0, "slurm": None, "quiet": True}
+NOTHING = {"at_once": None, "address": None, "cpus": 1.0, "slurm": None, "quiet": True}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,23 @@ def test_this_machine_has_a_process_for_each_gpu_unless_told_otherwise(
     engine = make_engine("local", Path("out"), device=device, workers=workers, gpus=None, **NOTHING)  # type: ignore[arg-type]
     assert isinstance(engine, LocalEngine)
     assert engine.devices == devices
+
+
+@pytest.mark.parametrize(("workers", "at_once", "expected"), [(None, None, 1), (1, 4, 4), (2, None, 1), (2, 3, 3)])
+def test_seeds_take_turns_where_that_is_asked_for(
+    workers: int | None, at_once: int | None, expected: int | str
+) -> None:
+    given = {**NOTHING, "at_once": at_once}
+    engine = make_engine("local", Path("out"), device="cpu", workers=workers, gpus=None, **given)  # type: ignore[arg-type]
+    assert isinstance(engine, LocalEngine)
+    assert engine.at_once == expected
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(("cuda:0", "cuda:1"), "auto"), (("cuda:0", "cuda:0"), 1)])
+def test_automatically_seeds_take_no_turns_where_processes_share_a_device(
+    devices: tuple[str, ...], expected: int | str
+) -> None:
+    assert LocalEngine(devices, lambda: Reporter(quiet=True), "auto").at_once == expected
 
 
 def test_a_share_of_a_gpu_is_refused_by_slurm() -> None:

@@ -122,6 +122,7 @@ def test_a_failed_run_is_named_with_its_reason(cli: Cli, tmp_path: Path) -> None
         ),
         (("table1", "--updates", "3"), "--updates 3: cifar10/vgg19 has 200 epochs; shorten it by --epochs"),
         (("table1", "--workers", "2", "--engine", "ray"), "--workers is for --engine local, and the engine is ray"),
+        (("table1", "--at-once", "2", "--engine", "ray"), "--at-once is for --engine local, and the engine is ray"),
         (
             ("table1", "--data", "nowhere"),
             "--data: there is no folder nowhere; give the folder that holds the data sets",

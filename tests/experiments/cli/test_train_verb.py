@@ -27,6 +27,19 @@ def test_seeds_land_in_folders_of_their_own_and_are_summed_up(cli: Cli, tmp_path
     assert "% (n = 2), 75,002 parameters" in said.out
 
 
+def test_seeds_that_take_turns_end_as_they_do_one_after_another(cli: Cli, tmp_path: Path) -> None:
+    command = ("train", "digits/resnet8", *SHORT, "--set", "run.batch=256", "--seeds", 2)
+    alone = cli(*command, "--out", tmp_path / "a")
+    at_once = cli(*command, "--at-once", 2, "--out", tmp_path / "b")
+    results = [
+        [json.loads((tmp_path / run / f"digits/resnet8/seed-{n}/result.json").read_text()) for n in range(2)]
+        for run in "ab"
+    ]
+    assert [result["accuracy"] for result in results[0]] == [result["accuracy"] for result in results[1]]
+    assert [result["machine"]["runs_at_once"] for result in results[0] + results[1]] == [1, 1, 2, 2]
+    assert alone.out.splitlines()[-1] == at_once.out.splitlines()[-1]
+
+
 def test_one_seed_and_the_papers_figure(cli: Cli, npz: Path, tmp_path: Path) -> None:
     name = "cifar10/resnet32-full-fd"
     said = cli("train", name, "--data", npz, *TINY, "--set", "model.name=resnet8", "--seed", 7, "--out", tmp_path / "o")
@@ -117,6 +130,7 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
     ("arguments", "message"),
     [
         (["--seeds", "2", "--seed", "1"], "not both"),
+        (["--at-once", "0"], "--at-once"),
         (["--resume", "--overwrite"], "give one of them"),
         (["--resume", "--auto-resume"], "got --resume and --auto-resume"),
         (["--resume"], "there is nothing to resume in "),
@@ -143,6 +157,11 @@ def test_a_wrong_request_says_what_is_wrong(cli: Cli, tmp_path: Path, arguments:
     said = cli("train", "digits/resnet8", "--quiet", "--out", tmp_path, *arguments)
     assert message in said.error
     assert not list(tmp_path.rglob("result.json"))
+
+
+def test_runs_on_text_take_no_turns(cli: Cli, tmp_path: Path) -> None:
+    said = cli("train", "language/tiny", "--seeds", 2, "--at-once", 2, "--out", tmp_path)
+    assert "--at-once 2 is for recipes of images; language/tiny is on text, leave it out" in said.error
 
 
 def test_a_loss_that_is_not_a_number_is_one_line_with_what_to_try(cli: Cli, tmp_path: Path) -> None:

@@ -52,6 +52,17 @@ def test_the_nearest_past_runs_say_how_long_a_run_takes(name: str, seconds: floa
     assert found.device == (THERE if "vgg" in name else HERE)
 
 
+def test_a_run_that_took_turns_with_others_counts_with_its_share() -> None:
+    machine = {"device": HERE, "runs_at_once": 3}
+    runs = [past("cifar10/resnet20", seconds, machine=machine) for seconds in (240, 300, 360)]
+    found = estimate(load_any_recipe("cifar10/resnet20"), runs, HERE)
+    assert found is not None
+    assert found.seconds == pytest.approx(100)
+    alone = estimate(load_any_recipe("cifar10/resnet20"), [*runs, past("cifar10/resnet20", 80)], HERE)
+    assert alone is not None
+    assert alone.seconds == pytest.approx(80)
+
+
 def test_a_shortened_run_takes_its_share_of_the_time() -> None:
     found = estimate(shorten(load_any_recipe("cifar10/resnet32x2"), 10), RUNS, HERE)
     assert found is not None

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from factorized.experiments.reproduce.job import run_job
 from factorized.experiments.reproduce.runs import FAILURE, read_runs
 from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.train import Trainer
 from tests.experiments.reproduce.small_table import TABLE, jobs
 from tests.experiments.training.small import Signals, assert_same_run
 
@@ -65,6 +67,27 @@ def test_an_error_ends_the_job_and_is_left_beside_its_run(tmp_path: Path) -> Non
     assert (left["recipe"]["name"], left["seed"], left["error"]) == (job.name, 0, outcome.error)
     (unfinished,) = read_runs([tmp_path / "out"]).unfinished
     assert unfinished.error == outcome.error
+
+
+def test_a_seed_that_fails_leaves_those_that_take_turns_with_it_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = Trainer._draw
+
+    def broken(self: Trainer, seed: int) -> dict[str, Tensor]:
+        if seed == 1:
+            raise RuntimeError("the GPU is on fire")
+        return draw(self, seed)
+
+    monkeypatch.setattr(Trainer, "_draw", broken)
+    job = jobs(tmp_path, seeds=3, length=1)[0]
+    outcome = run_job(job, "cpu", at_once=3)
+    assert [result["seed"] for result in outcome.results] == [0, 2]
+    assert outcome.error is not None
+    assert "seed 1: RuntimeError: the GPU is on fire" in outcome.error
+    left = json.loads((Path(job.folder) / "seed-1" / FAILURE).read_text())
+    assert (left["seed"], left["error"]) == (1, "RuntimeError: the GPU is on fire")
+    assert not (Path(job.folder) / "seed-2" / FAILURE).exists()
 
 
 def test_a_stop_survives_the_way_to_another_process() -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from factorized.experiments.reproduce.runs import Run
 from factorized.experiments.reproduce.summary import Summary
+from factorized.experiments.reproduce.tables import run_table
 from factorized.experiments.reproduce.variant import Variant, group_runs, is_ahead, mark_best
-from tests.experiments.reproduce.made import LAYER, image_result, run_of, text_result
+from tests.experiments.reproduce.made import LAYER, MACHINE, image_result, run_of, text_result
 
 DENSE, LOW, BOTH = "digits/resnet8", "digits/resnet8-lowrank-0.1", "digits/resnet8-lowrank-0.1-si-fd"
 
@@ -95,6 +96,9 @@ def test_seconds_are_of_runs_that_had_their_device_for_themselves() -> None:
     assert seconds is not None
     assert (seconds.mean, seconds.n) == (4.0, 1)
     assert group_runs([run_of(shared)])[0].seconds is None
+    in_turn = run_of(image_result(DENSE, 1, 98.0, machine={**MACHINE, "runs_at_once": 3}))
+    assert group_runs([in_turn])[0].seconds is None
+    assert "3 runs at once" in run_table(group_runs([in_turn])).to_markdown()
 
 
 def test_factors_that_cost_more_than_their_product_are_not_deployed() -> None:

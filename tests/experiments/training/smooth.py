@@ -5,9 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 NAME = "tests.experiments.training.smooth:smooth_network"
+WITH_DROPOUT = "tests.experiments.training.smooth:network_with_dropout"
 
 
-def smooth_network(classes: int, channels: int) -> nn.Module:
+def network_with_dropout(classes: int, channels: int) -> nn.Module:
+    """Return the network below with dropout before its linear layer."""
+    network = smooth_network(classes, channels)
+    return nn.Sequential(*network[:-1], nn.Dropout(0.2), network[-1])
+
+
+def smooth_network(classes: int, channels: int) -> nn.Sequential:
     """Return four convolutions with group normalization, pooling and a linear layer."""
     return nn.Sequential(
         *_block(channels, 16, 1),
