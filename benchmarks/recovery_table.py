@@ -55,9 +55,9 @@ def _cell(rows: Sequence[Row]) -> str:
         return "–"
     if any("problem" in row for row in rows):
         return "diverged"
-    scores = [row[row["score"]] for row in rows]
-    spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
-    return f"{mean(scores):,.2f}{spread}"
+    scores, digits = [row[row["score"]] for row in rows], 3 if rows[0]["score"] == "loss" else 2
+    spread = f" ± {stdev(scores):.{digits}f}" if len(scores) > 1 else ""
+    return f"{mean(scores):,.{digits}f}{spread}"
 
 
 def _note(rows: Sequence[Row]) -> str:

@@ -71,8 +71,12 @@ def test_figures_that_are_known_are_not_measured_again_and_others_are_added(
     recovery.main(given)
     assert (capsys.readouterr().out, out.read_bytes()) == ("", before)
     recovery.main([*given, "--seeds", "0", "1"])
-    seeds = [row["seed"] for row in json.loads(out.read_text())["rows"] if row["recovery"] == "ordinary"]
-    assert seeds == [0, 1]
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["recovery"], row.get("seed")) for row in rows] == [
+        *[("none", None)] * 2,
+        *[("ordinary", seed) for seed in (0, 1)],
+    ]
+    assert rows[2]["loss"] != rows[3]["loss"]
 
 
 def test_a_recovery_is_a_tenth_of_the_training_with_the_decay_asked_for(run: Path) -> None:
