@@ -3,7 +3,7 @@
     python -m benchmarks.language_speed --data DIR --out benchmarks/results/language-h200.json
 
 As ``factorized train`` runs them, without evaluations: tokens per second leave compilation out; peak memory is that of
-torch's tensors, in bytes.
+torch's tensors, in bytes. Without ``--data`` the tokens are random, which takes as long.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from factorized.experiments.cli.text import load_text
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
+from factorized.experiments.text.tokens import PackedTexts
 from factorized.experiments.text.train import train_text
 
 RECIPES = (
@@ -32,28 +38,41 @@ RECIPES = (
 )
 
 
+def random_corpus(recipe: TextRecipe, sequences: int = 2000) -> Corpus:
+    """Return random tokens of the recipe's vocabulary and length."""
+    count = recipe.data.vocabulary
+    if isinstance(count, str):
+        raise SystemExit(f"random tokens need a number of them, got data.vocabulary = {count!r}")
+    words = WordLevel({"<pad>": 0, "</s>": 1, **{f"w{number}": number for number in range(2, count)}}, unk_token="w2")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="</s>")
+    tokens = np.random.default_rng(0).integers(2, count, sequences * recipe.data.length, dtype=np.int32)
+    texts = (PackedTexts(tokens, np.array([0, len(tokens)]), len(tokens)),)
+    return Corpus("random", "random", tokenizer, {"train": texts, "validation": texts}, {})
+
+
 def main() -> None:
     """Parse the command line, time every recipe and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", default=RECIPES)
-    parser.add_argument("--data", help="the folder of the recipes' text")
+    parser.add_argument("--data", help="the folder of the recipes' text; random tokens unless given")
+    parser.add_argument("--set", action="append", default=[], help="section.field=value, for every recipe")
     parser.add_argument("--updates", type=int, default=240)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     rows, corpus = [], None
     for name in arguments.recipes:
-        changes = [f"schedule.updates={arguments.updates}", f"run.evaluate_every={arguments.updates}"]
+        changes = [f"schedule.updates={arguments.updates}", f"run.evaluate_every={arguments.updates}", *arguments.set]
         recipe = load_any_recipe(name, changes)
         if not isinstance(recipe, TextRecipe) or recipe.task != "language":
             raise SystemExit(f"{name} is not a recipe of a language model")
-        corpus = corpus or load_text(recipe, arguments.data)
+        corpus = corpus or (load_text(recipe, arguments.data) if arguments.data else random_corpus(recipe))
         torch._dynamo.reset()
         unmeasured = patch.object(LanguageTask, "measure", lambda *_: {"loss": 0.0, "perplexity": 1.0})
         with TemporaryDirectory() as folder, unmeasured:
             (result,) = train_text(recipe, corpus, Path(folder), device=arguments.device)
         row = {key: result[key] for key in ("parameters", "tokens_per_second", "peak_memory")}
-        rows.append({"recipe": name, **row})
+        rows.append({"recipe": name, "changes": arguments.set, **row})
         print(rows[-1], flush=True)
         found = {"machine": result["machine"], "updates": arguments.updates, "rows": rows}
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")

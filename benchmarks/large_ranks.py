@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import factorized as fz
 from factorized.decay.engine import Alike
+from factorized.experiments.bench.decay import feed_forward
+from factorized.experiments.bench.llama import STRENGTH, LlamaSizes, build_llama
 from factorized.experiments.training.record import describe_machine
 from factorized.nn.timing import median_milliseconds
 
@@ -30,25 +31,12 @@ Step = Callable[[], object]
 # How the decay's products are computed, and whether it acts on gradients or on factors
 WAYS = ("float32 products of torch", "tf32 products of torch", "ours")
 RANKS = (128, 256, 512, 1024)
-STRENGTH = 1e-4
 
 
-def llama(arguments: argparse.Namespace, rank: int | None) -> nn.Module:
-    """Return the model with random weights, its feed-forward layers dense or at a rank."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.width,
-        intermediate_size=arguments.feed_forward,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.width // 64,
-        max_position_embeddings=arguments.length,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    with torch.device(arguments.device):
-        model: nn.Module = LlamaForCausalLM(config)
-    return model if rank is None else fz.factorize(model, rank=rank, include=["*.mlp.*"], init="kaiming")
+def sizes_of(arguments: argparse.Namespace, rank: int) -> LlamaSizes:
+    """Return the sizes of the model that the command line asks for."""
+    names = ("layers", "width", "feed_forward", "vocabulary", "batch", "length")
+    return LlamaSizes(rank=rank, **{name: getattr(arguments, name) for name in names})
 
 
 def training_step(model: nn.Module, run: nn.Module, arguments: argparse.Namespace, way: str, decoupled: bool) -> Step:
@@ -94,7 +82,7 @@ def time_steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     steps: dict[tuple[int | None, str, bool], Step] = {}
     parameters, memory = {}, {}
     for rank in (None, arguments.rank):
-        model = llama(arguments, rank)
+        model = build_llama(sizes_of(arguments, arguments.rank), rank, torch.device(arguments.device))
         parameters[rank] = sum(parameter.numel() for parameter in model.parameters())
         run = torch.compile(model, dynamic=False) if arguments.compile else model
         decays = [("", False), *((way, decoupled) for decoupled in (False, True) for way in WAYS)]
@@ -133,14 +121,10 @@ def step_memory(step: Step, device: str) -> int | None:
 
 def products(arguments: argparse.Namespace, rank: int) -> nn.ModuleList:
     """Return the feed-forward layers alone, each with a gradient."""
-    torch.manual_seed(0)
-    sizes = [(arguments.width, arguments.feed_forward)] * 2 + [(arguments.feed_forward, arguments.width)]
-    with torch.device(arguments.device):
-        layers = [fz.FactorizedLinear(*size, rank, bias=False) for _ in range(arguments.layers) for size in sizes]
-    for layer in layers:
-        for parameter in layer.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    return nn.ModuleList(layers)
+    model = feed_forward(sizes_of(arguments, rank), torch.device(arguments.device))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
 
 
 def time_decays(arguments: argparse.Namespace, ranks: Sequence[int]) -> list[dict[str, Any]]:

@@ -1,17 +1,15 @@
-"""Time spectral initialization: single matrices, whole transformers, and what other packages do.
+"""Time spectral initialization of single matrices and of whole transformers; ``factorized bench`` has other packages.
 
     python -m benchmarks.svd matrices --out benchmarks/results/svd-cpu.json
     python -m benchmarks.svd models --out benchmarks/results/svd-models-cpu.json
-    python -m benchmarks.svd peers --out benchmarks/results/svd-peers-cpu.json --sizes 2048 4096
 
 On a CPU, times are those that one thread computed (``time.process_time``), which other processes disturb least. The
-transformers have random weights: nothing is downloaded. ``peers`` needs peft.
+transformers have random weights: nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
 import time
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 
 import factorized as fz
 from factorized.experiments.training.record import describe_machine
-from factorized.formats.svd import Method, spectral_factors, truncated_svd
+from factorized.formats.svd import Method, truncated_svd
 from factorized.surgery.factorize import build_layers
 
 METHODS: tuple[Method, ...] = ("exact", "gram", "randomized")
@@ -130,60 +128,13 @@ def lost(dense: nn.Module, layers: Mapping[str, nn.Module]) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def ours(W: Tensor, rank: int, method: Method) -> Tensor:
-    """Return the product of the spectral factors."""
-    U, V = spectral_factors(W, rank, method)
-    return U @ V.mT
-
-
-def lowrank(W: Tensor, rank: int, niter: int) -> Tensor:
-    """Return the product of ``torch.svd_lowrank``."""
-    return product(*torch.svd_lowrank(W, rank, niter=niter))
-
-
-def pissa(dense: nn.Module, rank: int, init: Any) -> Tensor:
-    """Return the product of the adapter that peft makes of a linear."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=init, target_modules=["0"])
-    layer = get_peft_model(copy.deepcopy(dense), config).base_model.model[0]
-    return layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-
-
-def peers(device: torch.device, rounds: int, sizes: list[int]) -> Iterable[Row]:
-    """Compare spectral factors with peft's PiSSA and torch.svd_lowrank on square Gaussian matrices."""
-    for size in sizes:
-        layer = nn.Sequential(nn.Linear(size, size, bias=False, device=device))
-        W = layer[0].weight.detach().normal_()
-        for rank in (size // 32, size // 4):
-            ways: Ways = {
-                "factorized": partial(ours, W, rank, "auto"),
-                "factorized, exact": partial(ours, W, rank, "exact"),
-                "torch.svd_lowrank": partial(lowrank, W, rank, 2),
-                "torch.svd_lowrank, 8 iterations": partial(lowrank, W, rank, 8),
-                "peft pissa": partial(pissa, layer, rank, "pissa"),
-                "peft pissa_niter_16": partial(pissa, layer, rank, "pissa_niter_16"),
-            }
-            with torch.no_grad():
-                seconds, results = timed(ways, device, rounds)
-                errors = {name: float((W - found).norm()) for name, found in results.items()}
-            yield {
-                "size": size,
-                "rank": rank,
-                "rounds": rounds,
-                "seconds": seconds,
-                "error_over_optimum": {name: round(e / errors["factorized, exact"], 5) for name, e in errors.items()},
-            }
-
-
 def main() -> None:
     """Parse the command line, run one part and write one JSON file, row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["matrices", "models", "peers"])
+    parser.add_argument("part", choices=["matrices", "models"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2048], help="of the matrices of peers")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -192,7 +143,6 @@ def main() -> None:
     parts: dict[str, Callable[[], Iterable[Row]]] = {
         "matrices": lambda: matrices(device, arguments.rounds),
         "models": lambda: models(device, arguments.rounds, arguments.models),
-        "peers": lambda: peers(device, arguments.rounds, arguments.sizes),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []

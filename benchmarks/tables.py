@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks import speed
 from benchmarks.recovery_table import read_rows, recovery_table
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import Comparison
@@ -30,7 +31,15 @@ PAGES = (
     *(ROOT / "docs" / "guide" / f"{name}.md" for name in ("images", "limits")),
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("calibrated", "frobenius_decay", "low_rank", "monarch", "overcomplete", "spectral_initialization")
+        for name in (
+            "calibrated",
+            "frobenius_decay",
+            "low_rank",
+            "monarch",
+            "overcomplete",
+            "speed",
+            "spectral_initialization",
+        )
     ),
 )
 
@@ -188,21 +197,6 @@ def surgery() -> str:
     return "\n".join([*lines, "", f"Seconds: median (least to largest). Random weights. {_cpu_time(report)}"])
 
 
-def svd_peers() -> str:
-    """Return the table of spectral factors beside those of other packages."""
-    report = _read("svd-peers-cpu")
-    names = list(report["rows"][0]["seconds"])
-    lines = [
-        f"| Gaussian matrix, rank | {' | '.join(f'`{name}`' if '.' in name else name for name in names)} |",
-        f"| --- |{' ---: |' * len(names)}",
-    ]
-    for row in report["rows"]:
-        cells = [f"{row['seconds'][name]['median']:.2f} s, {row['error_over_optimum'][name]:.4f}" for name in names]
-        lines.append(f"| {row['size']}×{row['size']}, {row['rank']} | {' | '.join(cells)} |")
-    note = f"Seconds, and the error ‖W - UVᵀ‖ over the optimum. {_cpu_time(report)}"
-    return "\n".join([*lines, "", note])
-
-
 def _seconds(spread: dict[str, float]) -> str:
     several = f" ({spread['least']:.1f} to {spread['largest']:.1f})" if spread["least"] < spread["largest"] else ""
     return f"{spread['median']:.1f}{several}"
@@ -331,12 +325,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-step": training_step,
     "decomposition": decomposition,
     "surgery": surgery,
-    "svd-peers": svd_peers,
     "monarch": monarch,
     "calibrated": calibrated,
     "ranks": ranks,
     "compression": compression,
     "recovery": recovery,
+    **speed.TABLES,
 }
 
 

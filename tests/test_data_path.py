@@ -37,6 +37,7 @@ PATH = [
     "experiments.text",
     "experiments.reproduce",
     "experiments.compress",
+    "experiments.bench",
     "experiments.cli",
 ]
 LIBRARY = [stage for stage in PATH if "." not in stage]

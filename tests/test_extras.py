@@ -15,6 +15,7 @@ MODULES = {
     "scikit-learn": "sklearn",
     "pytorch-lightning": "pytorch_lightning",
     "pytest-xdist": "xdist",
+    "tensorly-torch": "tltorch",
 }
 # needed by others: transformers' Trainer, torch's ONNX exporter; or run as commands
 INDIRECT = {"accelerate", "onnx", "onnxscript", "pytest-xdist", "ruff", "mypy", "basedpyright", "pre-commit"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,11 @@ class Geometry:
     dilation: tuple[int, ...]
     padding_mode: str = "zeros"
     output_padding: tuple[int, ...] = ()  # for transposed convolutions only
+
+    @property
+    def unpadded(self) -> Geometry:
+        """The same for an input that is padded already."""
+        return replace(self, padding=((0, 0),) * len(self.padding), padding_mode="zeros")
 
     def only(self, spans: Collection[int]) -> Geometry:
         """Keep these spatial dimensions and make the others those of a pointwise convolution."""

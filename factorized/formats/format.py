@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from factorized.formats.alignment import aligned, gains_from_alignment
 from factorized.formats.calibration import Moment, refined
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed
 from factorized.formats.kernel import KernelShape, to_matrix
@@ -301,6 +302,7 @@ def run_chain(
 ) -> Tensor:
     """Apply plain layers one after the other, the last one with the bias."""
     last = len(chain) - 1
+    weights = _aligned(chain, weights, x, geometry)
     for place, (step, weight) in enumerate(zip(chain, weights, strict=True)):
         own_bias = bias if place == last else None
         if geometry is not None:
@@ -322,6 +324,7 @@ def run_chain_transposed(
     geometry: Geometry | None = None,
 ) -> Tensor:  # (..., in), or (batch, in, *spatial)
     """Apply the transposed weight of a chain, the last step first."""
+    weights = _aligned(chain, weights, x, geometry)
     for place, (step, weight) in reversed(list(enumerate(zip(chain, weights, strict=True)))):
         channels = x.dim() - 1 - len(step.size)
         x = x if step.shuffle == 1 else _shuffled(x, x.shape[channels] // step.shuffle, channels)
@@ -334,6 +337,14 @@ def run_chain_transposed(
             blocks = weight.unflatten(0, (step.groups, -1)).transpose(1, 2)
             x = _block_linear(x, blocks.flatten(0, 1), None, step.groups)
     return x if bias is None or geometry is not None else x + bias.to(x.dtype)
+
+
+def _aligned(
+    chain: Sequence[Step], weights: Sequence[Tensor], x: Tensor, geometry: Geometry | None
+) -> Sequence[Tensor]:
+    """Return the weights of linears, padded between each other where that is faster."""
+    plain = geometry is None and max([step.groups for step in chain]) == 1
+    return aligned(weights) if plain and gains_from_alignment(x, weights) else weights
 
 
 def pull_back(expand: Callable[[Sequence[Tensor]], Tensor], cores: Sequence[Tensor], at: Tensor | None = None) -> Cores:

@@ -26,6 +26,8 @@ def light_expansion(
     Autograd would keep every intermediate product for the backward pass, and near full rank each is as large as the
     result. Here only the cores are kept, and the backward pass computes the intermediates again.
     """
+    if not torch.is_grad_enabled() or not any(core.requires_grad for core in cores):
+        return expand(cores)  # torch's compiler cannot trace the function below where nothing needs a gradient
     return _LightExpansion.apply(expand, indices, *cores)
 
 

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from factorized._torch import is_traced
 from factorized.formats.convolution import Geometry, pad
 from factorized.formats.kernel import KernelShape, grouped
+from factorized.formats.shifts import output_extents, plan_shifts, shift_and_stack
 
 
 def two_products(
@@ -85,13 +87,14 @@ def _channels_first(
     batch, spatial, g = x.shape[0], x.shape[2:], shape.groups
     x = x.reshape(batch, g, shape.in_channels // g, prod(spatial))
     P = first @ x  # (batch, groups, column taps·rank, positions)
-    P = pad(P.reshape(batch, g * first.shape[1], *spatial), geometry.padding, geometry.padding_mode)
-    shift = _Shift.over(P.shape[2:], shape, geometry, first_dim=3)
-    taps = first.shape[1] // rank
-    parts = P.reshape(batch, g, taps, rank, *P.shape[2:]).unbind(2)  # each (batch, groups, rank, *padded)
-    S = torch.stack(shift.taps(parts, shape), dim=2)  # (batch, groups, row taps, rank, *out)
-    y = second @ S.reshape(batch, g, second.shape[2], prod(shift.extents))  # (batch, groups, out/groups, positions)
-    y = y.reshape(batch, shape.out_channels, *shift.extents)
+    P = P.reshape(batch, g * first.shape[1], *spatial)
+    if geometry.padding_mode != "zeros":
+        P, geometry = pad(P, geometry.padding, geometry.padding_mode), geometry.unpadded
+    P = P.reshape(batch, g, first.shape[1] // rank, rank, *P.shape[2:])
+    S = _shift_and_stack(P, shape, geometry, dim=2, first_dim=3)  # (batch, groups, row taps, rank, *out)
+    extents = S.shape[4:]
+    y = second @ S.reshape(batch, g, second.shape[2], prod(extents))  # (batch, groups, out/groups, positions)
+    y = y.reshape(batch, shape.out_channels, *extents)
     if bias is not None:  # under autocast the products have a narrower type than the bias
         y = y + bias.to(y.dtype).reshape(-1, *(1,) * len(spatial))
     return y
@@ -107,36 +110,39 @@ def _channels_last(
     geometry: Geometry,
 ) -> Tensor:  # (batch, out, *spatial), channels last in memory
     P = F.linear(x.movedim(1, -1), first[0])  # (batch, *spatial, column taps·rank)
-    if geometry.padding_mode == "zeros":
-        P = pad(P, [*geometry.padding, (0, 0)], "zeros")
-    else:  # in these modes torch pads only tensors with channels first
+    if geometry.padding_mode != "zeros":  # in these modes torch pads only tensors with channels first
         P = pad(P.movedim(-1, 1), geometry.padding, geometry.padding_mode).movedim(1, -1)
-    shift = _Shift.over(P.shape[1:-1], shape, geometry, first_dim=1)
-    parts = P.unflatten(-1, (-1, rank)).unbind(-2)  # each (batch, *padded, rank)
-    S = torch.cat(shift.taps(parts, shape), dim=-1)  # (batch, *out, row taps·rank)
-    return F.linear(S, second[0], bias).movedim(-1, 1)
+        geometry = geometry.unpadded
+    P = P.unflatten(-1, (-1, rank))
+    S = _shift_and_stack(P, shape, geometry, dim=P.dim() - 2, first_dim=1)  # (batch, *out, row taps, rank)
+    return F.linear(S.flatten(-2), second[0], bias).movedim(-1, 1)
+
+
+def _shift_and_stack(
+    P: Tensor,
+    shape: KernelShape,
+    geometry: Geometry,
+    dim: int,  # of the column taps
+    first_dim: int,  # of the spatial dimensions, without ``dim``
+) -> Tensor:  # with row taps at ``dim``
+    """Sum over the column taps, each shifted to its place; stack what every row tap sees of the sum."""
+    if type(P) is Tensor and not is_traced():
+        extents = tuple(P.shape[d] for d in range(P.dim()) if d != dim)[first_dim : first_dim + len(shape.size)]
+        return shift_and_stack(P, plan_shifts(extents, shape, geometry, dim, first_dim))
+    before = first_dim + (dim <= first_dim)
+    P = pad(P, [*geometry.padding, *[(0, 0)] * (P.dim() - before - len(shape.size))], "zeros")
+    parts = P.unbind(dim)
+    shift = _Shift(geometry, output_extents(parts[0].shape[first_dim:], shape, geometry.unpadded), first_dim)
+    return torch.stack(shift.taps(parts, shape), dim)
 
 
 @dataclass(frozen=True)
 class _Shift:
-    """Windows into a padded tensor: what a kernel tap sees of it."""
+    """Windows into a padded tensor: what a kernel tap sees of it. A compiler makes one loop of all of them."""
 
     geometry: Geometry
     extents: tuple[int, ...]  # of the output
     first_dim: int  # the tensor dimension of the first spatial dimension
-
-    @staticmethod
-    def over(padded: Sequence[int], shape: KernelShape, geometry: Geometry, first_dim: int) -> _Shift:
-        extents = tuple(
-            (extent - d * (k - 1) - 1) // s + 1
-            for extent, k, d, s in zip(padded, shape.size, geometry.dilation, geometry.stride, strict=True)
-        )
-        if any(extent < 1 for extent in extents):
-            raise ValueError(
-                f"the kernel does not fit its input: {shape.size} with dilation {geometry.dilation} is larger than the "
-                f"padded input {tuple(padded)}"
-            )
-        return _Shift(geometry, extents, first_dim)
 
     def taps(self, parts: Sequence[Tensor], shape: KernelShape) -> list[Tensor]:
         """Sum ``parts``, one per column tap, each shifted to its place; return what every row tap sees of the sum."""

@@ -37,7 +37,7 @@ def median_milliseconds(steps: Mapping[Key, Step], cuda: bool, rounds: int = 5, 
     times: dict[Key, list[float]] = {key: [] for key in steps}
     for round_ in range(rounds + 1):
         for key, step in steps.items():
-            elapsed = _cuda_milliseconds(step, repeats) if cuda else _cpu_milliseconds(step, repeats)
+            elapsed = cuda_milliseconds(step, repeats) if cuda else _cpu_milliseconds(step, repeats)
             if round_ > 0:
                 times[key].append(elapsed)
     return {key: statistics.median(values) for key, values in times.items()}
@@ -73,7 +73,8 @@ def _cpu_milliseconds(step: Step, repeats: int) -> float:
     return (time.perf_counter() - start) * 1e3 / repeats
 
 
-def _cuda_milliseconds(step: Step, repeats: int) -> float:
+def cuda_milliseconds(step: Step, repeats: int) -> float:
+    """Return the time of a step on the GPU, the mean of ``repeats``."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(repeats):

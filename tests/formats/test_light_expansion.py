@@ -108,3 +108,14 @@ def test_a_backward_pass_on_the_meta_device_gives_the_shapes() -> None:
     cores = [torch.empty(shape, device="meta", requires_grad=True) for shape in NEAR_FULL[0].core_shapes]
     found = torch.autograd.grad(light_expansion(NEAR_FULL[0].expand, NEAR_FULL[0].indices, cores).sum(), cores)
     assert [gradient.shape for gradient in found] == [core.shape for core in cores]
+
+
+@pytest.mark.parametrize("tensor", NEAR_FULL, ids=str)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_compiler_can_trace_it_where_nothing_needs_a_gradient(tensor: TensorFormat, frozen: bool) -> None:
+    cores = [torch.randn(shape, requires_grad=not frozen) for shape in tensor.core_shapes]
+    traced = torch.compile(
+        lambda *cores: light_expansion(tensor.expand, tensor.indices, cores), backend="eager", fullgraph=True
+    )
+    with torch.set_grad_enabled(frozen):
+        assert torch.equal(traced(*cores), tensor.expand(cores))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from factorized import FactorizedConv2d, FactorizedLinear, TensorTrain, Tucker
+from factorized.experiments.bench.memory import TensorMemory
 from factorized.formats.folding import TensorScheme
 from factorized.formats.format import Call, Format
 from factorized.formats.kernel import KernelShape
@@ -20,40 +18,10 @@ from factorized.formats.tensor_format import MOST_HELD, TensorFormat
 from factorized.nn.layer import FactorizedLayer
 
 
-class Memory(TorchDispatchMode):
-    """Follows the memory of all tensors that are made, until they are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[int, int] = {}
-        self.now = self.peak = self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            self._hold(tensor, is_new=False)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            self._hold(tensor, is_new=True)
-        return result
-
-    def _hold(self, tensor: Any, is_new: bool) -> None:
-        if not isinstance(tensor, Tensor) or tensor.untyped_storage()._cdata in self.bytes:
-            return
-        storage = tensor.untyped_storage()
-        size = storage.nbytes() if is_new else 0
-        self.bytes[storage._cdata] = size
-        self.now += size
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
-        weakref.finalize(storage, self._free, storage._cdata)
-
-    def _free(self, key: int) -> None:
-        self.now -= self.bytes.pop(key, 0)
-
-
 def training_memory(layer: nn.Module, x: Tensor) -> tuple[int, int]:
     """Return the most bytes held at once in a training step, parameters and input included, and the largest tensor."""
     x = x.clone().requires_grad_()
-    with Memory() as memory:
+    with TensorMemory() as memory:
         layer(x).square().sum().backward()
     held = sum(tensor.numel() * tensor.element_size() for tensor in (x, *layer.parameters()))
     return memory.peak + held, memory.largest
@@ -61,7 +29,7 @@ def training_memory(layer: nn.Module, x: Tensor) -> tuple[int, int]:
 
 def test_the_measuring_sees_what_is_made_and_freed() -> None:
     x, layer = torch.randn(50, 100), nn.Linear(100, 200, bias=False)
-    with Memory() as memory:
+    with TensorMemory() as memory:
         y = layer(x)
         assert memory.now == y.numel() * 4
         del y

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from factorized.experiments.cli import (
+    bench,
     compose,
     compress,
     data,
@@ -51,6 +52,7 @@ app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)
 app.add_typer(results.app, name="results")
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.add_typer(data.app, name="data")
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 
 

@@ -27,6 +27,7 @@ class TextTask(ABC):
     score: ClassVar[str]  # the figure a run is judged by
     lower_is_better: ClassVar[bool] = True
     predicts_tokens: ClassVar[bool] = True  # else the model computes its own loss, a mean over examples
+    has_one_shape: ClassVar[bool] = False  # whether all batches have the same shape
 
     def __init__(self, recipe: TextRecipe, corpus: Corpus) -> None:
         self.recipe, self.corpus, self.tokenizer = recipe, corpus, corpus.tokenizer
@@ -66,6 +67,21 @@ class TextTask(ABC):
         smoothing = self.recipe.run.label_smoothing
         return sum_of_losses(outputs["logits"], labels, smoothing) / num_items_in_batch
 
+    def is_captured(self, device: torch.device, processes: int) -> bool:
+        """Return whether the forward and backward pass of a batch are one CUDA graph.
+
+        Batches have to be of one shape and undivided: a part of a batch would overwrite the gradients of the last one.
+        """
+        run = self.recipe.run
+        return (
+            run.graph == "auto"
+            and run.compile
+            and device.type == "cuda"
+            and processes == 1
+            and run.accumulate == 1
+            and self.has_one_shape
+        )
+
     @abstractmethod
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return figures on the validation text, quick enough to be computed now and then."""
@@ -77,6 +93,8 @@ class TextTask(ABC):
 
 class RunningText(TextTask):
     """A task on running text, whose figures are the same for validation and test texts. Abstract."""
+
+    has_one_shape = True
 
     @abstractmethod
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils.import_utils import is_torch_tf32_available
 
 from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.text.captured import CapturedPass
 from factorized.experiments.text.network import build_schedule, build_text_optimizer
 from factorized.experiments.text.sharding import shard, split_when_loaded, whole_state, whole_weights
-from factorized.experiments.text.task import TextTask
+from factorized.experiments.text.task import Batch, TextTask
 from factorized.experiments.training.folder import CHECKPOINTS
 from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.processes import Processes
 
 Row = dict[str, Any]
+COUNT = "num_items_in_batch"  # the number of labels of an update, as Trainer calls it
 
 
 def training_arguments(
@@ -45,7 +49,7 @@ def training_arguments(
         gradient_accumulation_steps=run.accumulate,
         max_grad_norm=recipe.optimizer.clip or 0.0,
         bf16=run.precision == "bfloat16" or (run.precision == "auto" and device.type == "cuda"),
-        torch_compile=run.compile,
+        tf32=True if run.compile and device.type == "cuda" and is_torch_tf32_available() else None,  # of validation
         use_cpu=device.type == "cpu",
         seed=seed,
         data_seed=seed,
@@ -70,16 +74,18 @@ class TextTrainer(Trainer):
     def __init__(self, task: TextTask, model: nn.Module, arguments: TrainingArguments, watch: TrainerCallback) -> None:
         self.task, self.network, self.sharded = task, model, task.recipe.run.shard
         task.prepare(model)
-        loss = torch.compile(task.loss) if task.recipe.run.compile else task.loss
         super().__init__(
             model=model,
             args=arguments,
             data_collator=task.collate,
             train_dataset=task.examples,
             eval_dataset=task.examples,  # not read: ``evaluate`` asks the task
-            compute_loss_func=loss if task.predicts_tokens else None,
+            compute_loss_func=task.loss if task.predicts_tokens else None,  # tells Trainer whether losses are means
             callbacks=[watch],
         )
+        # compiled as one: the logits, which are larger than everything else, are not written out in float32
+        self._loss = torch.compile(self._network_and_loss) if task.recipe.run.compile else self._network_and_loss
+        self._pass: CapturedPass | None = None
         self.model_accepts_loss_kwargs = False  # most models take the number of labels and do not divide by it
         self.remove_callback(PrinterCallback)
 
@@ -111,10 +117,43 @@ class TextTrainer(Trainer):
         loader = DataLoader(self.task.examples, batch_sampler=sampler, collate_fn=self.task.collate)
         return self.accelerator.prepare_data_loader(loader)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> torch.Tensor:
-        """Count the tokens that the model reads, padding included, and do Trainer's step."""
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Count the tokens that the model reads, padding included, and do Trainer's step, as one CUDA graph if it can.
+
+        A graph is captured for the first batch; it is replayed for the others, which have the same shape.
+        """
         self.state.num_input_tokens_seen += inputs["input_ids"].numel() * self.args.world_size
-        return super().training_step(model, inputs, *others)
+        if not self.task.is_captured(self.args.device, self.args.world_size):
+            return super().training_step(model, inputs, num_items_in_batch)
+        batch = {**inputs, COUNT: num_items_in_batch}
+        if self._pass is None:
+            self._pass = CapturedPass(partial(self._step_on, model), batch, model.parameters(), self.args.device)
+        return self._pass(batch)
+
+    def release_graph(self) -> None:
+        """Free the memory of the captured pass; the next step captures another one."""
+        if self._pass is not None:
+            self._pass.release()
+            self._pass = None
+
+    def _step_on(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        count = batch.pop(COUNT)
+        return super().training_step(model, batch, count)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the task's loss, or the model's own where that is a mean over examples."""
+        loss = self._loss(model, inputs, num_items_in_batch)
+        # what a process computes is its share of a sum, and DDP takes the mean
+        return loss * self.args.world_size if self.task.predicts_tokens else loss
+
+    def _network_and_loss(self, model: nn.Module, inputs: Batch, count: torch.Tensor) -> torch.Tensor:
+        if not self.task.predicts_tokens:
+            return model(**inputs)["loss"]
+        labels = inputs["labels"]
+        outputs = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"})
+        return self.task.loss(outputs, labels, count)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
         """Return the task's figures on the validation text."""

@@ -30,16 +30,16 @@ class Evaluator:
         self.start = torch.zeros((), dtype=torch.int64, device=self.device)
         self.whole = len(self.y) // BATCH * BATCH  # images in whole batches
         self.rows = torch.arange(BATCH, device=self.device)
-        self._batch: Callable[[], object] = self._whole_batch
-        if graph and self.device.type == "cuda" and self.whole:
-            with evaluation_mode(network):
-                self._batch = capture(self._whole_batch)
+        self._captures = graph and self.device.type == "cuda" and self.whole > 0
+        self._batch: Callable[[], object] | None = None
 
     def __call__(self) -> tuple[float, float]:
         """Return the mean loss and the accuracy in percent; the network is left in the mode it was in."""
-        for count in (self.loss_sum, self.correct, self.start):
-            count.zero_()
         with evaluation_mode(self.network):
+            if self._batch is None:  # not sooner: the first training step does not wait for it
+                self._batch = capture(self._whole_batch) if self._captures else self._whole_batch
+            for count in (self.loss_sum, self.correct, self.start):
+                count.zero_()
             for _ in range(self.whole // BATCH):
                 self._batch()
             if self.whole < len(self.y):

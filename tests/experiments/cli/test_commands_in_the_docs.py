@@ -29,6 +29,7 @@ VERBS = [
     "data ls",
     "report",
     "demo",
+    "bench",
     "reproduce",
     "results add",
 ]
@@ -37,7 +38,7 @@ VERBS = [
 def commands_of(text: str) -> list[str]:
     """Return the commands on indented lines and in backquotes, without the remarks behind them."""
     lines = re.findall(r"^ +(factorized [a-z].*)$", text, flags=re.MULTILINE)
-    inline = re.findall(r"`(factorized (?:train|plan|demo|data|recipes|report|compose|evaluate)[^`]*)`", text)
+    inline = re.findall(r"`(factorized (?:train|plan|demo|data|recipes|report|compose|evaluate|bench)[^`]*)`", text)
     return [re.split(r" {2,}|#", command)[0].strip() for command in lines + inline]
 
 

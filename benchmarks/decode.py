@@ -1,0 +1,210 @@
+"""Time the decoding of language models, token by token: dense, and low rank after ``fz.lower``.
+
+    python -m benchmarks.decode --out benchmarks/results/decode-h200.json
+
+Models are made from their sizes with random weights, in bfloat16, with a static cache of keys and values. One step
+reads a token of each sequence and gives the next one; on a GPU it is compiled and one CUDA graph. Times are medians of
+rounds that are interleaved over the models, in milliseconds; ``bytes`` are those of all weights, which every step
+reads; ``peak_memory`` is that of torch's tensors, in bytes, without the models that came before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, StaticCache
+
+import factorized as fz
+from factorized.experiments.training.record import describe_machine
+from factorized.nn.running import count_parameters
+from factorized.nn.timing import capture, median_milliseconds
+
+# name: the configuration of the dense model
+MODELS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-445m": lambda: LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=16_384,
+        tie_word_embeddings=True,
+    ),
+    "gpt2": lambda: GPT2Config(),
+    "gpt2-large": lambda: GPT2Config(n_embd=1280, n_layer=36, n_head=20),
+    "tiny": lambda: LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=100,
+    ),
+}
+PROMPT = 16  # tokens before the first that is timed
+
+
+def build(
+    name: str, ratio: float | None, device: torch.device, dtype: torch.dtype, *, bundled: bool = False
+) -> nn.Module:
+    """Return a model with random weights; with a ``ratio``, its layers at low rank and lowered to plain ones."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(MODELS[name]())
+    model.eval().requires_grad_(False)
+    if ratio is not None:
+        model = fz.lower(fz.factorize(model, fz.LowRank(), ratio=ratio, init="default"))
+        if bundled:
+            bundle(model)
+    return model.to(dtype)
+
+
+class Bundle(nn.Module):
+    """Low-rank pairs of one input as two products: all first factors side by side, all second ones in a stack.
+
+    The first member of the bundle computes the outputs of all, and the others take theirs from it.
+    """
+
+    def __init__(self, pairs: Sequence[nn.Sequential]) -> None:
+        super().__init__()
+        rank = max(first.out_features for first, _ in pairs)
+        firsts = [pad(first.weight, (0, 0, 0, rank - first.out_features)) for first, _ in pairs]
+        seconds = [pad(second.weight, (0, rank - second.in_features)).mT for _, second in pairs]
+        self.first = nn.Parameter(torch.cat(firsts), requires_grad=False)
+        self.second = nn.Parameter(torch.stack(seconds), requires_grad=False)
+        self.waiting: list[Tensor] = []
+
+    def compute(self, x: Tensor) -> Tensor:  # (..., in) to (..., out)
+        """Return the output of the first member and keep the others."""
+        thin = linear(x.flatten(0, -2), self.first).unflatten(-1, (len(self.second), -1))
+        first, *self.waiting = torch.bmm(thin.transpose(0, 1), self.second).unflatten(1, x.shape[:-1]).unbind(0)
+        return first
+
+
+class Member(nn.Module):
+    """One of the layers that a bundle computes."""
+
+    def __init__(self, bundle: Bundle, place: int) -> None:
+        super().__init__()
+        self.bundle, self.place = bundle, place
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return self.bundle.compute(x) if self.place == 0 else self.bundle.waiting.pop(0)
+
+
+def bundle(model: nn.Module) -> None:
+    """Bundle the projections of Llama that read the same input: queries, keys and values; gate and up."""
+    for module in list(model.modules()):
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            pairs = [getattr(module, name, None) for name in names]
+            low_rank = [pair for pair in pairs if isinstance(pair, nn.Sequential)]
+            if len(low_rank) == len(names) and len({pair[1].out_features for pair in low_rank}) == 1:
+                together = Bundle(low_rank)
+                for place, name in enumerate(names):
+                    setattr(module, name, Member(together, place))
+
+
+class Decoder:
+    """Greedy decoding of a batch of sequences, one token a call, until the cache is full.
+
+    ``options`` are those of torch's compiler; None compiles nothing.
+    """
+
+    def __init__(self, model: Any, batch: int, length: int, options: dict[str, bool] | None) -> None:
+        self.model, self.device = model, next(model.parameters()).device
+        self.cache = StaticCache(config=model.config, max_cache_len=length)  # it counts the tokens that it holds
+        prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=self.device)
+        with torch.no_grad():
+            self.tokens = self._next(prompt)  # (batch, 1)
+        self._call = self._next
+        if options is not None:
+            self._call = torch.compile(self._next, fullgraph=True, dynamic=False, options=options)
+        self.step: Callable[[], object] = capture(self._step) if self.device.type == "cuda" else self._step
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.tokens.copy_(self._call(self.tokens))
+
+    def _next(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def time_models(
+    name: str, ratios: Sequence[float | None], batch: int, arguments: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
+    """Return a row for each ratio, None for the dense model: milliseconds a token, weights, peak memory."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    options = dict.fromkeys(arguments.option, True) if arguments.compile else None
+    rows, decoders = [], {}
+    for ratio in ratios:
+        if cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated() if cuda else 0
+        model = build(name, ratio, device, dtype, bundled=arguments.bundle)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        decoders[ratio] = Decoder(model, batch, arguments.length, options)
+        decoders[ratio].step()
+        rows.append(
+            {
+                "model": name,
+                "batch": batch,
+                "ratio": ratio,
+                "parameters": count_parameters(model),
+                "bytes": sum(tensor.nbytes for tensor in model.parameters()),
+                "peak_memory": torch.cuda.max_memory_allocated() - held if cuda else None,
+            }
+        )
+    steps = {ratio: decoder.step for ratio, decoder in decoders.items()}
+    times = median_milliseconds(steps, cuda, rounds=arguments.rounds, repeats=arguments.repeats)
+    for row in rows:
+        row["milliseconds"] = times[row["ratio"]]
+        row["over_dense"] = times[row["ratio"]] / times[None]
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Parse the command line, time every model and write one JSON file, again after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["llama-445m", "gpt2", "gpt2-large"], help=", ".join(MODELS))
+    parser.add_argument("--ratio", type=float, action="append", help="share of the parameters; 0.5 unless given")
+    parser.add_argument("--batch", type=int, action="append", help="sequences; 1 and 8 unless given")
+    parser.add_argument("--length", type=int, default=512, help="tokens that the cache can hold")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--option", action="append", default=[], help="of torch's compiler, such as freezing")
+    parser.add_argument("--bundle", action="store_true", help="compute low-rank layers of one input together")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args(words)
+    device = torch.device(arguments.device)
+    needed = PROMPT + 5 + (arguments.rounds + 1) * arguments.repeats  # five to warm up
+    if arguments.length < needed:
+        raise SystemExit(f"--length {arguments.length} is less than the {needed} tokens of all rounds")
+    rows: list[dict[str, Any]] = []
+    for name in arguments.models:
+        for batch in arguments.batch or [1, 8]:
+            torch._dynamo.reset()
+            rows += time_models(name, [None, *(arguments.ratio or [0.5])], batch, arguments, device)
+            for row in rows[-1 - len(arguments.ratio or [0.5]) :]:
+                print(row, flush=True)
+            settings = {"length": arguments.length, "options": arguments.option, "bundle": arguments.bundle}
+            found = {"machine": describe_machine(device), **settings, "rows": rows}
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

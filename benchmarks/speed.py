@@ -1,0 +1,224 @@
+"""The tables of ``docs/speed.md`` and the README's chart of speed, from what ``factorized bench`` measured.
+
+    python -m benchmarks.speed     # draws the figures; ``python -m benchmarks.tables`` writes the tables
+
+The reports are ``benchmarks/results/bench-*/NAME.json``, a folder for each machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.drawing import DARK, drawn_from
+from factorized.experiments.bench.charts import FIRST, OTHERS, OURS, figure_of, save
+from factorized.experiments.bench.names import BENCHMARKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Report = dict[str, Any]
+Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
+FIGURES = Path(__file__).parent.parent / "docs" / "figures"
+MACHINES = {"h200": "GPU", "cpu": "CPU"}
+BESIDE_DENSE = ("training", "inference", "llama", "layers")  # benchmarks whose first way is dense
+OWN = ("low rank", "Tensor-Train", "Tucker", "feed-forward", "factorized")  # how ways of ours begin
+
+
+def read(machine: str, name: str, results: Path = RESULTS) -> Report | None:
+    """Return the report of a benchmark on a machine; None where it was not measured."""
+    path = results / f"bench-{machine}" / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def conditions(report: Report) -> str:
+    """Return machine, versions, clock and rounds in a sentence."""
+    machine, rounds = report["machine"], [row["ms"]["rounds"] for row in report["rows"]]
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    where = f"{machine['device']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    told = (
+        f"{where}, torch {machine['torch']}{', ' if packages else ''}{packages}; commit {str(machine['commit'])[:7]}. "
+    )
+    n = f"{min(rounds)}" if min(rounds) == max(rounds) else f"{min(rounds)} to {max(rounds)}"
+    return f"{told}Medians (least to largest) of n = {n} interleaved rounds by {report['clock']}."
+
+
+def table(name: str, results: Path = RESULTS) -> str:
+    """Return the tables of a benchmark, one for each machine, with what was left out."""
+    parts = []
+    for machine, kind in MACHINES.items():
+        report = read(machine, name, results)
+        if report is None or not report["rows"]:
+            continue
+        figure = f"figures/speed-{name}-{machine}.svg"
+        made = growth_table(report) if report["fits"] else row_table(report)
+        parts += [f"**{kind}.** {conditions(report)}", "", f"![{name} on a {kind}]({figure})", "", *made, ""]
+        parts += [f"Not measured: {why}." for why in report["skipped"]]
+    return "\n".join(parts).strip() or "Not measured yet."
+
+
+def row_table(report: Report) -> list[str]:
+    """Return the lines of a table with a row for each way."""
+    has_error = any("error_over_optimum" in row for row in report["rows"])
+    error = " error over the optimum |" if has_error else ""
+    lines = [
+        f"| | way | parameters | ms | of the first | MiB | of the first |{error}",
+        f"| --- | --- | ---: | ---: | ---: | ---: | ---: |{' ---: |' if error else ''}",
+    ]
+    before = ""
+    for row in report["rows"]:
+        spread = row["ms"]
+        several = f" ({spread['least']:,.4g} to {spread['largest']:,.4g})" if spread["rounds"] > 1 else ""
+        cells = [
+            row["group"] if row["group"] != before else "",
+            row["way"],
+            f"{row['parameters']:,}" if "parameters" in row else "",
+            f"{spread['median']:,.4g}{several}",
+            _share(row.get("over")),
+            f"{row['memory'] / 2**20:,.1f}",
+            _share(row.get("memory_over")),
+            *([f"{row['error_over_optimum']:.4f}"] if has_error else []),
+        ]
+        before = row["group"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def growth_table(report: Report) -> list[str]:
+    """Return the lines of the table of exponents."""
+    lines = ["| grows | way | sizes | exponent of time | exponent of memory |", "| --- | --- | --- | ---: | ---: |"]
+    for fit in report["fits"]:
+        sizes = ", ".join(map(str, fit["sizes"]))
+        lines.append(f"| {fit['grows']} | {fit['way']} | {sizes} | {fit['time']:.2f} | {fit['memory']:.2f} |")
+    return lines
+
+
+def slower(results: Path = RESULTS) -> str:
+    """Return a sentence for each row of ours that takes longer than dense, or holds more memory."""
+    told = []
+    for machine in MACHINES:
+        for name in BESIDE_DENSE:
+            report = read(machine, name, results)
+            for row in report["rows"] if report else []:
+                excess = [
+                    f"{row[key]:.2f} times the {what}"
+                    for key, what in (("over", "time"), ("memory_over", "memory"))
+                    if row["way"].startswith(OWN) and (row.get(key) or 0) > 1
+                ]
+                if excess:
+                    told.append(
+                        f"- {_place(machine)}, {row['group']}: {row['way']} takes {' and '.join(excess)} of dense."
+                    )
+    return "\n".join(told) or "No row is slower than dense or holds more memory."
+
+
+def overview(results: Path = RESULTS) -> str:
+    """Return the README's chart of speed, and a sentence for each of its rows that is slower than dense."""
+    rows = overview_rows(results)
+    behind = [
+        f"{label} takes {row['over']:.2f} times as long as dense on {_place(machine)}."
+        for machine, found in rows.items()
+        for label, row in found.items()
+        if row["over"] > 1
+    ]
+    first = "![Time of a training step and of inference over dense](docs/figures/speed.svg)"
+    machines = "; ".join(_machine(machine, results) for machine in rows)
+    text = (
+        f"Time over dense: {machines}. [Memory, more rows and other packages](docs/speed.md); `factorized bench` "
+        "measures your machine."
+    )
+    if "h200" not in rows:
+        text += " On a GPU, narrow networks [gain little](docs/guide/limits.md)."
+    return "\n".join([first, "", text, *(["", " ".join(behind)] if behind else [])])
+
+
+def overview_rows(results: Path = RESULTS) -> dict[str, dict[str, Row]]:
+    """Return the rows of the README's chart by machine and label."""
+    found: dict[str, dict[str, Row]] = {}
+    for machine in MACHINES:
+        for name in ("training", "llama", "inference"):
+            report = read(machine, name, results)
+            for row in report["rows"] if report else []:
+                is_shown = row["way"] != "dense" and "lowered" not in row["way"] and row.get("over") is not None
+                if is_shown and not (name == "inference" and row["group"].endswith("batch 1")):
+                    network, what = row["group"].split(", ")[:2]
+                    found.setdefault(machine, {})[f"{network}, {row['way']}, {what}"] = row
+    return found
+
+
+def overview_figure(results: Path = RESULTS) -> Figure:
+    """Draw the README's chart."""
+    from matplotlib.figure import Figure
+
+    rows = overview_rows(results)
+    heights = [len(found) + 1 for found in rows.values()]
+    figure = Figure(figsize=(7.5, 0.19 * sum(heights) + 0.5), layout="constrained")
+    panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
+    for axes, (machine, found) in zip(panels, rows.items(), strict=True):
+        shares = [row["over"] for row in found.values()]
+        axes.barh(range(len(found)), shares, color=[OTHERS if share > 1 else OURS for share in shares], height=0.7)
+        axes.set_yticks(range(len(found)), list(found), fontsize=7)
+        axes.invert_yaxis()
+        axes.axvline(1, color=FIRST, linewidth=0.8, linestyle="--")
+        axes.set_xlim(0, max(1.1, 1.1 * max(shares)))
+        for place, share in enumerate(shares):
+            axes.annotate(f"{share:.2f}", (share, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
+        axes.set_title(f"time over dense, {_machine(machine, results)}", loc="left", fontsize=8)
+        axes.tick_params(axis="x", labelsize=7)
+    return figure
+
+
+def figures(results: Path = RESULTS) -> dict[str, tuple[str, Callable[[], Figure]]]:
+    """Return the checksum of what each figure shows, and the function that draws it, by file name."""
+    shown = {
+        machine: {label: row["over"] for label, row in rows.items()} for machine, rows in overview_rows(results).items()
+    }
+    made = {"speed.svg": (_checksum(shown), partial(overview_figure, results))} if shown else {}
+    for machine in MACHINES:
+        for name in BENCHMARKS:
+            report = read(machine, name, results)
+            if report is not None and report["rows"]:
+                made[f"speed-{name}-{machine}.svg"] = _checksum(report), partial(figure_of, report)
+    return made
+
+
+def draw_figures(folder: Path = FIGURES, results: Path = RESULTS) -> None:
+    """Draw every figure whose data changed."""
+    for name, (checksum, draw) in figures(results).items():
+        path = folder / name
+        if drawn_from(path) != checksum:
+            save(draw(), path, checksum)
+            path.write_text(path.read_text().replace("</style>", f"{DARK}</style>", 1))
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "speed": overview,
+    "slower": slower,
+    **{f"speed-{name}": partial(table, name) for name in BENCHMARKS},
+}
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _checksum(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+def _place(machine: str) -> str:
+    return {"h200": "H200", "cpu": "one CPU core"}[machine]
+
+
+def _machine(machine: str, results: Path) -> str:
+    report = next(found for name in BENCHMARKS if (found := read(machine, name, results)) is not None)
+    return f"{_place(machine)}, torch {report['machine']['torch']}"
+
+
+if __name__ == "__main__":
+    draw_figures()

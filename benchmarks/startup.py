@@ -1,0 +1,127 @@
+"""Time what happens from a command to its first training step: imports, network, compilation.
+
+    python -m benchmarks.startup --out benchmarks/results/startup-h200.json
+
+Every recipe is started twice in a process of its own, with an empty cache of compiled programs and with the one that
+the first start has filled. Images are random and of CIFAR's size. Times are seconds, one run each: ``first_step`` is
+the time from the start of the process to the end of the first step, and the others are its parts; ``compile`` is part
+of them, and ``trace`` part of that. ``ms_per_step`` is the mean of a hundred steps after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+RECIPES = ("cifar10/resnet32x2", "cifar10/resnet32x2-lowrank-0.1-si-fd")
+BEGAN = "STARTUP_BEGAN"  # environment variable of a child: when its parent started it
+STEPS = 100
+
+
+def start(name: str, changes: Sequence[str], images: int, whole: bool, device: str) -> dict[str, Any]:
+    """Train one step in this process, and return how long each part took."""
+    began = float(os.environ[BEGAN])
+    import torch
+
+    from benchmarks.epoch import random_images
+    from factorized.experiments.recipes.find import load_recipe
+    from factorized.experiments.training import step as step_module
+    from factorized.experiments.training import train as train_module
+    from factorized.experiments.training.processes import Processes
+
+    marks = {"imports": time.time()}
+    data = random_images(images)
+    marks["data"] = time.time()
+    where = torch.device(device)
+    torch.zeros(1, device=where)
+    marks["device"] = time.time()
+    real = train_module.TrainingStep
+
+    class Timed(real):  # type: ignore[misc, valid-type]
+        def __init__(self, *given: Any) -> None:
+            marks["network"] = time.time()
+            super().__init__(*given)
+            wait()
+            marks["step"] = time.time()
+
+    def wait() -> None:
+        if where.type == "cuda":
+            torch.cuda.synchronize()
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(train_module, "TrainingStep", Timed))
+        if whole:
+            patches.enter_context(patch.object(step_module, "repeated_blocks", lambda network: []))
+        trainer = train_module.Trainer(load_recipe(name, changes), data, Processes(where), 0)
+    trainer.source.start(0, 0)
+    trainer.step()
+    wait()
+    marks["first step"] = time.time()
+    row: dict[str, Any] = {"recipe": name, "first_step": marks["first step"] - began}
+    for part, at in marks.items():
+        row[part], began = at - began, at
+    steps = min(STEPS, trainer.source.steps - 1)
+    for _ in range(steps):
+        trainer.step()
+    wait()
+    row["ms_per_step"] = 1e3 * (time.time() - marks["first step"]) / max(1, steps)
+    seconds = torch._dynamo.utils.compilation_time_metrics
+    row["compile"] = sum(sum(seconds.get(name, [])) for name in ("_compile.compile_inner", "backward._backward_impl"))
+    row["trace"] = sum(seconds.get("bytecode_tracing", []))
+    counters = torch._dynamo.utils.counters
+    row["graphs"] = counters["stats"]["unique_graphs"]
+    row["caches"] = {
+        key: value for part in ("aot_autograd", "inductor") for key, value in counters[part].items() if "cache" in key
+    }
+    return {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def in_process(words: Sequence[str], cache: Path) -> dict[str, Any]:
+    """Return what ``start`` returns in a process of its own that keeps compiled programs in ``cache``."""
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    environment = {**os.environ, **folders, BEGAN: repr(time.time())}
+    command = [sys.executable, "-m", "benchmarks.startup", "--child", *words]
+    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Parse the command line, start every recipe and write one JSON file, again after each start."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--set", action="append", default=[], help="section.field=value, for every recipe")
+    parser.add_argument("--images", type=int, default=50_000)
+    parser.add_argument("--whole", action="store_true", help="compile networks as a whole, not block by block")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(words)
+    if given.child:
+        print(json.dumps(start(given.recipes[0], given.set, given.images, given.whole, given.device)))
+        return
+    if given.out is None:
+        parser.error("--out is needed")
+    rows: list[dict[str, Any]] = []
+    options = [f"--images={given.images}", f"--device={given.device}", *(f"--set={change}" for change in given.set)]
+    options += ["--whole"] if given.whole else []
+    for name in given.recipes:
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("cold", "warm"):
+                rows.append({"cache": cache, "whole": given.whole, **in_process([name, *options], Path(folder))})
+                print(rows[-1], flush=True)
+                given.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

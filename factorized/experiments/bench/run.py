@@ -1,0 +1,53 @@
+"""The benchmarks by name, and running them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from factorized.experiments.bench.charts import draw
+from factorized.experiments.bench.names import BENCHMARKS
+from factorized.experiments.bench.session import Session
+
+ALL = "all"
+
+
+def find_benchmarks(names: Sequence[str]) -> list[str]:
+    """Return the benchmarks of these names, each once; ``all`` stands for every one.
+
+    Raises:
+        ValueError: there is no benchmark of a name.
+    """
+    for name in names:
+        if name != ALL and name not in BENCHMARKS:
+            near = difflib.get_close_matches(name, [*BENCHMARKS, ALL], n=1, cutoff=0.4)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"there is no benchmark {name!r}; {meant}There are {', '.join(BENCHMARKS)}")
+    return list(dict.fromkeys([*BENCHMARKS] if ALL in names else names))
+
+
+def run_benchmarks(
+    names: Sequence[str],
+    folder: Path,
+    device: torch.device,
+    seconds: float = 10,
+    only: str = "",
+    say: Callable[[str], object] = print,
+    charts: bool = True,
+) -> None:
+    """Run benchmarks one after another, and write ``NAME.json`` and its charts into ``folder``.
+
+    The JSON is written after every group of rows. ``seconds`` are spent on timing each group; ``only`` leaves out rows
+    without this text in "GROUP: WAY".
+    """
+    for name in find_benchmarks(names):
+        say(f"\n{name}: {BENCHMARKS[name].about}")
+        session = Session(name, folder / f"{name}.json", device, seconds, only, say)
+        session.write()  # a folder that cannot be written fails before anything is measured
+        BENCHMARKS[name].load()(session)
+        session.write()
+        if charts:
+            say(", ".join(map(str, [session.path, *draw(session.to_dict(), folder)])))
