@@ -51,7 +51,7 @@ def activation_aware(W: Tensor, inputs: Inputs, rank: int) -> tuple[Tensor, Tens
 def whitened(W: Tensor, inputs: Inputs, rank: int) -> tuple[Tensor, Tensor]:
     """Return SVD-LLM's factors."""
     C = inputs.moment
-    L = torch.linalg.cholesky(C + RIDGE * C.diagonal().mean() * torch.eye(len(C), dtype=C.dtype))
+    L = torch.linalg.cholesky(C + RIDGE * C.diagonal().mean() * torch.eye(len(C), dtype=C.dtype, device=C.device))
     U, V = truncated(W @ L, inputs, rank)
     return U, torch.linalg.solve_triangular(L.mT, V, upper=True)
 
@@ -64,21 +64,19 @@ METHODS: dict[str, Callable[[Tensor, Inputs, int], tuple[Tensor, Tensor]]] = {
 
 
 @torch.no_grad()
-def factorized_by(method: str, model: nn.Module, plan: fz.Plan, batches: list[Any]) -> nn.Module:
+def factorized_by(method: str, model: nn.Module, plan: fz.Plan, calibration: fz.Calibrated) -> nn.Module:
     """Return ``model``, changed in place, with a baseline's factors at the plan's ranks.
 
-    The plan is one of ``fz.LowRank("channel")``: a kernel is a matrix (out, in·taps).
+    The plan is one of ``fz.LowRank("channel")`` for linears and convolutions: a kernel is a matrix (out, in·taps).
     """
     layers = {entry.name: model.get_submodule(entry.name) for entry in plan.layers}
     seen = {name: Inputs() for name in layers}
     hooks = [layer.register_forward_pre_hook(seen[name]) for name, layer in layers.items()]
-    model.eval()
-    for inputs, *_ in batches:
-        model(inputs)
+    calibration.run(model)
     for hook in hooks:
         hook.remove()
     weights = {name: layer.get_parameter("weight").detach().double().flatten(1) for name, layer in layers.items()}
-    fz.factorize(model, plan)
+    fz.factorize(model, plan, init="default")
     for name, W in weights.items():
         layer: Any = model.get_submodule(name)
         U, V = METHODS[method](W, seen[name], layer.rank)
@@ -87,16 +85,17 @@ def factorized_by(method: str, model: nn.Module, plan: fz.Plan, batches: list[An
 
 
 @torch.no_grad()
-def pruned(model: nn.Module, plan: fz.Plan) -> dict[nn.Parameter, Tensor]:
-    """Zero the smallest entries of the plan's layers, in place, so that as many remain as its factors have.
+def pruned(model: nn.Module, plan: fz.Plan) -> nn.Module:
+    """Return ``model`` with the smallest entries of the plan's layers set to zero; as many remain as its factors have.
 
-    Return where entries remain, by parameter.
+    They stay zero in training: they get no gradient, and decay leaves a zero as it is.
     """
     weights = [model.get_submodule(entry.name).get_parameter("weight") for entry in plan.layers]
     kept = sum(entry.params_after for entry in plan.layers)
     every = torch.cat([weight.abs().flatten() for weight in weights])
     least = every.topk(kept).values[-1]
-    masks = {weight: (weight.abs() >= least).to(weight.dtype) for weight in weights}
-    for weight, mask in masks.items():
+    for weight in weights:
+        mask = (weight.abs() >= least).to(weight.dtype)
         weight.mul_(mask)
-    return masks
+        weight.register_hook(mask.mul)
+    return model

@@ -46,7 +46,7 @@ def measure(task: Task, seed: int) -> Found:
             dense, scheme, ratio=ratio, of="selected", multiple_of=1, allocate="spectrum", calibration=calibration
         )
         made: dict[str, nn.Module] = {
-            method: factorized_by(method, copy.deepcopy(dense), even, batches) for method in METHODS
+            method: factorized_by(method, copy.deepcopy(dense), even, calibration) for method in METHODS
         }
         made[OURS] = fz.factorize(copy.deepcopy(dense), ours, init=calibration)
         for method, model in made.items():
@@ -56,11 +56,10 @@ def measure(task: Task, seed: int) -> Found:
                 torch.manual_seed(seed)
                 task.train(trained, RECOVERY, decay, rate=RATE)
                 found[ratio, method, decay] = task.measure(trained)
-        sparse = copy.deepcopy(dense)
-        masks = pruned(sparse, even)
+        sparse = pruned(copy.deepcopy(dense), even)
         found[ratio, PRUNED, "none"] = task.measure(sparse)
         torch.manual_seed(seed)
-        task.train(sparse, RECOVERY, "ordinary", masks, rate=RATE)
+        task.train(sparse, RECOVERY, "ordinary", rate=RATE)
         found[ratio, PRUNED, "ordinary"] = task.measure(sparse)
         print(task.name, seed, ratio, {key[1:]: round(score, 2) for key, score in found.items() if key[0] == ratio})
     return found

@@ -53,10 +53,8 @@ class Task(ABC):
     def measure(self, model: nn.Module) -> float:
         """Return the score on the test set."""
 
-    def train(
-        self, model: nn.Module, share: float = 1.0, decay: Decay = "frobenius", mask: Any = None, rate: float = 1.0
-    ) -> None:
-        """Train for a share of all steps with Adam, its rate falling to zero; ``mask`` keeps pruned weights at zero.
+    def train(self, model: nn.Module, share: float = 1.0, decay: Decay = "frobenius", rate: float = 1.0) -> None:
+        """Train for a share of all steps with Adam, its rate falling to zero.
 
         ``rate`` is a factor of the learning rate. ``"ordinary"`` decays every matrix and kernel; ``"frobenius"`` the
         products instead of their factors.
@@ -80,8 +78,6 @@ class Task(ABC):
             self.loss(model(inputs), *rest).backward()
             optimizer.step()
             schedule.step()
-            for parameter, kept in (mask or {}).items():
-                parameter.data.mul_(kept)
         model.eval()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import speed
 from benchmarks.markdown import fill, table
+from benchmarks.recovery_table import read_rows, recovery_table
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import Comparison
 from factorized.experiments.reproduce.report import Report, make_report
@@ -307,6 +308,11 @@ def _scores(report: dict[str, Any], rest: str) -> str:
     )
 
 
+def recovery() -> str:
+    """Return the table of finished runs, compressed and trained further."""
+    return recovery_table(read_rows(RESULTS))
+
+
 def _mean(row: dict[str, Any]) -> str:
     digits = 1 if row["score"] == "accuracy" else 2
     spread = "" if row["deviation"] is None else f" ± {row['deviation']:.{digits}f}"
@@ -327,6 +333,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibrated": calibrated,
     "ranks": ranks,
     "compression": compression,
+    "recovery": recovery,
     **speed.TABLES,
 }
 

@@ -32,7 +32,7 @@ class InputMoments:
         self.weight_shape = dense_weight(layer).shape
         self.looks_up = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
         self.transposed = transposed or self.looks_up or isinstance(layer, _ConvTransposeNd)
-        self.centered = centered and not self.looks_up
+        self.centered = centered
         self.samples = 0  # inputs seen: tokens, positions of patches, rows looked up
         self.sums = torch.zeros(())  # of the moment's shape from the first call on
         self.total = torch.zeros(())  # of all inputs, (groups, inputs)

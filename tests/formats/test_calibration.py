@@ -14,6 +14,7 @@ from factorized.formats.calibration import (
     calibrated_factors,
     output_error,
     output_spectrum,
+    refined,
     regularized,
 )
 from factorized.formats.format import Format
@@ -168,6 +169,14 @@ def test_every_format_has_a_smaller_output_error_than_its_decomposition(format: 
         for cores in (format.decompose(W), format.calibrate(W, [moment]))
     )
     assert ours < 0.95 * spectral
+
+
+def test_a_single_core_is_refined_to_the_least_squares_solution() -> None:
+    W, basis, moment, shape = draw(6, 9), draw(6, 2, seed=5), moment_of(9), KernelShape.of((6, 9))
+    (core,) = refined(lambda cores: basis @ cores[0], [torch.zeros(2, 9, dtype=torch.float64)], W, [moment], shape)
+    best = torch.linalg.lstsq(basis, W).solution
+    error, least = (output_error(W - basis @ one, [moment], shape) for one in (core, best))
+    torch.testing.assert_close(error, least, rtol=1e-3, atol=0)
 
 
 def test_a_residual_calibrates_its_part_and_keeps_the_weight() -> None:

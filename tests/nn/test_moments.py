@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized.nn import moments
-from factorized.nn.moments import InputMoments, collecting, patches
+from factorized.nn.moments import InputMoments, OutputGradients, collecting, patches
 
 CONVOLUTIONS: list[tuple[type[Any], dict[str, Any]]] = [
     (nn.Conv1d, {"kernel_size": 3}),
@@ -120,3 +120,14 @@ def test_an_error_while_running_removes_the_hooks() -> None:
     with pytest.raises(RuntimeError), collecting({layer: InputMoments(layer)}):
         layer(torch.randn(2, 4))
     assert not layer._forward_pre_hooks
+
+
+def test_gradients_of_outputs_are_averaged_over_all_their_entries() -> None:
+    layer, seen = nn.Linear(5, 3), OutputGradients()
+    assert seen.mean_square == 0
+    weights = [torch.randn(4, 3), torch.randn(2, 7, 3)]
+    with collecting({}, {layer: seen}):
+        for weight in weights:
+            (layer(torch.randn(*weight.shape[:-1], 5)) * weight).sum().backward()
+    assert seen.mean_square == pytest.approx(torch.cat([w.flatten() for w in weights]).square().mean().item())
+    assert not layer._forward_hooks

@@ -98,6 +98,44 @@ def test_weights_on_the_meta_device_cannot_be_calibrated() -> None:
         fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated([torch.randn(8, 20)]))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named_and_nothing_is_changed(value: float) -> None:
+    model = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 16))
+    with torch.no_grad():
+        model[1].weight[2, 3] = value
+    batches = [torch.randn(40, 20)]
+    with unchanged(model), pytest.raises(ValueError, match=r"1: weight holds NaN or infinit"):
+        fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated(batches))
+
+
 def test_a_single_layer_takes_no_calibration_of_a_model() -> None:
     with pytest.raises(ValueError, match=r"init must be one of .* got Calibrated\(list, samples=None"):
         fz.FactorizedLinear.from_dense(nn.Linear(4, 4), 2, init=fz.Calibrated([torch.randn(8, 4)]))  # type: ignore[arg-type]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that arrives once it is moved, as one on another device."""
+
+    moved: list[str]
+
+    def to(self, device: torch.device) -> Tensor:  # type: ignore[override]
+        self.moved.append(str(device))
+        return self.as_subclass(Tensor)
+
+
+def elsewhere(tensor: Tensor, moved: list[str]) -> Tensor:
+    found = tensor.as_subclass(Elsewhere)
+    found.moved = moved
+    return found
+
+
+def test_data_on_another_device_are_moved_to_that_of_the_model() -> None:
+    moved: list[str] = []
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4))
+    for form in (tuple, lambda pair: ({"input": pair[0]}, pair[1]), lambda pair: ((pair[0],), pair[1])):
+        batch = form((elsewhere(torch.randn(40, 20), moved), elsewhere(torch.randint(4, (40,)), moved)))
+        given = fz.Calibrated([batch], loss=nn.functional.cross_entropy)
+        options: dict[str, Any] = {"ratio": 0.7, "keep_first_and_last": False, "allocate": "spectrum"}
+        fz.factorize(copy.deepcopy(model), init=given, **options)
+        assert moved == ["cpu"] * 3  # inputs and labels for ranks, inputs for factors
+        moved.clear()

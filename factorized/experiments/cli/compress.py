@@ -105,7 +105,7 @@ def compress(
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.cli.subjects import default_folder, open_subject
     from factorized.experiments.compress.page import write_page
-    from factorized.experiments.compress.work import Settings, Work
+    from factorized.experiments.compress.work import Settings, Work, make_folder
     from factorized.experiments.training.folder import claimed
     from factorized.experiments.training.progress import Reporter
 
@@ -127,11 +127,11 @@ def compress(
             say(line)
 
     reporter = Reporter(console(quiet=quiet), quiet=quiet)
-    with progress_bar(quiet=quiet) as bar:
+    make_folder(folder)
+    with progress_bar(quiet=quiet) as bar, claimed(folder):
         work = Work(subject, settings, folder, overwrite=overwrite, say=tell, progress=bar, reporter=reporter)
-        with claimed(folder):
-            work.run(recipe, [form.value for form in to or ()])
-            page = write_page(work.state, folder)
+        work.run(recipe, [form.value for form in to or ()])
+        page = write_page(work.state, folder)
     _report(work.state)
     say(f"{folder}; drawn on {page}")
 

@@ -48,23 +48,35 @@ def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 @contextmanager
-def progress_bar(*, quiet: bool = False) -> Iterator[_Bar]:
+def progress_bar(*, quiet: bool = False) -> Iterator[Bar]:
     """Show the progress that a function reports as (stage, done, total), in a terminal only."""
     out = Console(stderr=True)
     shown = out.is_terminal and not quiet and process_number() == 0
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=out, disable=not shown, transient=True) as progress:
-        yield _Bar(progress)
+    progress = Progress(*columns, console=out, disable=not shown, transient=True)
+    try:
+        yield Bar(progress)
+    finally:
+        progress.stop()
 
 
-class _Bar:
-    """Takes (stage, done, total), one row for each stage."""
+class Bar:
+    """Takes (stage, done, total), one row for each stage until it is done.
+
+    Nothing is shown between stages: a line that is printed there would be overwritten.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.rows: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show what is done of a stage."""
         if stage not in self.rows:
             self.rows[stage] = self.progress.add_task(stage, total=total or None)  # without one, the bar moves on
+            self.progress.start()
         self.progress.update(self.rows[stage], completed=done, total=total or None)
+        if 0 < total <= done:
+            self.progress.remove_task(self.rows.pop(stage))
+            if not self.rows:
+                self.progress.stop()

@@ -143,6 +143,8 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     from factorized.experiments.compress.images import ImageSubject
     from factorized.experiments.data.load import load_images
     from factorized.experiments.models.build import build_model
+    from factorized.experiments.recipes.recipe import Data, Model, Recipe
+    from factorized.experiments.training.network import check_network
 
     if data is None:
         raise ValueError(f"{model} classifies images; name them by --data: a file, a folder, or a set such as digits")
@@ -153,8 +155,10 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
         torch.manual_seed(0)  # a function that draws its weights draws the same ones again
         return build_model(model, len(images.classes), images.size[0], images.channels)
 
+    network = make()
+    check_network(Recipe(model=Model(name=model), data=Data(crop_padding=0)), network, images)
     held = hashlib.sha256()
-    for tensor in make().state_dict().values():
+    for tensor in network.state_dict().values():
         held.update(f"{tuple(tensor.shape)} {tensor.double().sum().item()!r}".encode())
     identity = [*identity, held.hexdigest(), images.checksum]
     return ImageSubject(name, identity, device, make, model, images)

@@ -105,7 +105,7 @@ class ImageSubject(Subject):
         return own.model_copy(update=fields)
 
     def train(
-        self, recipe: AnyRecipe, network: nn.Module, plan: Plan, folder: Path, reporter: Reporter
+        self, recipe: AnyRecipe, network: nn.Module, plan: Plan | None, folder: Path, reporter: Reporter
     ) -> dict[str, Any]:
         """Train as the recipe says."""
         (result,) = train(

@@ -76,9 +76,8 @@ def layer_calls(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str,
     seen: dict[str, LayerCall] = {}
 
     def keep(name: str) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-            if isinstance(output, Tensor):
-                seen[name] = LayerCall(_on_cpu(arguments), _on_cpu(keywords), output.detach().cpu())
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> None:
+            seen[name] = LayerCall(_on_cpu(arguments), _on_cpu(keywords), output.detach().cpu())
 
         return hook
 
@@ -96,7 +95,6 @@ def layer_calls(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str,
 def losses_alone(model: nn.Module, calls: dict[str, LayerCall]) -> dict[str, float]:
     """Return ``‖y' - y‖² / ‖y‖²`` of layers that are called as the dense ones were: what each loses by itself."""
     device = next(model.parameters()).device
-    model.eval()
     return {
         name: _relative(model.get_submodule(name)(*_moved(one.arguments, device), **_moved(one.keywords, device)), one)
         for name, one in calls.items()

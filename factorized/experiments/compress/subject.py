@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from factorized.experiments.recipes.recipe import Factorize, Recipe
+from factorized.experiments.recipes.recipe import LINEAR_WARMUP, Factorize, Recipe, Schedule
 from factorized.experiments.recipes.shorten import length_of, shorten
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import TextRecipe, TextSchedule
 from factorized.experiments.training.progress import Reporter
 from factorized.nn.running import ExampleInput
 from factorized.planning.plan import Plan
 
 AnyRecipe = Recipe | TextRecipe
 RECOVERY = 0.1  # of the training of a run: how long it is trained to recover, unless a recipe is given
-START_OF_TEXT = 0.5  # of the learning rate, where recovery on text begins
+RATE = 0.2  # of its learning rate, at its highest: docs/log.md has what others do
 
 
 class Subject(ABC):
@@ -86,11 +86,11 @@ class Subject(ABC):
 
     @abstractmethod
     def train(
-        self, recipe: AnyRecipe, network: nn.Module, plan: Plan, folder: Path, reporter: Reporter
+        self, recipe: AnyRecipe, network: nn.Module, plan: Plan | None, folder: Path, reporter: Reporter
     ) -> dict[str, Any]:
-        """Train a factorized network further, or go on with that, into ``folder``; return the result of the run.
+        """Train a network further, in place, or go on with that, into ``folder``; return the result of the run.
 
-        The recipe is one that ``fit`` returned.
+        The recipe is one that ``fit`` returned. A dense network has no plan.
         """
 
     @abstractmethod
@@ -102,15 +102,23 @@ def recovery_recipe(own: AnyRecipe | None, given: AnyRecipe | None, factorize: F
     """Return the recipe that recovers a compressed network: the one given, or a tenth of its own training.
 
     A recipe of a dense network decays weights; here it decays the products that take their place, at the same strength.
-    Its learning rate starts where its own training would be after the first milestone.
+    In a tenth of its own training the learning rate rises to a fifth of what it was and falls to zero, step by step.
     """
-    recipe = given if given is not None or own is None else shorten(own, max(1, round(RECOVERY * length_of(own))))
+    recipe = given if given is not None or own is None else _short(own)
     if recipe is None:
         raise ValueError("a network that no recipe of ours trained needs a recipe to recover by")
     fields: dict[str, Any] = {"factorize": factorize, "paper": None, "name": f"{recipe.name}-recovery"}
     if recipe.factorize.scheme == "none" and recipe.decay.kind != "none":
         fields["decay"] = recipe.decay.model_copy(update={"kind": "frobenius"})
-    if given is None:
-        lr = recipe.optimizer.lr * (recipe.schedule.factor if isinstance(recipe, Recipe) else START_OF_TEXT)
-        fields["optimizer"] = recipe.optimizer.model_copy(update={"lr": lr})
     return recipe.model_copy(update=fields)
+
+
+def _short(own: AnyRecipe) -> AnyRecipe:
+    """Return a tenth of a recipe, with the learning rate of a training that starts from trained weights."""
+    recipe = shorten(own, max(1, round(RECOVERY * length_of(own))))
+    optimizer = recipe.optimizer.model_copy(update={"lr": RATE * recipe.optimizer.lr})
+    if isinstance(recipe, Recipe):
+        schedule: Any = Schedule(epochs=recipe.schedule.epochs, shape="linear")
+    else:
+        schedule = TextSchedule(updates=recipe.schedule.updates, warmup=LINEAR_WARMUP, shape="linear")
+    return recipe.model_copy(update={"optimizer": optimizer, "schedule": schedule})

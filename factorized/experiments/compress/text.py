@@ -115,7 +115,7 @@ class TextSubject(Subject):
         return recipe
 
     def train(
-        self, recipe: AnyRecipe, network: nn.Module, plan: Plan, folder: Path, reporter: Reporter
+        self, recipe: AnyRecipe, network: nn.Module, plan: Plan | None, folder: Path, reporter: Reporter
     ) -> dict[str, Any]:
         """Train as the recipe says, on this text."""
         (result,) = train_text(

@@ -141,8 +141,8 @@ class Work:
         """Return the state of the same compression in the folder, or a new one."""
         path = self.folder / STATE
         fresh = {"asked": self.asked, "score": self.subject.score, "lower_is_better": self.subject.lower_is_better}
+        make_folder(self.folder)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 for name in (COMPRESSED, RECOVERED, "lowered", "composed"):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -152,9 +152,7 @@ class Work:
                 return {**fresh, "machine": machine, "seconds": {}, "notes": []}
             found = json.loads(path.read_text())
         except OSError as error:
-            raise ValueError(
-                f"cannot write to {self.folder}: {in_words(error, named=False)}; choose another folder by --out"
-            ) from None
+            raise _cannot_write(self.folder, error) from None
         except ValueError:
             found = None
         if not isinstance(found, dict) or not is_sealed(found):
@@ -242,6 +240,7 @@ class Work:
     def _recover(self, recipe: AnyRecipe) -> dict[str, Any]:
         network = self.subject.load(self.folder / COMPRESSED)
         result = self.subject.train(recipe, network, self.plan, self.folder / RECOVERED, self.reporter)
+        del network  # what is tested is what was written
         scores = self.subject.evaluate(self.subject.trained(self.folder / RECOVERED))
         self.say(f"recovered: {self.told(scores)}, after {result['seconds']:.0f} s of {recipe.name}")
         kept = {"asked": recipe.to_dict(), "recipe": result["recipe"], "history": result["history"]}
@@ -275,12 +274,25 @@ class Work:
             if stage == "compressed":
                 found["alone"] = losses_alone(network, calls)
             found[stage] = differences(calls, layer_calls(network, names, batch))
+            del network
         return found
 
     def told(self, scores: dict[str, float]) -> str:
         """Return the score as a message has it."""
         name = self.subject.score
         return f"{name} {scores[name]:.2f}{' %' if name == 'accuracy' else ''}"
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a compression, if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _cannot_write(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"cannot write to {folder}: {in_words(error, named=False)}; choose another folder by --out")
 
 
 class Watched:

@@ -29,6 +29,7 @@ USED_BY = {
     "multiple_of": ("low_rank", "overcomplete"),
 }
 MOST_EPOCHS = 100_000
+LINEAR_WARMUP = 0.1  # of the training
 MOST_RANK = 1_000_000
 
 
@@ -238,13 +239,29 @@ class Schedule(Section):
     """How long, and at what learning rate."""
 
     epochs: Epochs = 200
+    # linear: rises for a tenth of the training, then falls to zero, step by step: for weights that are trained already
+    shape: Literal["milestones", "linear"] = "milestones"
     milestones: list[PositiveFloat] = [0.5, 0.75]  # shares of the epochs, or epochs where at least 1
     factor: Share = 0.1  # at every milestone
     warmup_epochs: int = Field(default=0, ge=0, le=MOST_EPOCHS)
     warmup_factor: Share = 0.1
 
-    def learning_rate(self, base: float, epoch: int) -> float:
-        """Return the learning rate of an epoch, counted from 0."""
+    @model_validator(mode="after")
+    def _milestones_go_with_their_shape(self) -> Self:
+        for name in ("milestones", "factor", "warmup_epochs", "warmup_factor"):
+            value, default = getattr(self, name), type(self).model_fields[name].get_default()
+            if self.shape == "linear" and value != default:
+                raise ValueError(
+                    f'{name} = {value!r} is for shape = "milestones", and shape is "linear": set {name} back to '
+                    f"{default!r}"
+                )
+        return self
+
+    def learning_rate(self, base: float, epoch: float) -> float:
+        """Return the learning rate of an epoch, counted from 0; at a point within it where the shape is linear."""
+        if self.shape == "linear":
+            done = epoch / self.epochs
+            return base * min(done / LINEAR_WARMUP, (1 - done) / (1 - LINEAR_WARMUP))
         if epoch < self.warmup_epochs:
             return base * self.warmup_factor
         # rounded: 0.55 of 100 epochs is 55.00000000000001

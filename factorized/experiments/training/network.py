@@ -30,10 +30,10 @@ from factorized.surgery.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A network to train further, in place of the one that a recipe builds, and the plan it was factorized by."""
+    """A network to train further, in place of the one that a recipe builds, and the plan that factorized it, if any."""
 
     network: nn.Module
-    plan: Plan
+    plan: Plan | None
 
 
 def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:

@@ -216,11 +216,12 @@ class Trainer:
         with Recorder(folder if self.processes.is_first else None, state.history) as recorder:
             yield  # before the clock starts: others may have to be built
             for epoch in range(state.epoch, epochs):
-                lr = self.recipe.schedule.learning_rate(self.recipe.optimizer.lr, epoch)
-                set_learning_rate(self.optimizer, lr)
+                lr = self._set_learning_rate(epoch)
                 first = self._begin_epoch(state, epoch)
                 began = time.perf_counter()
                 for number in range(first, steps):
+                    if self.recipe.schedule.shape == "linear":
+                        lr = self._set_learning_rate(epoch + (number + 0.5) / steps)
                     self.step()
                     if self.processes.asked_to_stop(stop, number + 1):
                         self._check_finite(epoch, lr, number + 1)
@@ -241,6 +242,11 @@ class Trainer:
                 if stopping:
                     raise Interrupted(stop.number or signal.SIGTERM)
         return self._finish(state, folder)
+
+    def _set_learning_rate(self, epoch: float) -> float:
+        lr = self.recipe.schedule.learning_rate(self.recipe.optimizer.lr, epoch)
+        set_learning_rate(self.optimizer, lr)
+        return lr
 
     def _build_source(self) -> Source:
         data, batch = self.recipe.data, self.recipe.run.batch
@@ -371,7 +377,7 @@ class Trainer:
         """Return settings that may keep the weights finite, without those that the recipe already has."""
         optimizer, schedule = self.recipe.optimizer, self.recipe.schedule
         ways = [f"optimizer.lr={min(optimizer.lr / 3, HIGHEST):.2g}"]
-        if not schedule.warmup_epochs:
+        if not schedule.warmup_epochs and schedule.shape == "milestones":
             ways.append("schedule.warmup_epochs=1")
         if optimizer.clip is None or optimizer.clip > 1:
             ways.append("optimizer.clip=1")

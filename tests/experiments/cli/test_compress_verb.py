@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from factorized.experiments.cli.main import main
 from factorized.experiments.compress import images as image_subjects
 from factorized.experiments.compress.images import ImageSubject
 from factorized.experiments.models.build import build_model
+from factorized.experiments.training.folder import claimed
+from factorized.experiments.training.progress import Reporter
 from tests.browser import Browser
 from tests.experiments.cli.conftest import Cli
 from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files
@@ -140,6 +144,28 @@ def test_a_compression_that_was_stopped_goes_on_where_it_was(
     assert ended["recovered"]["scores"]
 
 
+def test_a_recovery_that_was_stopped_goes_on_from_its_checkpoint(
+    cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "digits/resnet8"\n[schedule]\nepochs = 2\n')
+    given = ("--ratio", RATIO, "--recover", own, "--out", tmp_path / "out", *QUICK, "--ranks", "uniform")
+    trained, epoch = [], Reporter.epoch
+
+    def stopped(self: Reporter, row: dict[str, Any]) -> None:
+        trained.append(row["epoch"])
+        if trained == [1]:
+            os.kill(os.getpid(), signal.SIGINT)
+        epoch(self, row)
+
+    monkeypatch.setattr(Reporter, "epoch", stopped)
+    said = cli("compress", run, *given)
+    assert (said.code, trained) == (130, [1])
+    said = cli("compress", run, *given)
+    assert (said.code, trained) == (0, [1, 2]), said.err
+    assert [row["epoch"] for row in state_of(tmp_path / "out")["recovered"]["history"]] == [1, 2]
+
+
 def test_recovery_can_be_added_later_and_another_one_is_refused(cli: Cli, run: Path, tmp_path: Path) -> None:
     arguments = ("compress", run, "--ratio", RATIO, "--out", tmp_path / "out", *QUICK, "--ranks", "uniform")
     assert cli(*arguments, "--recover", "none").code == 0
@@ -209,6 +235,22 @@ def test_a_folder_of_another_compression_and_a_damaged_one_are_refused(cli: Cli,
     assert "compress.json is damaged, or was changed" in cli("compress", run, "--ratio", RATIO, "--out", copied).error
 
 
+def test_a_folder_that_another_process_compresses_into_is_left_alone(cli: Cli, run: Path, copied: Path) -> None:
+    with claimed(copied):
+        said = cli("compress", run, "--ratio", RATIO, "--out", copied, "--overwrite")
+    assert f"another process is training into {copied}" in said.error
+    assert state_of(copied)["recovered"]  # nothing was deleted
+
+
+def test_quiet_says_only_the_result(cli: Cli, run: Path, copied: Path) -> None:
+    said = cli(
+        "compress", run, "--ratio", RATIO, "--out", copied, "--quiet", "--overwrite", "--recover", "none", *QUICK
+    )
+    lines = said.out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["network", "dense", "compressed"]
+    assert lines[-1] == f"{copied}; drawn on {copied / 'compress.html'}"
+
+
 def test_a_factorized_run_and_a_folder_that_cannot_be_written_are_refused(
     cli: Cli, run: Path, compressed: Path, tmp_path: Path
 ) -> None:
@@ -265,6 +307,38 @@ def test_a_function_that_returns_a_trained_classifier_is_compressed(
     dense = json.loads((run / "result.json").read_text())["accuracy"]
     assert state["before"]["scores"]["accuracy"] == pytest.approx(dense, abs=0.3)
     assert state["compressed"]["parameters"] <= RATIO * state["before"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("resnet(8, classes, 3)", "cannot classify images (1, 8, 8): it failed"),
+        ("resnet(8, 7, 1)", "must return a tensor (images, 10), got (2, 7) for two images"),
+    ],
+)
+def test_a_function_whose_model_does_not_fit_the_images_says_so(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"does_not_fit_{abs(hash(body))}"
+    source = f"from factorized.experiments.models.resnet import resnet\ndef trained(classes):\n    return {body}\n"
+    Path(f"{name}.py").write_text(source)
+    assert message in cli("compress", f"{name}:trained", "--ratio", "0.5", "--data", "digits").error
+
+
+def test_an_image_classifier_of_hugging_face_is_compressed(cli: Cli, tmp_path: Path, npz: Path) -> None:
+    import transformers
+
+    config = transformers.ResNetConfig(
+        num_channels=1, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=10
+    )
+    transformers.ResNetForImageClassification(config).save_pretrained(tmp_path / "resnet")
+    given = ("--ratio", "0.7", "--data", npz, "--out", tmp_path / "out", *QUICK)
+    said = cli("compress", tmp_path / "resnet", *given)
+    assert said.code == 0, said.err
+    state = state_of(tmp_path / "out")
+    assert state["compressed"]["parameters"] <= 0.7 * state["before"]["parameters"]
+    assert "classifies images; name them by --data" in cli("compress", tmp_path / "resnet", "--ratio", "0.7").error
 
 
 def _text_run(cli: Cli, task: str) -> str:

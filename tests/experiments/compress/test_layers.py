@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.experiments.compress.layers import differences, layer_calls, losses_alone, output_spectra
+from factorized.experiments.compress.layers import (
+    POINTS,
+    differences,
+    layer_calls,
+    layer_rows,
+    losses_alone,
+    output_spectra,
+)
 from factorized.planning.calibration import Calibrated
 from tests.planning.models_for_planning import Mlp, TiedReader
 
@@ -50,3 +57,14 @@ def test_layers_that_share_a_weight_share_a_spectrum_and_layers_that_never_run_h
     leaders = {entry.name for entry in plan.layers if entry.tied_to is None}
     assert output_spectra(model, plan, Calibrated([ids])).keys() == leaders
     assert layer_calls(nn.Sequential(nn.Linear(2, 2)), ["missing"], torch.randn(1, 2)) == {}
+
+
+def test_long_spectra_are_thinned_out_to_what_can_be_drawn() -> None:
+    plan = fz.plan(Mlp(), rank=9)
+    long, short = [float(n) for n in range(1000, 0, -1)], [3.0, 2.0, 1.0]
+    rows = {row["name"]: row for row in layer_rows(plan, {"wide": long, "square": short})}
+    assert rows["wide"]["spectrum"] == long[::5]
+    assert len(rows["wide"]["spectrum"]) == POINTS
+    assert (rows["wide"]["full_rank"], rows["wide"]["rank"]) == (1000, 9)
+    assert rows["square"]["spectrum"] == short
+    assert (rows["narrow"]["spectrum"], rows["narrow"]["full_rank"]) == (None, None)

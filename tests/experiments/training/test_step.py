@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from factorized.experiments.recipes.find import check_recipe
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training import step as step_module
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.step import autocast_type
-from factorized.experiments.training.train import Trainer
+from factorized.experiments.training.step import TrainingStep, autocast_type
+from factorized.experiments.training.train import Trainer, train
 from tests.experiments.training import smooth
 from tests.experiments.training.small import RESIDUAL, STEPS, digits, recipe
 
@@ -152,11 +153,12 @@ SCHEDULES = [
     ({"epochs": 200, "milestones": [], "factor": 0.5}, {199: 1}),
     ({"epochs": 200, "warmup_epochs": 1}, {0: 0.1, 1: 1, 100: 0.1}),
     ({"epochs": 200, "warmup_epochs": 2, "warmup_factor": 0.3}, {0: 0.3, 1: 0.3, 2: 1}),
+    ({"epochs": 20, "shape": "linear"}, {0: 0, 1: 0.5, 2: 1, 2.9: 0.95, 11: 0.5, 20: 0}),
 ]
 
 
 @pytest.mark.parametrize(("fields", "expected"), SCHEDULES)
-def test_the_learning_rate_follows_the_schedule(fields: dict[str, object], expected: dict[int, float]) -> None:
+def test_the_learning_rate_follows_the_schedule(fields: dict[str, object], expected: dict[float, float]) -> None:
     schedule = check_recipe({"model": {"name": "resnet8"}, "schedule": fields}, "test").schedule
     for epoch, share in expected.items():
         assert schedule.learning_rate(0.4, epoch) == pytest.approx(0.4 * share, rel=1e-12)
@@ -166,6 +168,27 @@ def test_the_learning_rate_follows_the_schedule(fields: dict[str, object], expec
 def test_a_schedule_that_makes_no_sense_is_refused(change: str) -> None:
     with pytest.raises(ValueError, match=change.partition("=")[0]):
         recipe(change)
+
+
+@pytest.mark.parametrize("change", ["milestones=[0.5]", "factor=0.2", "warmup_epochs=1", "warmup_factor=0.5"])
+def test_fields_of_milestones_are_refused_where_the_learning_rate_is_linear(change: str) -> None:
+    with pytest.raises(ValueError, match=rf'{change.partition("=")[0]} = .* is for shape = "milestones"'):
+        recipe("schedule.shape=linear", f"schedule.{change}")
+
+
+def test_a_linear_learning_rate_changes_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, step = [], TrainingStep.__call__
+
+    def watched(self: TrainingStep) -> None:
+        taken.append(float(self.optimizer.param_groups[0]["lr"]))
+        step(self)
+
+    monkeypatch.setattr(TrainingStep, "__call__", watched)
+    (result,) = train(recipe("schedule.shape=linear", "optimizer.lr=0.4"), digits(), tmp_path)
+    share = (torch.arange(8) + 0.5) / 8
+    expected = 0.4 * torch.minimum(share / 0.1, (1 - share) / 0.9)
+    torch.testing.assert_close(torch.tensor(taken), expected)
+    assert [row["lr"] for row in result["history"]] == pytest.approx([expected[3].item(), expected[7].item()])
 
 
 @pytest.mark.parametrize("kind", ["weight", "crs"])

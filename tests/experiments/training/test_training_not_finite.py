@@ -41,9 +41,12 @@ def test_a_learning_rate_far_too_high_stops_with_the_epoch_the_rate_and_what_to_
     assert not (tmp_path / "seed-0" / FILE).exists()
 
 
-def test_what_the_recipe_does_already_is_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("warmup", ["schedule.warmup_epochs=1", "schedule.shape=linear"])
+def test_what_the_recipe_does_already_is_not_advised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: str
+) -> None:
     break_at(monkeypatch, 1, "loss")
-    changed = recipe("optimizer.lr=0.03", "optimizer.clip=0.5", "schedule.warmup_epochs=1")
+    changed = recipe("optimizer.lr=0.03", "optimizer.clip=0.5", warmup)
     with pytest.raises(ValueError, match=r"Try optimizer\.lr=0\.01$"):
         train(changed, digits(), tmp_path, device="cpu")
 

@@ -1,0 +1,71 @@
+"""The table of ``benchmarks.recovery``: the score by ratio, method and decay, of all files together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+Row = dict[str, Any]
+METHODS = ("calibrated", "truncated SVD", "ASVD", "SVD-LLM", "pruning")
+AFTER = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
+DEVICES = {"NVIDIA H200": "H200"}
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Return the rows of all files, each with the device it was measured on; networks are named without their seeds.
+
+    A figure without recovery may be in several files: one of them is kept.
+    """
+    found: dict[str, Row] = {}
+    for path in sorted(folder.glob("recovery-*.json")):
+        report = json.loads(path.read_text())
+        device = report["machine"]["device"]
+        for row in report["rows"]:
+            keys = ("network", "ratio", "method", "kind", "recovery", "seed")
+            one = {**row, "network": re.sub(r" seed \d+$", "", row["network"]), "device": DEVICES.get(device, "CPU")}
+            found.setdefault(json.dumps([row.get(key) for key in keys]), one)
+    return list(found.values())
+
+
+def recovery_table(rows: Sequence[Row]) -> str:
+    """Return the table; what was not measured is a dash."""
+    compressed = [row for row in rows if row["method"] != "dense"]
+    ratios = sorted({row["ratio"] for row in compressed}, reverse=True)
+    lines = [
+        f"| network | method | {' | '.join(f'{ratio:.0%}' for ratio in ratios)} |",
+        f"| --- | --- |{' ---: |' * len(ratios)}",
+    ]
+    for network in dict.fromkeys(row["network"] for row in rows):
+        for after, told in AFTER.items():
+            for method in METHODS:
+                key = (network, method, after)
+                own = [row for row in compressed if (row["network"], row["method"], row["recovery"]) == key]
+                cells = [_cell([row for row in own if row["ratio"] == ratio]) for ratio in ratios]
+                if own:
+                    lines.append(f"| {network} | {method}{told} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _note(rows)])
+
+
+def _cell(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "–"
+    if any("problem" in row for row in rows):
+        return "diverged"
+    scores, digits = [row[row["score"]] for row in rows], 3 if rows[0]["score"] == "loss" else 2
+    spread = f" ± {stdev(scores):.{digits}f}" if len(scores) > 1 else ""
+    return f"{mean(scores):,.{digits}f}{spread}"
+
+
+def _note(rows: Sequence[Row]) -> str:
+    """Return what the figures are, and those of the dense networks."""
+    parts = []
+    for network in dict.fromkeys(row["network"] for row in rows):
+        dense = [row for row in rows if row["network"] == network and row["method"] == "dense"]
+        unit = {"accuracy": "test accuracy in percent", "perplexity": "perplexity per word", "loss": "loss"}
+        told = f"{network}: {unit[dense[0]['score']]}, dense {_cell(dense)}, n = {len(dense)}, {dense[0]['device']}"
+        parts.append(told)
+    return f"Means and deviations over dense networks. {'; '.join(parts)}."
