@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,14 +27,13 @@ BEGAN = "STARTUP_BEGAN"  # environment variable of a child: when its parent star
 STEPS = 100
 
 
-def start(name: str, changes: Sequence[str], images: int, whole: bool, device: str) -> dict[str, Any]:
+def start(name: str, changes: Sequence[str], images: int, device: str) -> dict[str, Any]:
     """Train one step in this process, and return how long each part took."""
     began = float(os.environ[BEGAN])
     import torch
 
     from benchmarks.epoch import random_images
     from factorized.experiments.recipes.find import load_recipe
-    from factorized.experiments.training import step as step_module
     from factorized.experiments.training import train as train_module
     from factorized.experiments.training.processes import Processes
 
@@ -58,10 +56,7 @@ def start(name: str, changes: Sequence[str], images: int, whole: bool, device: s
         if where.type == "cuda":
             torch.cuda.synchronize()
 
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(train_module, "TrainingStep", Timed))
-        if whole:
-            patches.enter_context(patch.object(step_module, "repeated_blocks", lambda network: []))
+    with patch.object(train_module, "TrainingStep", Timed):
         trainer = train_module.Trainer(load_recipe(name, changes), data, Processes(where), 0)
     trainer.source.start(0, 0)
     trainer.step()
@@ -102,23 +97,21 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("recipes", nargs="*", default=RECIPES)
     parser.add_argument("--set", action="append", default=[], help="section.field=value, for every recipe")
     parser.add_argument("--images", type=int, default=50_000)
-    parser.add_argument("--whole", action="store_true", help="compile networks as a whole, not block by block")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(words)
     if given.child:
-        print(json.dumps(start(given.recipes[0], given.set, given.images, given.whole, given.device)))
+        print(json.dumps(start(given.recipes[0], given.set, given.images, given.device)))
         return
     if given.out is None:
         parser.error("--out is needed")
     rows: list[dict[str, Any]] = []
     options = [f"--images={given.images}", f"--device={given.device}", *(f"--set={change}" for change in given.set)]
-    options += ["--whole"] if given.whole else []
     for name in given.recipes:
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("cold", "warm"):
-                rows.append({"cache": cache, "whole": given.whole, **in_process([name, *options], Path(folder))})
+                rows.append({"cache": cache, **in_process([name, *options], Path(folder))})
                 print(rows[-1], flush=True)
                 given.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

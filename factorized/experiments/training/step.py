@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from factorized.diagnostics.match import NormMatcher
 from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
 from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
-from factorized.experiments.training.blocks import CompiledBlocks, repeated_blocks
 from factorized.experiments.training.network import trained_parameters
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.source import Source
@@ -45,16 +43,15 @@ class TrainingStep:
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.position = torch.zeros((), dtype=torch.int64, device=self.device)  # steps since the run began
         self._parameters = trained_parameters(optimizer)
+        compiled = recipe.run.compile == "yes" or (recipe.run.compile == "auto" and self.device.type == "cuda")
+        self._forward: nn.Module = network
+        self._loss: Callable[..., tuple[Tensor, Tensor]] = self._loss_and_correct
         processes = processes or Processes(self.device)
         self.share = slice(processes.rank, None, processes.count)  # of a batch, that is trained on here
-        self._forward: nn.Module = network
-        self._inputs: Callable[..., Tensor] = self._augmented
-        self._loss: Callable[..., tuple[Tensor, Tensor]] = self._loss_and_correct
-        self._blocks = CompiledBlocks([])
-        if recipe.run.compile == "yes" or (recipe.run.compile == "auto" and self.device.type == "cuda"):
-            self._compile(processes)
         if processes.count > 1:
-            self._forward = DistributedDataParallel(self._forward)
+            self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)
+        elif compiled:
+            self._loss = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
         # Measuring convolutions beats cuDNN's guesses: those run thin networks in tf32, with conversions around it.
         torch.backends.cudnn.benchmark = self.device.type == "cuda"
         self._run: Callable[[], object] = self._step
@@ -62,16 +59,6 @@ class TrainingStep:
             self.source.start(0, 0)
             self.source.feed()
             self._run = capture(self._step)
-
-    def _compile(self, processes: Processes) -> None:
-        """Compile the network block by block, or as a whole where it repeats none."""
-        if blocks := repeated_blocks(self.network):
-            self._blocks = CompiledBlocks(blocks)
-            self._inputs = torch.compile(self._augmented, fullgraph=True, dynamic=False)
-        elif processes.count > 1:
-            self._forward = cast(nn.Module, torch.compile(self.network))
-        else:
-            self._loss = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
 
     def __call__(self) -> None:
         """Train on the next batch."""
@@ -83,8 +70,7 @@ class TrainingStep:
         # every process draws for the whole batch: what is computed does not depend on how many there are
         crops = draw_crops(self.recipe.run.batch, self.pad, self.device, self.recipe.data.flip)
         self.optimizer.zero_grad(set_to_none=True)
-        with self._blocks.in_use():
-            loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in crops))
+        loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in crops))
         loss.backward()
         if self.recipe.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.recipe.optimizer.clip)
@@ -103,18 +89,14 @@ class TrainingStep:
         left: Tensor,  # (batch,)
         flipped: Tensor,  # (batch,)
     ) -> tuple[Tensor, Tensor]:
-        inputs = self._inputs(x, top, left, flipped, index)
+        cropped = crop_flip(x, top, left, flipped, self.pad, index)
+        inputs = normalize(cropped, self.mean, self.std, self.precision)
         with torch.autocast(
             self.device.type, self.precision, enabled=self.precision != torch.float32, cache_enabled=False
         ):
-            logits = self._forward(inputs)
+            logits = self._forward(inputs.contiguous(memory_format=torch.channels_last))
         loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.smoothing)
         return loss, (logits.argmax(1) == labels).sum()
-
-    def _augmented(self, x: Tensor, top: Tensor, left: Tensor, flipped: Tensor, index: Tensor) -> Tensor:
-        """Return the images ``index``, cropped, flipped and normalized: (batch, channels, height, width)."""
-        cropped = crop_flip(x, top, left, flipped, self.pad, index)
-        return normalize(cropped, self.mean, self.std, self.precision).contiguous(memory_format=torch.channels_last)
 
     @torch.no_grad()
     def _after_step(self) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from factorized.experiments.data.images import Images
 from factorized.experiments.data.load import load_images
-from factorized.experiments.models.resnet import ResNet
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.progress import Reporter
@@ -22,7 +21,6 @@ from factorized.experiments.training.state import RunState, load_state
 from factorized.files.checksum import sealed
 
 NAME = "digits/resnet8-lowrank-0.1-si-fd"
-RESIDUAL = "tests.experiments.training.small:residual_network"
 STEPS = 4  # in an epoch
 TIMES = ("seconds", "images_per_second")  # what differs from run to run
 
@@ -38,11 +36,6 @@ def digits(train: int = 512, test: int = 100) -> Images:
 def recipe(*changes: str, name: str = NAME) -> Recipe:
     """Two epochs of four steps, with what ``changes`` says."""
     return load_recipe(name, ["schedule.epochs=2", "run.batch=128", *changes])
-
-
-def residual_network(classes: int, channels: int) -> ResNet:
-    """Return a residual network of three stages, two blocks each."""
-    return ResNet(14, (8, 16, 16), "pad", classes, channels)
 
 
 class Signals(Reporter):

@@ -18,7 +18,7 @@ from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.step import TrainingStep, autocast_type
 from factorized.experiments.training.train import Trainer, train
 from tests.experiments.training import smooth
-from tests.experiments.training.small import RESIDUAL, STEPS, digits, recipe
+from tests.experiments.training.small import STEPS, digits, recipe
 
 CPU = Processes(torch.device("cpu"))
 
@@ -107,27 +107,6 @@ def test_a_compiled_step_ends_where_plain_eager_does(backend: str, monkeypatch: 
     for name, expected in states[0][0].items():
         torch.testing.assert_close(states[1][0][name], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(states[1][1], states[0][1], rtol=1e-5, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_a_step_compiled_by_blocks_ends_where_plain_eager_does(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    states = []
-    for compiled in ("no", "yes"):
-        trainer = Trainer(recipe(f"model.name='{RESIDUAL}'", f"run.compile={compiled}"), digits(), CPU, seed=0)
-        torch.manual_seed(0)
-        trainer.source.start(0, 0)
-        for _ in range(2):
-            trainer.step()
-        states.append((trainer.network.state_dict(), trainer.step.loss_sum, trainer.evaluate()))
-    for name, expected in states[0][0].items():
-        torch.testing.assert_close(states[1][0][name], expected, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(states[1][1], states[0][1], rtol=1e-5, atol=0)
-    # the augmentation and five kinds of six blocks; evaluation runs the network as it is
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
 
 
 def test_the_cpu_is_not_compiled_or_captured_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
