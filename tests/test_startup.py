@@ -15,7 +15,7 @@ RECIPE, SMALL = "cifar10/resnet20-lowrank-fd", ["run.batch=2"]
 
 def test_the_parts_of_a_start_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(startup.BEGAN, str(time.time()))
-    row = startup.start(RECIPE, SMALL, images=8, whole=False, device="cpu")
+    row = startup.start(RECIPE, SMALL, images=8, device="cpu")
     parts = [row[part] for part in ("imports", "data", "device", "network", "step", "first step")]
     assert sum(parts) == pytest.approx(row["first_step"], abs=0.01)
     assert row["ms_per_step"] > 0
