@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import startup
 
@@ -14,6 +15,7 @@ RECIPE, SMALL = "cifar10/resnet20-lowrank-fd", ["run.batch=2"]
 
 
 def test_the_parts_of_a_start_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.utils.counters.clear()
     monkeypatch.setenv(startup.BEGAN, str(time.time()))
     row = startup.start(RECIPE, SMALL, images=8, device="cpu")
     parts = [row[part] for part in ("imports", "data", "device", "network", "step", "first step")]

@@ -44,6 +44,7 @@ VERBS = [
     ["results"],
     ["results", "add"],
     ["report"],
+    ["bench"],
     ["demo"],
 ]
 
