@@ -12,7 +12,7 @@ from factorized.decay.arena import Arena
 from factorized.decay.engine import Alike, make_workers
 from factorized.decay.fused import Fused
 from factorized.experiments.models.resnet import resnet
-from tests.on_gpu import needs_cuda
+from tests.on_gpu import decayed_gradients, needs_cuda
 from tests.test_cuda import trained
 
 pytestmark = needs_cuda
@@ -91,16 +91,8 @@ def kinds(model: nn.Module) -> set[type]:
 
 
 def test_the_decay_compiles_whole() -> None:
-    compiled, eager = products(torch.float32), products(torch.float32)
-    applications = []
-    for model in (compiled, eager):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        applications.append(fz.FrobeniusDecay(model, 0.1).apply_)
-    torch.compile(applications[0], fullgraph=True, backend="aot_eager")()
-    applications[1]()
-    for got, want in zip(compiled.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-5)
+    got, want = (decayed_gradients(products(torch.float32), compiled=compiled) for compiled in (True, False))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
