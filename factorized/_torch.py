@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 def computable(value: Tensor) -> Tensor:
@@ -94,3 +98,11 @@ def split_order(tensor: DTensor, dim: int) -> list[int]:
     late = [axis for axis, placement in cuts if isinstance(placement, _StridedShard) and placement.dim == dim]
     early = [axis for axis, placement in cuts if placement.is_shard(dim) and axis not in late]
     return [*early, *reversed(late)]
+
+
+def not_compiled(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Return a function that compiled code calls as it is.
+
+    Unlike ``torch.compiler.disable`` this imports the compiler, which takes a second, only when it is first called.
+    """
+    return cast(Callable[Given, Found], _disable_dynamo(function))

@@ -21,12 +21,14 @@ def test_importing_the_package_does_not_import_torch_and_using_it_does() -> None
         "print(fz.plan.__module__, 'torch' in sys.modules)\n"
         "from factorized import *\n"
         "print(LowRank.__module__, __version__)\n"
+        "print('torch._dynamo' in sys.modules)\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    first, second, third = found.stdout.splitlines()
+    first, second, third, compiler = found.stdout.splitlines()
     assert first == "False factorized"
     assert second == "factorized.planning.planner True"
     assert third == f"factorized.formats.product {fz.__version__}"
+    assert compiler == "False"  # it takes a second to import
 
 
 @pytest.mark.parametrize("name", public.__all__)

@@ -8,10 +8,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from factorized._torch import not_compiled
+
 SMALL = 2**14  # entries of a tensor, below which a launch costs more than a copy
 
 
-@torch.compiler.disable(reason="torch cannot compile it")  # type: ignore[untyped-decorator]  # torch has no types here
+@not_compiled  # torch cannot
 def add_directions_(
     updates: Sequence[Tensor],  # of one device and type; the others have the same shapes and strides
     gradients: Sequence[Tensor],
