@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks.markdown import table
+
 Row = dict[str, Any]
 METHODS = ("calibrated", "truncated SVD", "ASVD", "SVD-LLM", "pruning")
 AFTER = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
@@ -35,10 +37,7 @@ def recovery_table(rows: Sequence[Row]) -> str:
     """Return the table; what was not measured is a dash."""
     compressed = [row for row in rows if row["method"] != "dense"]
     ratios = sorted({row["ratio"] for row in compressed}, reverse=True)
-    lines = [
-        f"| network | method | {' | '.join(f'{ratio:.0%}' for ratio in ratios)} |",
-        f"| --- | --- |{' ---: |' * len(ratios)}",
-    ]
+    written = []
     for network in dict.fromkeys(row["network"] for row in rows):
         for after, told in AFTER.items():
             for method in METHODS:
@@ -46,8 +45,9 @@ def recovery_table(rows: Sequence[Row]) -> str:
                 own = [row for row in compressed if (row["network"], row["method"], row["recovery"]) == key]
                 cells = [_cell([row for row in own if row["ratio"] == ratio]) for ratio in ratios]
                 if own:
-                    lines.append(f"| {network} | {method}{told} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _note(rows)])
+                    written.append([network, f"{method}{told}", *cells])
+    columns = ["network", "method", *(f"{ratio:.0%}" for ratio in ratios)]
+    return table(columns, written, _note(rows), names=2)
 
 
 def _cell(rows: Sequence[Row]) -> str:

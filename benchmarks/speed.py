@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import markdown
 from benchmarks.drawing import DARK, drawn_from
 from factorized.experiments.bench.charts import FIRST, OTHERS, OURS, figure_of, save
 from factorized.experiments.bench.names import BENCHMARKS
@@ -57,19 +58,17 @@ def table(name: str, results: Path = RESULTS) -> str:
             continue
         figure = f"figures/speed-{name}-{machine}.svg"
         made = growth_table(report) if report["fits"] else row_table(report)
-        parts += [f"**{kind}.** {conditions(report)}", "", f"![{name} on a {kind}]({figure})", "", *made, ""]
+        parts += [f"**{kind}.** {conditions(report)}", "", f"![{name} on a {kind}]({figure})", "", made, ""]
         parts += [f"Not measured: {why}." for why in report["skipped"]]
     return "\n".join(parts).strip() or "Not measured yet."
 
 
-def row_table(report: Report) -> list[str]:
-    """Return the lines of a table with a row for each way."""
+def row_table(report: Report) -> str:
+    """Return the table with a row for each way."""
     has_error = any("error_over_optimum" in row for row in report["rows"])
-    error = " error over the optimum |" if has_error else ""
-    lines = [
-        f"| | way | parameters | ms | of the first | MiB | of the first |{error}",
-        f"| --- | --- | ---: | ---: | ---: | ---: | ---: |{' ---: |' if error else ''}",
-    ]
+    columns = ["", "way", "parameters", "ms", "of the first", "MiB", "of the first"]
+    columns += ["error over the optimum"] if has_error else []
+    rows = []
     before = ""
     for row in report["rows"]:
         spread = row["ms"]
@@ -85,17 +84,17 @@ def row_table(report: Report) -> list[str]:
             *([f"{row['error_over_optimum']:.4f}"] if has_error else []),
         ]
         before = row["group"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return markdown.table(columns, rows, names=2)
 
 
-def growth_table(report: Report) -> list[str]:
-    """Return the lines of the table of exponents."""
-    lines = ["| grows | way | sizes | exponent of time | exponent of memory |", "| --- | --- | --- | ---: | ---: |"]
-    for fit in report["fits"]:
-        sizes = ", ".join(map(str, fit["sizes"]))
-        lines.append(f"| {fit['grows']} | {fit['way']} | {sizes} | {fit['time']:.2f} | {fit['memory']:.2f} |")
-    return lines
+def growth_table(report: Report) -> str:
+    """Return the table of exponents."""
+    rows = [
+        [fit["grows"], fit["way"], ", ".join(map(str, fit["sizes"])), f"{fit['time']:.2f}", f"{fit['memory']:.2f}"]
+        for fit in report["fits"]
+    ]
+    return markdown.table(["grows", "way", "sizes", "exponent of time", "exponent of memory"], rows, names=3)
 
 
 def slower(results: Path = RESULTS) -> str:
