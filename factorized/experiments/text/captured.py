@@ -83,7 +83,7 @@ class CapturedPass:
             self._batch[name].copy_(tensor, non_blocking=True)
         self._replay()
         for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient  # the optimizer has set it to None
+            parameter.grad = gradient  # the optimizer has set it to None, or capturing to a tensor of the graph
         return self._loss
 
     def release(self) -> None:
@@ -91,13 +91,9 @@ class CapturedPass:
         self._replay, self._into, self.gradients = None, None, {}
 
     def _pass(self) -> None:
-        self._forget_gradients()
+        for parameter in self._parameters:
+            parameter.grad = None
         self._loss = self._run(dict(self._batch))
         if self._into is not None:
             found = [parameter.grad for parameter in self._into if parameter.grad is not None]
             torch._foreach_copy_(list(self._into.values()), found)
-            self._forget_gradients()  # their memory is free for the next graph
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None

@@ -30,7 +30,6 @@ class TextTask(ABC):
     score: ClassVar[str]  # the figure a run is judged by
     lower_is_better: ClassVar[bool] = True
     predicts_tokens: ClassVar[bool] = True  # else the model computes its own loss, a mean over examples
-    options: ClassVar[dict[str, Any]] = {}  # what the model is called with in training, beside a batch
 
     def __init__(self, recipe: TextRecipe, corpus: Corpus) -> None:
         self.recipe, self.corpus, self.tokenizer = recipe, corpus, corpus.tokenizer

@@ -153,8 +153,7 @@ class TextTrainer(Trainer):
         if not self.task.predicts_tokens:
             return model(**inputs)["loss"]
         labels = inputs["labels"]
-        tensors = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-        outputs = model(**tensors, **self.task.options)
+        outputs = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"})
         return self.task.loss(outputs, labels, count)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,7 +104,6 @@ class TranslationTask(TextTask):
 
     score = "bleu"
     lower_is_better = False
-    options: ClassVar[dict[str, Any]] = {"use_cache": False}  # keys and values are kept for generation only
 
     @cached_property
     def examples(self) -> Pairs:

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MarianMTModel
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from factorized.experiments.text import translation
 from factorized.experiments.text.models import build_text_model
 from factorized.experiments.text.network import build_text_network
 from factorized.experiments.text.task import IGNORED, Batch
-from factorized.experiments.text.train import train_text
 from factorized.experiments.text.translation import TokenBatches, TranslationTask, score_bleu, translate_texts
 from tests.experiments.text.small import small
 
@@ -103,26 +102,11 @@ def test_the_pass_of_a_batch_to_capture_reads_no_values(tmp_path: Path) -> None:
 
     def run(batch: Batch) -> None:
         inputs, labels = task.for_plain_model({name: tensor.to("meta") for name, tensor in batch.items()})
-        task.loss(model(**inputs, **task.options), labels, labels.ne(IGNORED).sum()).backward()
+        task.loss(model(**inputs, use_cache=False), labels, labels.ne(IGNORED).sum()).backward()
 
     run(task.to_capture(some_batch(task)))
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):  # its masks are read
         run(some_batch(task))
-
-
-def test_training_keeps_no_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, kept = MarianMTModel.forward, []
-
-    def noted(self: MarianMTModel, **inputs: Any) -> Any:
-        outputs = real(self, **inputs)
-        if self.training:
-            kept.append(outputs.past_key_values)
-        return outputs
-
-    monkeypatch.setattr(MarianMTModel, "forward", noted)
-    recipe, corpus = small("translation", tmp_path)
-    train_text(recipe, corpus, tmp_path / "run", device="cpu")
-    assert kept == [None] * 4
 
 
 def test_a_pair_is_cut_after_the_longest_translation(tmp_path: Path) -> None:
