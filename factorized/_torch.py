@@ -106,3 +106,11 @@ def not_compiled(function: Callable[Given, Found]) -> Callable[Given, Found]:
     Unlike ``torch.compiler.disable`` this imports the compiler, which takes a second, only when it is first called.
     """
     return cast(Callable[Given, Found], _disable_dynamo(function))
+
+
+def cache_custom_gradients() -> None:
+    """Let torch's cache of compiled programs take those with an ``autograd.Function``, in the whole process.
+
+    torch leaves them out unless it is told. What such a function computes, forward and backward, is part of the key.
+    """
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
