@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._functorch import config
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -113,4 +114,4 @@ def cache_custom_gradients() -> None:
 
     torch leaves them out unless it is told. What such a function computes, forward and backward, is part of the key.
     """
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    config.autograd_cache_allow_custom_autograd_functions = True
