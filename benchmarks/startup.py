@@ -32,7 +32,6 @@ PARTS = {"network": "check_network", "to device": "build_optimizer", "optimizer"
 # The parts of a compilation, by torch's names.
 COMPILE = {
     "trace": "bytecode_tracing",
-    "import inductor": "inductor_import",
     "gradients": "aot_trace_joint_graph",
     "lower": "GraphLowering.run",
     "schedule": "Scheduler.__init__",
