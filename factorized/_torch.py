@@ -109,9 +109,11 @@ def not_compiled(function: Callable[Given, Found]) -> Callable[Given, Found]:
     return cast(Callable[Given, Found], _disable_dynamo(function))
 
 
-def cache_custom_gradients() -> None:
-    """Let torch's cache of compiled programs take those with an ``autograd.Function``, in the whole process.
+def set_up_compiler() -> None:
+    """Set how training is compiled, in the whole process: as eager code runs, and with every program in torch's cache.
 
-    torch leaves them out unless it is told. What such a function computes, forward and backward, is part of the key.
+    Backward passes are compiled without the autocast around the forward pass, since they are called outside of it.
+    Programs with an ``autograd.Function`` are cached too: what it computes, both ways, is part of their key.
     """
+    config.backward_pass_autocast = "off"
     config.autograd_cache_allow_custom_autograd_functions = True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from factorized._torch import cache_custom_gradients
+from factorized._torch import set_up_compiler
 from factorized.diagnostics.match import NormMatcher
 from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
 from factorized.experiments.data.images import Images
@@ -49,10 +49,11 @@ class TrainingStep:
         self._loss: Callable[..., tuple[Tensor, Tensor]] = self._loss_and_correct
         processes = processes or Processes(self.device)
         self.share = slice(processes.rank, None, processes.count)  # of a batch, that is trained on here
+        if compiled:
+            set_up_compiler()
         if processes.count > 1:
             self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)
         elif compiled:
-            cache_custom_gradients()
             self._loss = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
         # Measuring convolutions beats cuDNN's guesses: those run thin networks in tf32, with conversions around it.
         torch.backends.cudnn.benchmark = self.device.type == "cuda"

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch.fx import GraphModule
 
-from factorized._torch import cache_custom_gradients
+from factorized._torch import set_up_compiler
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.data.loader import epoch_order
 from factorized.experiments.recipes.find import check_recipe
@@ -117,13 +117,15 @@ def test_a_compiled_step_ends_where_plain_eager_does(backend: str, monkeypatch: 
 
 
 @pytest.fixture
-def torch_s_own_cache() -> Iterator[None]:
-    with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=False):
+def torch_s_settings() -> Iterator[None]:
+    """Restore what a compiled step sets."""
+    theirs = {"autograd_cache_allow_custom_autograd_functions": False, "backward_pass_autocast": "same_as_forward"}
+    with torch._functorch.config.patch(theirs):
         yield
 
 
 @COMPILED
-@pytest.mark.usefixtures("torch_s_own_cache")
+@pytest.mark.usefixtures("torch_s_settings")
 @pytest.mark.parametrize("name", ["resnet8", "resnet8-lowrank-0.1-si-fd", "resnet8-wide-fd"])  # the last in backward
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_torch_s_cache_takes_the_program_of_a_step(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +145,30 @@ def test_torch_s_cache_takes_the_program_of_a_step(name: str, precision: str, mo
     assert torch.is_autocast_enabled("cpu") is False
 
 
+@pytest.mark.usefixtures("torch_s_settings")
+def test_a_compiled_backward_pass_does_not_autocast_what_the_forward_pass_did_not() -> None:
+    def in_float32(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (x @ x).sum()
+
+    gradients = []
+    set_up_compiler()
+    for function in (in_float32, torch.compile(in_float32, backend="aot_eager")):
+        x = torch.arange(9.0).reshape(3, 3).div(7).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = function(x)
+        gradients += torch.autograd.grad(loss, x)
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.nightly
 @COMPILED
-@pytest.mark.usefixtures("torch_s_own_cache")
+@pytest.mark.usefixtures("torch_s_settings")
 def test_a_decay_in_the_backward_pass_has_its_own_program_for_every_strength(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    cache_custom_gradients()
+    set_up_compiler()
     found = []
     for strength in (0.1, 0.2, 0.1):
         torch.compiler.reset()
