@@ -103,7 +103,10 @@ def _owned(kernel: Tensor, x: Tensor) -> Tensor:
     """Return a kernel that is not a view: on CPUs, float64 and float16 convolutions need that for correct gradients."""
     if x.is_cuda or not (torch.is_grad_enabled() and kernel.requires_grad):
         return kernel
-    return kernel.clone(memory_format=CHANNELS_LAST[x.dim()] if is_channels_last(x) else torch.contiguous_format)
+    batched = x.dim() == kernel.dim()
+    return kernel.clone(
+        memory_format=CHANNELS_LAST[x.dim()] if batched and is_channels_last(x) else torch.contiguous_format
+    )
 
 
 def is_channels_last(

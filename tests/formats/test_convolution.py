@@ -214,3 +214,10 @@ def test_a_kernel_is_copied_for_its_gradients_only_and_into_the_layout_of_the_in
     if learns:
         wanted = torch.autograd.grad(nn.functional.conv2d(x, view.contiguous(), padding=1).square().sum(), view)
         torch.testing.assert_close(torch.autograd.grad(y.square().sum(), view), wanted)
+
+
+def test_an_input_without_a_batch_has_no_layout_of_its_own() -> None:
+    x = torch.randn(2, 3, 3, 4, dtype=torch.float64).movedim(-1, 1)  # (in, depth, …) looks like images, channels last
+    kernel = torch.randn(3, 2, 1, 1, 1, dtype=torch.float64, requires_grad=True)
+    y = convolve(x, kernel, None, Geometry((1, 1, 1), ((0, 0),) * 3, (1, 1, 1)), 1)
+    torch.testing.assert_close(y, nn.functional.conv3d(x, kernel))
