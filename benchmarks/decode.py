@@ -26,36 +26,26 @@ from factorized.experiments.training.record import describe_machine
 from factorized.nn.running import count_parameters
 from factorized.nn.timing import capture, median_milliseconds
 
+
+def _llama(width: int, feed_forward: int, layers: int, heads: int, vocabulary: int = 16_384) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+    )
+
+
 # name: the configuration of the dense model
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama-445m": lambda: LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=16_384,
-        tie_word_embeddings=True,
-    ),
-    "llama-wide": lambda: LlamaConfig(  # as wide as one of 7 billion parameters
-        hidden_size=4096,
-        intermediate_size=11_008,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        vocab_size=16_384,
-        tie_word_embeddings=True,
-    ),
+    "llama-445m": lambda: _llama(2048, 5632, layers=8, heads=16),
+    "llama-wide": lambda: _llama(4096, 11_008, layers=4, heads=32),  # as wide as one of 7 billion parameters
     "gpt2": lambda: GPT2Config(),
     "gpt2-large": lambda: GPT2Config(n_embd=1280, n_layer=36, n_head=20),
-    "tiny": lambda: LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=100,
-    ),
+    "tiny": lambda: _llama(64, 128, layers=2, heads=2, vocabulary=100),
 }
 PROMPT = 16  # tokens before the first that is timed
 
