@@ -24,11 +24,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thin, "ENABLED", True)
-
-
 def made(case: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Tensor]:
     batch, i, o, stride, height, width, rank = case
     torch.manual_seed(0)
@@ -49,6 +44,7 @@ def outputs_and_gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
 def test_outputs_and_gradients_are_those_of_float64(
     case: tuple[int, ...], dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch._dynamo.reset()
     layer, x = made(case, dtype)
     used = []
     monkeypatch.setattr(thin, "_splits", lambda *given, own=thin._splits: used.append(given) or own(*given))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from factorized._torch import is_traced
+from factorized._torch import is_exporting, is_known, is_traced, is_transformed, kept_by_compiler
 from factorized.formats.convolution import Geometry, convolve
 from factorized.formats.kernel import KernelShape, to_kernel
 
@@ -26,7 +26,6 @@ LARGEST_RANK = 32  # above it, the compiler's matrix products were faster
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)  # of GPUs whose tensor cores support bfloat16
 PACKED_AT_ONCE = 1024
-ENABLED = False  # single layers are faster by the kernels (docs/log.md); whole training steps are yet to be measured
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,17 @@ TILES = Tiles()
 
 
 def applies(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
-    """Return whether the kernels can run a convolution: 3×3, channels-last, in half precision, on a recent GPU."""
+    """Return whether the kernels can run a convolution: 3×3, channels-last, in half precision, on a recent GPU.
+
+    A size that is not known while compiling is not one for the kernels, so that it needs no guard.
+    """
+    return x.is_cuda and suits(x, U, V, shape, geometry) and not is_transformed() and can_build_kernels(x.device)
+
+
+def suits(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
+    """Return whether a convolution is one for the kernels, on whatever device."""
     return (
-        ENABLED
-        and x.is_cuda
-        and type(x) in PLAIN
+        type(x) in PLAIN
         and type(U) in PLAIN
         and type(V) in PLAIN
         and shape.size == (TAPS, TAPS)
@@ -62,14 +67,13 @@ def applies(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geome
         and geometry.padding_mode == "zeros"
         and geometry.dilation == (1, 1)
         and x.dim() == 4
-        and min(x.shape) > 0
+        and all(is_known(extent > 0) for extent in x.shape)
         and computing_type(x) in DTYPES
         and U.dtype == V.dtype
         and (U.dtype == computing_type(x) or torch.is_autocast_enabled(x.device.type))
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and max(x.numel(), x.numel() // x.shape[1] * shape.out_channels) < 2**31
-        and can_build_kernels(x.device)
-        and not torch.compiler.is_exporting()  # exported programs run where this package is not installed
+        and is_known(x.numel() * -(-shape.out_channels // shape.in_channels) < 2**31)
+        and x.is_contiguous(memory_format=torch.channels_last)  # asked last of the sizes: the answer is a guard on them
+        and not is_exporting()  # exported programs run where this package is not installed
         and (torch.compiler.is_compiling() or not is_traced())
     )
 
@@ -80,7 +84,7 @@ def computing_type(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
+@kept_by_compiler
 def can_build_kernels(device: torch.device) -> bool:
     """Return whether there is Triton, and a GPU that has what the kernels need."""
     if find_spec("triton") is None or torch.version.hip is not None:
@@ -153,7 +157,7 @@ def _thin_backward(
     stride: Sequence[int],
     padding: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``x`` and, one after the other and flat, of ``U`` and ``V``."""
+    """Return the gradient of ``x`` and parts to be added up: the gradients of ``U`` and ``V``, one after the other."""
     from factorized.formats.thin_kernels import gradients_kernel
 
     x, gradient = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, gradient))
@@ -174,7 +178,7 @@ def _thin_backward(
             grid = (line.programs + side.programs,)
             arguments = (*line.arguments, *side.arguments)
             gradients_kernel[grid](*arguments, **line.constants, **side.constants, **_launching())
-    return x_gradient, sums.sum(0)
+    return x_gradient, sums
 
 
 @_thin_backward.register_fake
@@ -189,7 +193,8 @@ def _empty_gradients(
 ) -> tuple[Tensor, Tensor]:
     batch, channels, height, width = x.shape
     x_gradient = x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)
-    return x_gradient, x.new_empty(packed.shape[0] * rank, dtype=torch.float32)
+    splits = max(_splits(gradient, rank), _splits(x, rank))
+    return x_gradient, x.new_empty((splits, packed.shape[0] * rank), dtype=torch.float32)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -202,8 +207,8 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | N
     x, U, V, thin, packed = ctx.saved_tensors
     if torch.is_grad_enabled():  # gradients of gradients, which the kernels do not have
         return *_composed_gradients(x, U, V, gradient, ctx), None, None
-    x_gradient, flat = _thin_backward(gradient, x, thin, packed, U.shape[1], ctx.stride, ctx.padding)
-    dU, dV = flat.to(U.dtype).split([U.numel(), V.numel()])
+    x_gradient, sums = _thin_backward(gradient, x, thin, packed, U.shape[1], ctx.stride, ctx.padding)
+    dU, dV = sums.sum(0).to(U.dtype).split([U.numel(), V.numel()])  # which the compiler fuses with what follows
     return x_gradient, dU.view(U.shape), dV.view(V.shape), None, None
 
 
