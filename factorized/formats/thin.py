@@ -26,7 +26,6 @@ LARGEST_RANK = 32  # above it, the compiler's matrix products were faster
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)  # of GPUs whose tensor cores support bfloat16
 PACKED_AT_ONCE = 1024
-UNIT = 8  # channels that a GPU moves at once
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,9 @@ def _empty_results(
     high = (height + padding[0] + padding[1] - TAPS) // stride[0] + 1
     wide = (width + padding[2] + padding[3] - TAPS) // stride[1] + 1
     y = x.new_empty((batch, high, wide, U.shape[0] // TAPS)).permute(0, 3, 1, 2)
-    thin = x.new_empty((batch, height, wide, _multiple(U.shape[1], UNIT))).permute(0, 3, 1, 2)
-    return y, thin, x.new_empty((U.shape[0] + V.shape[0], _multiple(U.shape[1], 2 * UNIT)))
+    pitch = -(-U.shape[1] // 16) * 16
+    thin = x.new_empty((batch, height, wide, pitch)).permute(0, 3, 1, 2)
+    return y, thin, x.new_empty((U.shape[0] + V.shape[0], pitch))
 
 
 @torch.library.custom_op(
@@ -244,10 +244,6 @@ class _Line:
         return self.y.numel() // self.y.shape[1]
 
     @property
-    def unit(self) -> int:
-        return _unit(self.x, self.y)
-
-    @property
     def programs(self) -> int:
         constants = self.constants
         return -(-self.positions // constants["BM"]) * -(-self.y.shape[1] // constants["BN"])
@@ -256,8 +252,7 @@ class _Line:
     def arguments(self) -> tuple[Any, ...]:
         return (
             *(self.x, self.weight, self.y),
-            *(self.positions, *self.y.shape[2:], *self.x.shape[2:]),
-            *(self.x.shape[1] // self.unit, self.y.shape[1] // self.unit),
+            *(self.positions, *self.y.shape[2:], *self.x.shape[2:], self.x.shape[1], self.y.shape[1]),
             *(*self.strides, self.stride, self.padding),
         )
 
@@ -270,7 +265,6 @@ class _Line:
             "ALONG_HEIGHT": self.along_height,
             "TRANSPOSED": self.transposed,
             "TAPS": TAPS,
-            "UNIT": self.unit,
             "BM": positions,
             "BN": outputs,
             "BC": _power(self.x.shape[1], TILES.inputs),
@@ -299,7 +293,7 @@ class _Sum:
     @property
     def arguments(self) -> tuple[Any, ...]:
         positions = self.wide.numel() // self.wide.shape[1]
-        at_a_time, unit = TILES.sum_positions, _unit(self.wide, self.thin)
+        at_a_time = TILES.sum_positions
         span = -(-positions // (len(self.sums) * at_a_time)) * at_a_time
         return (
             *(
@@ -312,8 +306,7 @@ class _Sum:
                 *self.wide.shape[2:],
                 *self.thin.shape[2:],
             ),
-            *(self.wide.shape[1] // unit, self.thin.shape[1] // unit),
-            *(self.rank, self.sums.stride(0), self.rank, TAPS * self.rank),
+            *(self.wide.shape[1], self.thin.shape[1], self.rank, self.sums.stride(0), self.rank, TAPS * self.rank),
         )
 
     @property
@@ -343,16 +336,6 @@ def _by_wide(factor: Tensor) -> tuple[int, int, int]:
     """Return the strides of a factor (wide·taps, rank) by tap, input and output if its inputs are thin."""
     rank = factor.shape[1]
     return rank, 1, TAPS * rank
-
-
-def _unit(*tensors: Tensor) -> int:
-    """Return what divides the numbers of channels of all tensors: eight, or one."""
-    return UNIT if all(tensor.shape[1] % UNIT == 0 for tensor in tensors) else 1
-
-
-def _multiple(extent: int, of: int) -> int:
-    """Return the smallest multiple of ``of`` that spans ``extent``."""
-    return -(-extent // of) * of
 
 
 def _power(extent: int, largest: int) -> int:

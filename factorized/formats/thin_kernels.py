@@ -1,8 +1,7 @@
 """The GPU kernels of thin convolutions: a convolution along one dimension, and the gradient of its weight.
 
 All tensors of activations are channels-last. A *thin* tensor has as many channels as the rank, rounded up, with zeros
-behind the rank. Numbers of channels are given in units of ``UNIT``: a compiler that knows what divides them moves eight
-at once. A program handles a tile of positions; sums over positions are stored per program and added up
+behind the rank. A program handles a tile of positions; sums over positions are stored per program and added up
 afterwards in a fixed order, so that results do not vary from run to run.
 """
 
@@ -60,7 +59,6 @@ def convolve_kernel(
     ALONG_HEIGHT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     TAPS: tl.constexpr,
-    UNIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BC: tl.constexpr,
@@ -70,7 +68,7 @@ def convolve_kernel(
     _convolve(
         tl.program_id(0), x, weight, y, positions, height, width, seen_height, seen_width, inputs, outputs,
         by_tap, by_input, by_output, stride, padding,
-        ALONG_HEIGHT, TRANSPOSED, TAPS, UNIT, BM, BN, BC,
+        ALONG_HEIGHT, TRANSPOSED, TAPS, BM, BN, BC,
     )
     # fmt: on
 
@@ -114,7 +112,6 @@ def gradients_kernel(
     TRANSPOSED: tl.constexpr,
     SEEN_TRANSPOSED: tl.constexpr,
     TAPS: tl.constexpr,
-    UNIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BC: tl.constexpr,
@@ -129,13 +126,13 @@ def gradients_kernel(
         _correlate(
             program, wide, thin, sums, span, wide_positions, wide_height, wide_width, thin_height,
             thin_width, wide_channels, thin_channels, rank, split_size, sum_by_tap, sum_by_wide, stride, padding,
-            ALONG_HEIGHT, SEEN_TRANSPOSED, UNIT, GM, GW, GR,
+            ALONG_HEIGHT, SEEN_TRANSPOSED, GM, GW, GR,
         )
     else:
         _convolve(
             program - programs, x, weight, y, positions, height, width, seen_height, seen_width, inputs, outputs,
             by_tap, by_input, by_output, stride, padding,
-            ALONG_HEIGHT, TRANSPOSED, TAPS, UNIT, BM, BN, BC,
+            ALONG_HEIGHT, TRANSPOSED, TAPS, BM, BN, BC,
         )
     # fmt: on
 
@@ -161,12 +158,10 @@ def _convolve(
     ALONG_HEIGHT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     TAPS: tl.constexpr,
-    UNIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    inputs, outputs = inputs * UNIT, outputs * UNIT
     tiles = tl.cdiv(outputs, BN)
     m = (program // tiles) * BM + tl.arange(0, BM)
     j = (program % tiles) * BN + tl.arange(0, BN)
@@ -216,12 +211,10 @@ def _correlate(
     padding,
     ALONG_HEIGHT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    UNIT: tl.constexpr,
     GM: tl.constexpr,
     GW: tl.constexpr,
     GR: tl.constexpr,
 ):
-    wide_channels, thin_channels = wide_channels * UNIT, thin_channels * UNIT
     wide_tiles, thin_tiles = tl.cdiv(wide_channels, GW), tl.cdiv(rank, GR)
     split = program // (wide_tiles * thin_tiles)
     i = (program // thin_tiles % wide_tiles) * GW + tl.arange(0, GW)
