@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, examples
-from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+from factorized.experiments.cli.console import console, counted, plain_table, progress_bar, say
 from factorized.experiments.cli.engines import check_options, make_engine
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def reproduce(
         _print_plan(rows, planner.finished, device)
         return
     count = sum(len(job.seeds) for jobs in waves for job in jobs)
-    say(f"{table}: {_count(len(rows), 'recipe')}, {_count(seeds, 'seed')} each; {_count(count, 'run')} to do")
+    say(f"{table}: {counted(len(rows), 'recipe')}, {counted(seeds, 'seed')} each; {counted(count, 'run')} to do")
     chosen = make_engine(
         engine,
         out,
@@ -148,6 +148,7 @@ def reproduce(
     failed = carry_out(waves, chosen, _tell(count))
     rows = _rows(planner.again(_finished(out, results, quiet=True)), recipes, seeds)
     _print_rows(rows)
+    _print_problems(rows)
     for outcome in failed:
         say(f"failed: {outcome.job.name}: {outcome.error}")
     _write_report(table, rows, failed, out)
@@ -198,17 +199,19 @@ def _write_report(table: str, rows: Sequence[Row], failed: Sequence[Outcome], ou
     folders = [Path(outcome.job.folder) for outcome in failed if Path(outcome.job.folder).is_dir()]
     page = out / "report" / name
     command = f"factorized reproduce {table}"
-    write_report([*finished, *folders], page, heading=Heading(f"{name}: ours beside the paper's", command=command))
+    title = f"{name}: ours beside the paper's" if _aims(rows) else name
+    write_report([*finished, *folders], page, heading=Heading(title, command=command))
     say(f"tables, curves and more: {page / PAGE}")
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    numbers = ("paper", "ours", "n", "off by\n(deviations)")
+    numbers = ("paper", "ours", "n", "off by\n(deviations)") if _aims(rows) else ("ours", "n")
     table = plain_table("recipe", *numbers, "", numbers=numbers)
     for row in rows:
         off = "" if row.off is None else f"{row.off:+.1f}"
-        n = f"{row.ours.n if row.ours else 0} of {len(row.runs)}"
-        table.add_row(row.name, str(row.paper or ""), str(row.ours or ""), n, off, _remarks(row))
+        ours = (str(row.ours or ""), f"{row.ours.n if row.ours else 0} of {len(row.runs)}")
+        figures = (str(row.paper or ""), *ours, off) if _aims(rows) else ours
+        table.add_row(row.name, *figures, _remarks(row))
     console().print(table)
 
 
@@ -220,7 +223,7 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     from factorized.experiments.training.record import describe_machine
 
     here = str(describe_machine(pick_device(device))["device"])
-    numbers = ("paper", "finished", "to do", "a run")
+    numbers = (*(("paper",) if _aims(rows) else ()), "finished", "to do", "a run")
     table = plain_table("recipe", *numbers, "estimated from", "", numbers=numbers)
     to_do = missing(run for row in rows for run in row.runs)
     asked = {row.name for row in rows}
@@ -235,24 +238,45 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
             unknown += count
         else:
             seconds += count * guess.seconds
-            elsewhere |= {guess.device} - {here}
+            elsewhere |= {guess.device} - {here} if count else set()
         basis = "no past run" if guess is None else guess.basis
         basis += f", {guess.device}" if guess is not None and guess.device != here else ""
         done = sum(run.finished is not None for run in row.runs)
-        figures = (str(row.paper or ""), str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
+        paper = (str(row.paper or ""),) if _aims(rows) else ()
+        figures = (*paper, str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
         table.add_row(row.name, *figures, basis, _remarks(row, comes_first=row.name in first))
     console().print(table)
-    rest = f", and {_count(unknown, 'run')} without an estimate" if unknown else ""
-    rest += f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
-    say(f"{_count(len(to_do), 'run')} to do: about {in_time(seconds)} one after the other{rest}")
+    _print_problems(rows)
+    told = f"{counted(len(to_do), 'run')} to do"
+    if len(to_do) > unknown:
+        told += f": about {in_time(seconds)} one after the other"
+        told += f", and {counted(unknown, 'run')} without an estimate" if unknown else ""
+        told += (
+            f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
+        )
+    elif unknown:
+        told += "; how long they take is not known, for want of past runs"
+    say(told)
+
+
+def _print_problems(rows: Sequence[Row]) -> None:
+    """Print why recipes cannot be trained here, each reason once."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.problem is not None:
+            names.setdefault(row.problem, []).append(row.name)
+    for problem, some in names.items():
+        what = some[0] if len(some) == 1 else f"{some[0]} and {len(some) - 1} more"
+        say(f"{what} cannot be trained here: {problem}")
+
+
+def _aims(rows: Sequence[Row]) -> bool:
+    """Return whether some of the recipes aim at a figure of the paper."""
+    return any(row.paper is not None for row in rows)
 
 
 def _remarks(row: Row, *, comes_first: bool = False) -> str:
     first = ["comes first"] if comes_first else []
     shortened = [f"shortened: {row.shortened}"] if row.shortened else []
-    problem = [f"cannot be trained here: {row.problem}"] if row.problem else []
+    problem = ["cannot be trained here"] if row.problem else []
     return "; ".join(first + shortened + problem)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
