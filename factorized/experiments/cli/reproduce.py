@@ -23,6 +23,7 @@ EXAMPLES = examples(
     "factorized reproduce table3 --data DIR --dry-run",
     "factorized reproduce table1 --data DIR --cells 'cifar10/resnet32x2*0.1*' --seeds 1",
     "factorized reproduce table3 --data DIR --epochs 5",
+    "factorized reproduce figure3 --data DIR --seeds 1",
     "factorized reproduce figure4 --data DIR --cells 'translation/tatoeba*' --updates 200",
     "factorized reproduce table1 --data DIR --engine ray --gpus 0.5",
     "factorized reproduce table1 --data DIR --engine slurm --slurm slurm_partition=gpu --slurm timeout_min=240",
@@ -40,7 +41,7 @@ Table = Annotated[
     str,
     typer.Argument(
         metavar="TABLE",
-        help="table1 to table4, figure4, bert, language, or the path of your own table's .toml file.",
+        help="table1 to table4, figure1 to figure4, bert, language, or the path of your own table's .toml file.",
         autocompletion=complete_table,
         show_default=False,
     ),
@@ -114,6 +115,7 @@ def reproduce(
     What is finished is never repeated, and what was stopped is resumed: give the same command again. A changed recipe
     is another run. The exit code is 1 if a run failed or its data are missing.
     """
+    from factorized.experiments.data.extras import need
     from factorized.experiments.recipes.find import table_recipes
     from factorized.experiments.reproduce.carry_out import carry_out
     from factorized.experiments.reproduce.planned import Planner, check_length, in_waves
@@ -133,6 +135,8 @@ def reproduce(
         return
     count = sum(len(job.seeds) for jobs in waves for job in jobs)
     say(f"{table}: {counted(len(rows), 'recipe')}, {counted(seeds, 'seed')} each; {counted(count, 'run')} to do")
+    if _is_figure(table):
+        need("matplotlib", "matplotlib", f"drawing {table}")
     chosen = make_engine(
         engine,
         out,
@@ -190,6 +194,7 @@ def _tell(count: int) -> Callable[[Outcome], None]:
 
 def _write_report(table: str, rows: Sequence[Row], failed: Sequence[Outcome], out: Path) -> None:
     """Write the page of the table's runs, those that failed included."""
+    from factorized.experiments.reproduce.paper_figures import draw_figures
     from factorized.experiments.reproduce.report import PAGE, Heading, write_report
 
     finished = [run.finished.path for row in rows for run in row.runs if run.finished is not None]
@@ -200,8 +205,15 @@ def _write_report(table: str, rows: Sequence[Row], failed: Sequence[Outcome], ou
     page = out / "report" / name
     command = f"factorized reproduce {table}"
     title = f"{name}: ours beside the paper's" if _aims(rows) else name
-    write_report([*finished, *folders], page, heading=Heading(title, command=command))
+    written = write_report([*finished, *folders], page, heading=Heading(title, command=command))
     say(f"tables, curves and more: {page / PAGE}")
+    if _is_figure(table):
+        for path in draw_figures(written.variants, page / "figures", only=table):
+            say(f"drawn: {path}")
+
+
+def _is_figure(table: str) -> bool:
+    return table.startswith("figure") and not table.endswith(".toml")
 
 
 def _print_rows(rows: Sequence[Row]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.experiments.cli.conftest import Cli
+from tests.experiments.reproduce.made import image_result, write
 from tests.experiments.reproduce.small_table import ENDLESS, TABLE, runs_in, wait_for_epochs, write_table
 
 ROOT = Path(__file__).parents[3]
@@ -128,6 +129,23 @@ def test_a_failed_run_is_named_with_its_reason(cli: Cli, tmp_path: Path) -> None
     assert "failed: small/digits-fd: the training loss is nan" in said.out
     assert "report.html" not in said.out  # nothing is finished
     assert "0 of 1" in said.out
+
+
+def test_a_figure_is_drawn_from_its_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(recipe: object, data: object) -> str:
+        raise ValueError("the data are gone")
+
+    monkeypatch.setattr("factorized.experiments.reproduce.planned.data_checksum", gone)  # all runs are finished
+    for name in ("si", "si-fd"):
+        result = image_result(f"cifar10/resnet20-lowrank-{name}", 0, 90.0)
+        for row in result["history"]:
+            row["effective_step"] = 0.1 / row["epoch"]
+        write(tmp_path / "results", result)
+    said = cli("reproduce", "figure3", "--cells", "*lowrank-si*", "--seeds", "1", "--device", "cpu")
+    assert (said.code, said.err) == (0, "")
+    files = [Path(line.removeprefix("drawn: ")) for line in said.out.splitlines() if line.startswith("drawn: ")]
+    assert files == [Path(f"out/report/figure3/figures/figure3.{kind}") for kind in ("png", "svg")]
+    assert all(file.stat().st_size > 10_000 for file in files)
 
 
 @pytest.mark.parametrize(
