@@ -131,6 +131,14 @@ def test_a_failed_run_is_named_with_its_reason(cli: Cli, tmp_path: Path) -> None
     assert "0 of 1" in said.out
 
 
+def test_a_failed_run_is_in_the_report_of_the_others(cli: Cli, tmp_path: Path) -> None:
+    text = TABLE.replace('decay.kind = "frobenius" }', 'decay.kind = "frobenius", optimizer.lr = 1e30 }')
+    assert cli("reproduce", write_table(tmp_path, text), "--seeds", "1", "--epochs", "1", "-q").code == 1
+    page = (tmp_path / "out/report/digits/report.html").read_text()
+    assert "1 run failed; see the end of the page." in page
+    assert "the training loss is nan" in page
+
+
 def test_a_figure_is_drawn_from_its_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(recipe: object, data: object) -> str:
         raise ValueError("the data are gone")
