@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, StaticCache
 
 import factorized as fz
+from factorized.integrations.decoding import fuse_decoder
 from factorized.experiments.training.record import describe_machine
 from factorized.nn.running import count_parameters
 from factorized.nn.timing import capture, median_milliseconds
@@ -35,6 +35,15 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
         num_hidden_layers=8,
         num_attention_heads=16,
         num_key_value_heads=16,
+        vocab_size=16_384,
+        tie_word_embeddings=True,
+    ),
+    "llama-wide": lambda: LlamaConfig(  # as wide as one of 7 billion parameters
+        hidden_size=4096,
+        intermediate_size=11_008,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=32,
         vocab_size=16_384,
         tie_word_embeddings=True,
     ),
@@ -53,64 +62,22 @@ PROMPT = 16  # tokens before the first that is timed
 
 
 def build(
-    name: str, ratio: float | None, device: torch.device, dtype: torch.dtype, *, bundled: bool = False
+    name: str, ratio: float | None, device: torch.device, dtype: torch.dtype, *, fused: bool = False
 ) -> nn.Module:
-    """Return a model with random weights; with a ``ratio``, its layers at low rank and lowered to plain ones."""
+    """Return a model with random weights; with a ``ratio``, its layers at low rank and lowered to plain ones.
+
+    ``fused``: with as few launches as a chain of matrices allows.
+    """
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(MODELS[name]())
     model.eval().requires_grad_(False)
     if ratio is not None:
         model = fz.lower(fz.factorize(model, fz.LowRank(), ratio=ratio, init="default"))
-        if bundled:
-            bundle(model)
-    return model.to(dtype)
-
-
-class Bundle(nn.Module):
-    """Low-rank pairs of one input as two products: all first factors side by side, all second ones in a stack.
-
-    The first member of the bundle computes the outputs of all, and the others take theirs from it.
-    """
-
-    def __init__(self, pairs: Sequence[nn.Sequential]) -> None:
-        super().__init__()
-        rank = max(first.out_features for first, _ in pairs)
-        firsts = [pad(first.weight, (0, 0, 0, rank - first.out_features)) for first, _ in pairs]
-        seconds = [pad(second.weight, (0, rank - second.in_features)).mT for _, second in pairs]
-        self.first = nn.Parameter(torch.cat(firsts), requires_grad=False)
-        self.second = nn.Parameter(torch.stack(seconds), requires_grad=False)
-        self.waiting: list[Tensor] = []
-
-    def compute(self, x: Tensor) -> Tensor:  # (..., in) to (..., out)
-        """Return the output of the first member and keep the others."""
-        thin = linear(x.flatten(0, -2), self.first).unflatten(-1, (len(self.second), -1))
-        first, *self.waiting = torch.bmm(thin.transpose(0, 1), self.second).unflatten(1, x.shape[:-1]).unbind(0)
-        return first
-
-
-class Member(nn.Module):
-    """One of the layers that a bundle computes."""
-
-    def __init__(self, bundle: Bundle, place: int) -> None:
-        super().__init__()
-        self.bundle, self.place = bundle, place
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        return self.bundle.compute(x) if self.place == 0 else self.bundle.waiting.pop(0)
-
-
-def bundle(model: nn.Module) -> None:
-    """Bundle the projections of Llama that read the same input: queries, keys and values; gate and up."""
-    for module in list(model.modules()):
-        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            pairs = [getattr(module, name, None) for name in names]
-            low_rank = [pair for pair in pairs if isinstance(pair, nn.Sequential)]
-            if len(low_rank) == len(names) and len({pair[1].out_features for pair in low_rank}) == 1:
-                together = Bundle(low_rank)
-                for place, name in enumerate(names):
-                    setattr(module, name, Member(together, place))
+    model = model.to(dtype)
+    if fused:
+        fuse_decoder(model)
+    return model
 
 
 class Decoder:
@@ -152,7 +119,7 @@ def time_models(
             gc.collect()
             torch.cuda.empty_cache()
         held = torch.cuda.memory_allocated() if cuda else 0
-        model = build(name, ratio, device, dtype, bundled=arguments.bundle)
+        model = build(name, ratio, device, dtype, fused=arguments.fuse)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         decoders[ratio] = Decoder(model, batch, arguments.length, options)
@@ -187,7 +154,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--option", action="append", default=[], help="of torch's compiler, such as freezing")
-    parser.add_argument("--bundle", action="store_true", help="compute low-rank layers of one input together")
+    parser.add_argument("--fuse", action="store_true", help="run the matrices of a layer of Llama's kind as one chain")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(words)
     device = torch.device(arguments.device)
@@ -201,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> None:
             rows += time_models(name, [None, *(arguments.ratio or [0.5])], batch, arguments, device)
             for row in rows[-1 - len(arguments.ratio or [0.5]) :]:
                 print(row, flush=True)
-            settings = {"length": arguments.length, "options": arguments.option, "bundle": arguments.bundle}
+            settings = {"length": arguments.length, "options": arguments.option, "fused": arguments.fuse}
             found = {"machine": describe_machine(device), **settings, "rows": rows}
             arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -31,11 +31,10 @@ def test_a_decoder_gives_the_tokens_that_transformers_generates(
     assert torch.equal(torch.cat(tokens, dim=1), expected[:, decode.PROMPT :])
 
 
-def test_bundled_layers_compute_what_they_did() -> None:
+def test_fused_layers_compute_what_they_did() -> None:
     tokens = torch.randint(0, 100, (2, 5))
-    plain, bundled = (decode.build("tiny", 0.5, CPU, torch.float32, bundled=bundled) for bundled in (False, True))
-    assert sum(isinstance(module, decode.Bundle) for module in bundled.modules()) == 4
-    torch.testing.assert_close(bundled(tokens).logits, plain(tokens).logits)
+    plain, fused = (decode.build("tiny", 0.5, CPU, torch.float32, fused=fused) for fused in (False, True))
+    torch.testing.assert_close(fused(tokens).logits, plain(tokens).logits)
 
 
 def test_every_model_has_a_dense_row_and_one_for_each_ratio(tmp_path: Path) -> None:
