@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, StaticCache
 
 import factorized as fz
-from factorized.integrations.decoding import fuse_decoder
 from factorized.experiments.training.record import describe_machine
+from factorized.integrations.decoding import fuse_decoder
 from factorized.nn.running import count_parameters
 from factorized.nn.timing import capture, median_milliseconds
 

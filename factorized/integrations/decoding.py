@@ -1,136 +1,168 @@
-"""transformers: decoder layers of Llama's kind, for few rows, with few launches."""
+"""transformers: decoder layers of Llama's kind whose matrices run as one chain."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from factorized.nn.few_rows import Chain
+from factorized.nn.few_rows import PARTS, Chain, Result
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    Model = TypeVar("Model", bound=PreTrainedModel)
+else:
+    Model = TypeVar("Model")
+
+KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen3DecoderLayer")
 
 
-class Together(nn.Module):
-    """Layers of one input: dense ones as one matrix, low-rank pairs as two."""
+def fuse_decoder(model: Model, *, joined: bool = True) -> Model:
+    """Make the decoder layers of ``model`` run with two launches each where a GPU decodes few tokens at a time.
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        pairs = [layer if isinstance(layer, nn.Sequential) else [layer] for layer in layers]
-        rank = max(pair[-1].weight.shape[1] for pair in pairs)
-        self.first: nn.Parameter | None = None
-        if len(pairs[0]) == 2:
-            added = [rank - len(first.weight) for first, _ in pairs]
-            self.first = _frozen(
-                torch.cat([pad(first.weight, (0, 0, 0, more)) for (first, _), more in zip(pairs, added, strict=True)])
-            )
-        seconds = [pad(pair[-1].weight, (0, rank - pair[-1].weight.shape[1])) for pair in pairs]
-        self.second = _frozen(torch.cat(seconds))
-        self.sizes = [len(second) for second in seconds]
+    One is the attention; the other multiplies by all matrices from its output projection up to the queries, keys and
+    values of the next layer, with norms, activation and residuals. It is in place, for inference in bfloat16 or float16
+    by up to eight sequences on Hopper GPUs; elsewhere, and for prompts, the layers compute the same by plain torch.
+    Compile the model, or capture it in a CUDA graph, as without it. Layers may be dense, or low-rank pairs of
+    ``fz.lower``. Parameters get other names and need no gradient, so save the model before.
 
-    def tensors(self) -> list[Tensor]:
-        """Return the matrices."""
-        return [self.second] if self.first is None else [self.first, self.second]
+    Args:
+        model: of transformers, with layers of Llama, Mistral or Qwen3.
 
-    def add_to(
-        self, chain: Chain, x: int, begin: int, *, norm: int = -1, residual: int = -1, gated: bool = False
-    ) -> int:
-        """Add the layers' stages; ``begin`` is the number of their first matrix. Return the number of the result."""
-        ends = list(accumulate(self.sizes)) if not gated and len(self.sizes) > 1 else []
-        if self.first is None:
-            return chain.add(x, begin, norm=norm, residual=residual, gated=gated)
-        thin = chain.add(x, begin, norm=norm)
-        return chain.add(thin, begin + 1, residual=residual, gated=gated, ends=ends)
-
-
-class _Waiting(nn.Module):
-    """A projection whose output was computed before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.output: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output."""
-        output, self.output = self.output, None
-        assert output is not None
-        return output
+    Raises:
+        ValueError: the model has other layers, or layers with biases or of more than two factors.
+    """
+    owner = next(
+        (module for module in model.modules() if isinstance(getattr(module, "layers", None), nn.ModuleList)), None
+    )
+    kinds = sorted({type(layer).__name__ for layer in owner.layers}) if owner is not None else []
+    if owner is None or not set(kinds) <= set(KINDS):
+        raise ValueError(
+            f"fuse_decoder is for models with layers {', '.join(KINDS)}, got {type(model).__name__} with "
+            f"{', '.join(kinds) or 'no list of layers'}; compile it as it is"
+        )
+    layers = [FusedDecoderLayer(layer, f"layers.{place}") for place, layer in enumerate(owner.layers)]
+    for layer, following in pairwise(layers):
+        layer.following = [following] if joined else []
+    for layer in layers:
+        layer.split = not joined
+    owner.layers = nn.ModuleList(layers)
+    return model
 
 
-class DecoderLayer(nn.Module):
-    """A layer of a decoder; ``joined`` computes queries, keys and values of the next layer in the same launch."""
+class FusedDecoderLayer(nn.Module):
+    """A decoder layer that also computes the queries, keys and values of the next one."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, name: str) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = Together([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = Together([attention.o_proj])
-        self.up = Together([mlp.gate_proj, mlp.up_proj])
-        self.down = Together([mlp.down_proj])
+        if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
+            raise ValueError(f"{name}.mlp.act_fn: expected SiLU, got {mlp.act_fn}; compile the model as it is")
+        self.qkv = _together(attention, ["q_proj", "k_proj", "v_proj"], f"{name}.self_attn")
+        self.out = _together(attention, ["o_proj"], f"{name}.self_attn")
+        self.up = _together(mlp, ["gate_proj", "up_proj"], f"{name}.mlp")
+        self.down = _together(mlp, ["down_proj"], f"{name}.mlp")
         self.norm = _frozen(layer.input_layernorm.weight)
         self.middle_norm = _frozen(layer.post_attention_layernorm.weight)
         self.eps = layer.input_layernorm.variance_epsilon
-        self.projections = nn.ModuleList([_Waiting() for _ in range(3)])
+        self.projections = nn.ModuleList([_Computed() for _ in range(PARTS)])
         attention.q_proj, attention.k_proj, attention.v_proj = self.projections
         attention.o_proj = nn.Identity()
-        self.attention = attention
-        self.next: list[DecoderLayer] = []  # in a list: it is not a part of this layer
-        self.ready = False  # queries, keys and values are there
-        self.split = False  # the feed-forward block is a launch of its own
+        self.self_attn = attention
+        self.following: list[FusedDecoderLayer] = []  # in a list: it is not a part of this layer
+        self.ready = False  # whether queries, keys and values are computed
+        self.split = False
 
-    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
-        """Apply the layer."""
-        shape = hidden_states.shape
-        x = hidden_states.flatten(0, -2)
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:  # (batch, tokens, width) to the same
+        """Apply the layer; the arguments are those of its attention."""
+        shape, x = hidden_states.shape, hidden_states.flatten(0, -2)
         if not self.ready:
-            chain = Chain([x, *self.qkv.tensors(), self.norm], self.eps)
-            number = self.qkv.add_to(chain, 0, 1, norm=len(chain.inputs) - 1)
-            self.receive(chain.run(number)[0], shape)
+            chain = Chain(self.eps)
+            self._receive(chain.run(self.qkv.add_to(chain, x, norm=self.norm))[0], shape)
         self.ready = False
-        attended = self.attention(hidden_states=hidden_states, **arguments)[0].flatten(0, -2)
-        after = self.next[0] if self.next else None
-        parts = [self.out, self.up, self.down, *([after.qkv] if after else [])]
-        inputs = [x, attended]
-        begins = []
-        for part in parts:
-            begins.append(len(inputs))
-            inputs += part.tensors()
-        inputs += [self.middle_norm, *([after.norm] if after else [])]
+        attended = self.self_attn(hidden_states=hidden_states, **arguments)[0].flatten(0, -2)
+        chain = Chain(self.eps)
+        middle: Tensor | Result = self.out.add_to(chain, attended, residual=x)
         if self.split:
-            chain = Chain([x, attended, *self.out.tensors()], self.eps)
-            x = chain.run(self.out.add_to(chain, 1, 2, residual=0))[0]
-            inputs[0] = x
-        chain = Chain(inputs, self.eps)
-        middle = 0 if self.split else self.out.add_to(chain, 1, begins[0], residual=0)
-        number = self.up.add_to(chain, middle, begins[1], norm=begins[2] + len(self.down.tensors()) + (len(after.qkv.tensors()) if after else 0), gated=True)  # fmt: skip
-        number = self.down.add_to(chain, number, begins[2], residual=middle)
-        if after is None:
-            return chain.run(number)[0].view(shape)
-        last = after.qkv.add_to(chain, number, begins[3], norm=len(inputs) - 1)
-        y, qkv = chain.run(number, last)
-        after.receive(qkv, shape)
-        after.ready = True
+            middle = chain.run(middle)[0]
+            chain = Chain(self.eps)
+        hidden = self.up.add_to(chain, middle, norm=self.middle_norm, gated=True)
+        last = self.down.add_to(chain, hidden, residual=middle)
+        if not self.following:
+            return chain.run(last)[0].view(shape)
+        following = self.following[0]
+        y, qkv = chain.run(last, following.qkv.add_to(chain, last, norm=following.norm))
+        following._receive(qkv, shape)
+        following.ready = True
         return y.view(shape)
 
-    def receive(self, qkv: Tensor, shape: Sequence[int]) -> None:
+    def _receive(self, qkv: Tensor, shape: Sequence[int]) -> None:
         """Keep the outputs of the projections until the attention asks for them."""
         for projection, output in zip(self.projections, qkv.split(self.qkv.sizes, -1), strict=True):
             projection.output = output.unflatten(0, shape[:-1])
 
 
-def fuse_decoder(model: nn.Module, *, joined: bool = True) -> None:
-    """Replace the decoder layers of a model of Llama's kind, dense or lowered, by ones with fewer launches."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.ModuleList) and name == "layers":
-                layers = [DecoderLayer(layer) for layer in child]
-                for layer, after in pairwise(layers):
-                    layer.next = [after] if joined else []
-                    layer.split = not joined
-                layers[-1].split = not joined
-                module.layers = nn.ModuleList(layers)
+class _Together(nn.Module):
+    """Layers of one input: dense ones as one matrix, low-rank pairs as two."""
+
+    def __init__(self, layers: Sequence[nn.Module], names: Sequence[str]) -> None:
+        super().__init__()
+        for layer, name in zip(layers, names, strict=True):
+            _check(layer, layers[0], name)
+        seconds = [layer[1].weight if isinstance(layer, nn.Sequential) else layer.weight for layer in layers]
+        self.sizes = [len(second) for second in seconds]
+        rank = max(second.shape[1] for second in seconds)
+        self.second = _frozen(torch.cat([pad(second, (0, rank - second.shape[1])) for second in seconds]))
+        self.first: nn.Parameter | None = None
+        if isinstance(layers[0], nn.Sequential):
+            firsts = [layer[0].weight for layer in layers if isinstance(layer, nn.Sequential)]
+            self.first = _frozen(torch.cat([pad(first, (0, 0, 0, rank - len(first))) for first in firsts]))
+
+    def add_to(
+        self,
+        chain: Chain,
+        x: Tensor | Result,
+        *,
+        norm: Tensor | None = None,
+        residual: Tensor | Result | None = None,
+        gated: bool = False,
+    ) -> Result:
+        """Add the stages of the layers and return their results, side by side."""
+        if self.first is None:
+            return chain.add(x, self.second, norm=norm, residual=residual, gated=gated)
+        thin = chain.add(x, self.first, norm=norm)
+        ends = [] if gated else list(accumulate(self.sizes))[:-1]
+        return chain.add(thin, self.second, residual=residual, gated=gated, ends=ends)
+
+
+class _Computed(nn.Module):
+    """A projection whose output was computed before."""
+
+    output: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, and keep it no longer."""
+        output = self.output
+        del self.output
+        return output
+
+
+def _together(parent: nn.Module, children: Sequence[str], name: str) -> _Together:
+    return _Together([getattr(parent, child) for child in children], [f"{name}.{child}" for child in children])
+
+
+def _check(layer: nn.Module, first: nn.Module, name: str) -> None:
+    linears = list(layer) if isinstance(layer, nn.Sequential) else [layer]
+    kinds = [type(linear) for linear in linears]
+    if kinds not in ([nn.Linear], [nn.Linear, nn.Linear]) or any(linear.bias is not None for linear in linears):
+        raise ValueError(f"{name}: expected a linear without bias, or a pair of them as of fz.lower, got {layer}")
+    if isinstance(layer, nn.Sequential) != isinstance(first, nn.Sequential):
+        raise ValueError(f"{name}: layers of one input must all be dense or all low-rank; factorize them alike")
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Chains of matrices for few rows on a GPU, such as those of decoding, in one launch."""
+"""Chains of matrices for few rows, such as those of decoding: on a GPU all of them in one launch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MOST_ROWS = 8
+MOST_ROWS = 8  # of the kernel
+CAPABILITY = (9, 0)  # of the GPUs on which it was measured
+DTYPES = (torch.bfloat16, torch.float16)
+PARTS = 3  # most layers of one input
+MULTIPLE = 16  # of the outputs where a part ends
 LATENCY = 8192  # elements that are read while a program waits for its first
-FIELDS = 7  # numbers that describe a stage
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, for tests
 
 
 @dataclass
@@ -36,64 +40,130 @@ class Launch:
 LAUNCH = Launch()
 
 
-class Chain:
-    """Products of the same rows with matrices, one after the other, written down first and run together.
+class Stage(NamedTuple):
+    """Rows times one matrix. Tensors are given by their numbers in the chain; -1: none."""
 
-    A tensor has a number: inputs first, then the result of each stage.
+    x: int
+    weight: int  # (outputs, inputs)
+    residual: int  # added to the result
+    norm: int  # weight of an RMS norm of x
+    gated: int  # 1: the matrix has the outputs of a gate, then as many values; the result is silu(gate) * values
+    first_end: int  # outputs where the first part of x ends; each part has rows of the matrix to itself
+    second_end: int
+
+    def parts(self) -> list[int]:
+        """Return the outputs where a part of x ends, but for the last."""
+        return [end for end in (self.first_end, self.second_end) if end >= 0]
+
+
+class Result(NamedTuple):
+    """What a stage of a chain computes."""
+
+    place: int
+
+
+class Chain:
+    """Products of the same rows with matrices, one after the other: written down first, then run together.
+
+    Args:
+        eps: of all norms.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], eps: float = 0.0) -> None:
-        self.inputs, self.eps = list(inputs), eps
-        self.stages: list[int] = []
+    def __init__(self, eps: float = 0.0) -> None:
+        self.eps = eps
+        self.inputs: list[Tensor] = []
+        self._stages: list[Stage] = []  # results have the numbers -2, -3, ... until all inputs are known
 
     def add(
         self,
-        x: int,
-        weight: int,
+        x: Tensor | Result,  # (rows, inputs), or (rows, parts * inputs)
+        weight: Tensor,  # (outputs, inputs)
         *,
-        residual: int = -1,
-        norm: int = -1,
+        residual: Tensor | Result | None = None,
+        norm: Tensor | None = None,
         gated: bool = False,
-        ends: Sequence[int] = (),  # outputs where parts of x end, each of which has rows of the matrix to itself
-    ) -> int:
-        """Add a stage and return the number of its result."""
-        marks = (*ends[:-1], -1, -1)[:2]
-        self.stages += [x, weight, residual, norm, int(gated), *marks]
-        return len(self.inputs) + len(self.stages) // FIELDS - 1
+        ends: Sequence[int] = (),
+    ) -> Result:  # (rows, outputs), or half of them if gated
+        """Add a stage, see ``Stage``; ``ends`` are the outputs where each part of x ends but for the last."""
+        first_end, second_end, *_ = *ends, -1, -1
+        numbers = [self._number(operand) for operand in (x, weight, residual, norm)]
+        self._stages.append(Stage(*numbers, int(gated), first_end, second_end))
+        return Result(len(self._stages) - 1)
 
-    def run(self, *wanted: int) -> list[Tensor]:
-        """Return the results with these numbers."""
-        return run_chain(self.inputs, self.stages, self.eps, [number - len(self.inputs) for number in wanted])
+    def run(self, *wanted: Result) -> list[Tensor]:
+        """Return these results."""
+        count, places = len(self.inputs), [result.place for result in wanted]
+        stages = [
+            Stage(*(count - 2 - number if number < -1 else number for number in stage[:4]), *stage[4:])
+            for stage in self._stages
+        ]
+        if _has_kernel(self.inputs, stages):
+            return run_chain(self.inputs, [number for stage in stages for number in stage], self.eps, places)
+        results = _run_plain(self.inputs, stages, self.eps)
+        return [results[place] for place in places]
+
+    def _number(self, operand: Tensor | Result | None) -> int:
+        if operand is None:
+            return -1
+        if isinstance(operand, Result):
+            return -2 - operand.place
+        self.inputs.append(operand)
+        return len(self.inputs) - 1
 
 
-def _outputs(tensors: Sequence[Tensor], stages: Sequence[int]) -> list[int]:
-    weights = [(tensors[stages[at + 1]], stages[at + 4]) for at in range(0, len(stages), FIELDS)]
-    return [len(weight) // (2 if gated else 1) for weight, gated in weights]
+def _has_kernel(inputs: Sequence[Tensor], stages: Sequence[Stage]) -> bool:
+    x = inputs[0]
+    if len(x) > MOST_ROWS or any(end % MULTIPLE for stage in stages for end in stage.parts()):
+        return False
+    if INTERPRETED:
+        return True
+    if not x.is_cuda or x.dtype not in DTYPES or any(tensor.dtype != x.dtype for tensor in inputs):
+        return False
+    return _is_capable(x.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _is_capable(device: int) -> bool:
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+def _run_plain(inputs: Sequence[Tensor], stages: Sequence[Stage], eps: float) -> list[Tensor]:
+    tensors = list(inputs)
+    for stage in stages:
+        x, matrix = tensors[stage.x], tensors[stage.weight]
+        if stage.norm >= 0:
+            x = F.rms_norm(x, x.shape[-1:], tensors[stage.norm], eps)
+        blocks = matrix.chunk(2) if stage.gated else matrix.tensor_split(stage.parts())
+        parts = x.split(matrix.shape[1], -1) if x.shape[1] > matrix.shape[1] else [x] * len(blocks)
+        products = [F.linear(part, block) for part, block in zip(parts, blocks, strict=True)]
+        y = F.silu(products[0]) * products[1] if stage.gated else torch.cat(products, -1)
+        tensors.append(y + tensors[stage.residual] if stage.residual >= 0 else y)
+    return tensors[len(inputs) :]
 
 
 @torch.library.custom_op("factorized::run_chain", mutates_args=())
 def run_chain(inputs: Sequence[Tensor], stages: Sequence[int], eps: float, wanted: Sequence[int]) -> list[Tensor]:
-    """Run the stages of a ``Chain``."""
-    x, settings = inputs[0], LAUNCH
-    rows, cuda = len(x), x.is_cuda
-    if rows > MOST_ROWS or not (cuda or INTERPRETED):
-        return _run_plain(inputs, stages, eps, wanted)
+    """Run the stages of a ``Chain``, given as one list of numbers, by the kernel."""
     from factorized.nn.few_rows_kernels import chain_kernel
 
+    x, settings = inputs[0], LAUNCH
+    rows, cuda = len(x), x.is_cuda
+    read = _read(stages)
+    widths = _widths(inputs, read)
     inputs = [tensor.contiguous() for tensor in inputs]
-    programs = settings.per * (_processors(x.device) if cuda else 2)
-    widths = _outputs(inputs, stages)
     tensors = [*inputs, *(x.new_empty(rows, width) for width in widths)]
+    programs = settings.per * (_processors(x.device) if cuda else 2)
     table = []
-    for place, outputs in enumerate(widths):
-        source, weight, residual, norm, gated, *ends = stages[place * FIELDS : (place + 1) * FIELDS]
-        marks = tuple(end if end >= 0 else outputs for end in ends)
-        width = inputs[source].shape[1] if source < len(inputs) else widths[source - len(inputs)]
-        taken = inputs[weight].shape[1]
-        given = tuple(end for end in ends if end >= 0)
-        tile, block = _tile(outputs, taken, given, rows, programs, settings)
-        target = len(inputs) + place
-        table.append((source, weight, target, residual, norm, gated, width, taken, outputs, tile, block, *marks))
+    for place, (stage, outputs) in enumerate(zip(read, widths, strict=True)):
+        taken = tensors[stage.weight].shape[1]
+        tile = _tile(outputs, taken, stage.parts(), rows, programs, settings)
+        ends = (*stage.parts(), outputs, outputs)[:2]
+        table.append(
+            (
+                *(stage.x, stage.weight, len(inputs) + place, stage.residual, stage.norm, stage.gated),
+                *(tensors[stage.x].shape[1], taken, outputs, *tile, *ends),
+            )
+        )
     if settings.mode == "one" and cuda:
         ranges = [(0, len(table))]
     else:
@@ -105,7 +175,7 @@ def run_chain(inputs: Sequence[Tensor], stages: Sequence[int], eps: float, wante
     if cuda:  # so that all programs run at the same time
         extra["maxnreg"] = min(255, 65536 // (settings.per * settings.warps * 32) // 8 * 8)
     for begin, end in ranges:
-        used = programs if end - begin > 1 else min(programs, -(-table[begin][8] // table[begin][9]))
+        used = programs if end - begin > 1 else min(programs, math.ceil(table[begin][8] / table[begin][9]))
         if end - begin > 1 and settings.cooperative:
             extra["launch_cooperative_grid"] = True
         chain_kernel[(used,)](
@@ -125,49 +195,39 @@ def run_chain(inputs: Sequence[Tensor], stages: Sequence[int], eps: float, wante
     return [tensors[len(inputs) + place] for place in wanted]
 
 
-def _run_plain(inputs: Sequence[Tensor], stages: Sequence[int], eps: float, wanted: Sequence[int]) -> list[Tensor]:
-    tensors, widths = list(inputs), _outputs(inputs, stages)
-    for place, outputs in enumerate(widths):
-        source, weight, residual, norm, gated, *ends = stages[place * FIELDS : (place + 1) * FIELDS]
-        x, matrix = tensors[source], tensors[weight]
-        if norm >= 0:
-            x = F.rms_norm(x, x.shape[-1:], tensors[norm], eps)
-        marks = [outputs] if gated else [end for end in ends if end >= 0]
-        blocks = matrix.tensor_split(marks)
-        parts = x.split(matrix.shape[1], -1) if x.shape[1] > matrix.shape[1] else [x] * len(blocks)
-        results = [F.linear(part, block) for part, block in zip(parts, blocks, strict=True)]
-        y = F.silu(results[0]) * results[1] if gated else torch.cat(results, -1)
-        tensors.append(y + tensors[residual] if residual >= 0 else y)
-    return [tensors[len(inputs) + place] for place in wanted]
-
-
 @run_chain.register_fake
 def _(inputs: Sequence[Tensor], stages: Sequence[int], eps: float, wanted: Sequence[int]) -> list[Tensor]:
-    widths = _outputs(inputs, stages)
+    widths = _widths(inputs, _read(stages))
     return [inputs[0].new_empty(len(inputs[0]), widths[place]) for place in wanted]
 
 
+def _read(stages: Sequence[int]) -> list[Stage]:
+    fields = len(Stage._fields)
+    return [Stage(*stages[begin : begin + fields]) for begin in range(0, len(stages), fields)]
+
+
+def _widths(inputs: Sequence[Tensor], stages: Sequence[Stage]) -> list[int]:
+    return [len(inputs[stage.weight]) // (2 if stage.gated else 1) for stage in stages]
+
+
 def _tile(
-    outputs: int, inputs: int, ends: tuple[int, ...], rows: int, programs: int, settings: Launch
+    outputs: int, inputs: int, ends: Sequence[int], rows: int, programs: int, settings: Launch
 ) -> tuple[int, int]:
     """Return the outputs and inputs of a tile: those with which the slowest program has the least to read."""
     most = settings.elements * settings.warps * 32
     if rows == 1:
         blocks, smallest = [min(2 ** (inputs - 1).bit_length(), 2048)], 1
     else:
-        blocks, smallest = [block for block in (512, 256, 128, 64) if block >= 16 * settings.warps], 16
-    best: tuple[int, int, int] | None = None
+        blocks, smallest = [block for block in (512, 256, 128, 64) if block >= 16 * settings.warps], MULTIPLE
+    found = []
     for block in blocks:
         size = smallest
         while size == smallest or size * block <= most:
             if all(end % size == 0 for end in ends):
                 rounds = math.ceil(math.ceil(outputs / size) / programs) * math.ceil(inputs / block)
-                cost = rounds * (size * block + LATENCY)
-                best = min(best or (cost, size, block), (cost, size, block))
+                found.append((rounds * (size * block + LATENCY), size, block))
             size *= 2
-    if best is None:
-        raise ValueError(f"parts of a chain must end at multiples of {smallest} outputs, got {ends}")
-    return best[1:]
+    return min(found)[1:]
 
 
 @cache
