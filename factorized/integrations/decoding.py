@@ -37,16 +37,8 @@ def fuse_decoder(model: Model, *, joined: bool = True) -> Model:
     Raises:
         ValueError: the model has other layers, or layers with biases or of more than two factors.
     """
-    owner = next(
-        (module for module in model.modules() if isinstance(getattr(module, "layers", None), nn.ModuleList)), None
-    )
-    kinds = sorted({type(layer).__name__ for layer in owner.layers}) if owner is not None else []
-    if owner is None or not set(kinds) <= set(KINDS):
-        raise ValueError(
-            f"fuse_decoder is for models with layers {', '.join(KINDS)}, got {type(model).__name__} with "
-            f"{', '.join(kinds) or 'no list of layers'}; compile it as it is"
-        )
-    layers = [FusedDecoderLayer(layer, f"layers.{place}") for place, layer in enumerate(owner.layers)]
+    owner, old = _decoder_layers(model)
+    layers = [FusedDecoderLayer(layer, f"layers.{place}") for place, layer in enumerate(old)]
     for layer, following in pairwise(layers):
         layer.following = [following] if joined else []
     for layer in layers:
@@ -87,9 +79,10 @@ class FusedDecoderLayer(nn.Module):
         self.ready = False
         attended = self.self_attn(hidden_states=hidden_states, **arguments)[0].flatten(0, -2)
         chain = Chain(self.eps)
-        middle: Tensor | Result = self.out.add_to(chain, attended, residual=x)
+        result = self.out.add_to(chain, attended, residual=x)
+        middle: Tensor | Result = result
         if self.split:
-            middle = chain.run(middle)[0]
+            middle = chain.run(result)[0]
             chain = Chain(self.eps)
         hidden = self.up.add_to(chain, middle, norm=self.middle_norm, gated=True)
         last = self.down.add_to(chain, hidden, residual=middle)
@@ -110,17 +103,15 @@ class FusedDecoderLayer(nn.Module):
 class _Together(nn.Module):
     """Layers of one input: dense ones as one matrix, low-rank pairs as two."""
 
-    def __init__(self, layers: Sequence[nn.Module], names: Sequence[str]) -> None:
+    def __init__(self, layers: Sequence[list[nn.Linear]]) -> None:
         super().__init__()
-        for layer, name in zip(layers, names, strict=True):
-            _check(layer, layers[0], name)
-        seconds = [layer[1].weight if isinstance(layer, nn.Sequential) else layer.weight for layer in layers]
-        self.sizes = [len(second) for second in seconds]
+        seconds = [layer[-1].weight for layer in layers]
         rank = max(second.shape[1] for second in seconds)
+        self.sizes = [len(second) for second in seconds]
         self.second = _frozen(torch.cat([pad(second, (0, rank - second.shape[1])) for second in seconds]))
         self.first: nn.Parameter | None = None
-        if isinstance(layers[0], nn.Sequential):
-            firsts = [layer[0].weight for layer in layers if isinstance(layer, nn.Sequential)]
+        if len(layers[0]) == 2:
+            firsts = [layer[0].weight for layer in layers]
             self.first = _frozen(torch.cat([pad(first, (0, 0, 0, rank - len(first))) for first in firsts]))
 
     def add_to(
@@ -153,16 +144,32 @@ class _Computed(nn.Module):
 
 
 def _together(parent: nn.Module, children: Sequence[str], name: str) -> _Together:
-    return _Together([getattr(parent, child) for child in children], [f"{name}.{child}" for child in children])
+    layers = [_linears(parent.get_submodule(child), f"{name}.{child}") for child in children]
+    if len({len(layer) for layer in layers}) > 1:
+        raise ValueError(f"{name}: {', '.join(children)} must all be dense or all low-rank; factorize them alike")
+    return _Together(layers)
 
 
-def _check(layer: nn.Module, first: nn.Module, name: str) -> None:
-    linears = list(layer) if isinstance(layer, nn.Sequential) else [layer]
-    kinds = [type(linear) for linear in linears]
-    if kinds not in ([nn.Linear], [nn.Linear, nn.Linear]) or any(linear.bias is not None for linear in linears):
+def _linears(layer: nn.Module, name: str) -> list[nn.Linear]:
+    linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
+    plain = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Sequential) and len(layer) == len(linears) == 2)
+    if not plain or any(linear.bias is not None for linear in linears):
         raise ValueError(f"{name}: expected a linear without bias, or a pair of them as of fz.lower, got {layer}")
-    if isinstance(layer, nn.Sequential) != isinstance(first, nn.Sequential):
-        raise ValueError(f"{name}: layers of one input must all be dense or all low-rank; factorize them alike")
+    return linears
+
+
+def _decoder_layers(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """Return the module that holds the decoder layers, and these."""
+    for module in model.modules():
+        layers = dict(module.named_children()).get("layers")
+        if isinstance(layers, nn.ModuleList):
+            found = sorted({type(layer).__name__ for layer in layers})
+            if set(found) <= set(KINDS):
+                return module, list(layers)
+            raise ValueError(
+                f"layers must be of {', '.join(KINDS)}, got {', '.join(found)}; compile the model as it is"
+            )
+    raise ValueError(f"{type(model).__name__} has no list of decoder layers; compile it as it is")
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:

@@ -86,16 +86,15 @@ class Chain:
     ) -> Result:  # (rows, outputs), or half of them if gated
         """Add a stage, see ``Stage``; ``ends`` are the outputs where each part of x ends but for the last."""
         first_end, second_end, *_ = *ends, -1, -1
-        numbers = [self._number(operand) for operand in (x, weight, residual, norm)]
-        self._stages.append(Stage(*numbers, int(gated), first_end, second_end))
+        rows, matrix, added, scale = (self._number(operand) for operand in (x, weight, residual, norm))
+        self._stages.append(Stage(rows, matrix, added, scale, int(gated), first_end, second_end))
         return Result(len(self._stages) - 1)
 
     def run(self, *wanted: Result) -> list[Tensor]:
         """Return these results."""
-        count, places = len(self.inputs), [result.place for result in wanted]
+        places = [result.place for result in wanted]
         stages = [
-            Stage(*(count - 2 - number if number < -1 else number for number in stage[:4]), *stage[4:])
-            for stage in self._stages
+            stage._replace(x=self._final(stage.x), residual=self._final(stage.residual)) for stage in self._stages
         ]
         if _has_kernel(self.inputs, stages):
             return run_chain(self.inputs, [number for stage in stages for number in stage], self.eps, places)
@@ -110,6 +109,9 @@ class Chain:
         self.inputs.append(operand)
         return len(self.inputs) - 1
 
+    def _final(self, number: int) -> int:
+        return len(self.inputs) - 2 - number if number < -1 else number
+
 
 def _has_kernel(inputs: Sequence[Tensor], stages: Sequence[Stage]) -> bool:
     x = inputs[0]
@@ -122,7 +124,7 @@ def _has_kernel(inputs: Sequence[Tensor], stages: Sequence[Stage]) -> bool:
     return _is_capable(x.device.index)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_capable(device: int) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) == CAPABILITY
 
