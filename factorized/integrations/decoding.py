@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from factorized.nn.few_rows import PARTS, Chain, Result
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    Model = TypeVar("Model", bound=PreTrainedModel)
-else:
-    Model = TypeVar("Model")
+from factorized.nn.model import Model
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen3DecoderLayer")
 
