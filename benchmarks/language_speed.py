@@ -1,9 +1,11 @@
-"""Time the training of language models, one after the other, alone on the device.
+"""Time the training of language models and translators, one after the other, alone on the device.
 
     python -m benchmarks.language_speed --data DIR --out benchmarks/results/language-h200.json
+    python -m benchmarks.language_speed translation/tatoeba --data DIR --updates 3000 --out FILE
 
-As ``factorized train`` runs them, without evaluations: tokens per second leave compilation out; peak memory is that of
-torch's tensors, in bytes. Without ``--data`` the tokens are random, which takes as long.
+As ``factorized train`` runs them, without evaluations: speeds leave compilation out, but not the capture of graphs for
+shapes that are met after the first tenth of the updates; peak memory is that of torch's tensors, in bytes. Without
+``--data`` a language model reads random tokens, which takes as long.
 """
 
 from __future__ import annotations
@@ -24,9 +26,8 @@ from factorized.experiments.cli.text import load_text
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus
-from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.tokens import PackedTexts
-from factorized.experiments.text.train import train_text
+from factorized.experiments.text.train import TASKS, train_text
 
 RECIPES = (
     "language/small",
@@ -60,18 +61,25 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    rows, corpus = [], None
+    rows: list[dict[str, object]] = []
+    corpora: dict[str, Corpus] = {}  # by task
     for name in arguments.recipes:
         changes = [f"schedule.updates={arguments.updates}", f"run.evaluate_every={arguments.updates}", *arguments.set]
         recipe = load_any_recipe(name, changes)
-        if not isinstance(recipe, TextRecipe) or recipe.task != "language":
-            raise SystemExit(f"{name} is not a recipe of a language model")
-        corpus = corpus or (load_text(recipe, arguments.data) if arguments.data else random_corpus(recipe))
+        if not isinstance(recipe, TextRecipe) or recipe.task not in ("language", "translation"):
+            raise SystemExit(f"{name} is a recipe neither of a language model nor of a translator")
+        if recipe.task == "translation" and not arguments.data:
+            raise SystemExit(f"{name} needs --data: the speed of a translator depends on the lengths of its sentences")
+        if recipe.task not in corpora:
+            text = load_text(recipe, arguments.data) if arguments.data else random_corpus(recipe)
+            corpora[recipe.task] = text
         torch._dynamo.reset()
-        unmeasured = patch.object(LanguageTask, "measure", lambda *_: {"loss": 0.0, "perplexity": 1.0})
+        task = TASKS[recipe.task]
+        unmeasured = patch.multiple(task, validate=lambda *_: {"loss": 0.0}, test=lambda *_: {"loss": 0.0})
         with TemporaryDirectory() as folder, unmeasured:
-            (result,) = train_text(recipe, corpus, Path(folder), device=arguments.device)
+            (result,) = train_text(recipe, corpora[recipe.task], Path(folder), device=arguments.device)
         row = {key: result[key] for key in ("parameters", "tokens_per_second", "peak_memory")}
+        row["updates_per_second"] = row["tokens_per_second"] * arguments.updates / result["tokens"]
         rows.append({"recipe": name, "changes": arguments.set, **row})
         print(rows[-1], flush=True)
         found = {"machine": result["machine"], "updates": arguments.updates, "rows": rows}

@@ -43,21 +43,34 @@ def median_milliseconds(steps: Mapping[Key, Step], cuda: bool, rounds: int = 5, 
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def capture(step: Step) -> Step:
+class GraphMemory:
+    """Memory that several CUDA graphs share. They are replayed one at a time, and overwrite each other's results.
+
+    Only tensors that are still alive when the next graph is captured are not overwritten by that one. All are captured
+    on one stream, because the allocator keeps freed memory for the stream that used it.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+def capture(step: Step, memory: GraphMemory | None = None, warm_ups: int = 3) -> Step:
     """Return ``step`` as one CUDA graph, after warming it up; replay it on the stream that is current now.
 
-    It is captured on that stream, or on a new one where that is the default stream. Graphs captured on one stream share
-    the workspaces of cuBLAS, and must not run at the same time.
+    It is captured on the stream of ``memory``; else on the current one, or on a new one where that is the default
+    stream. Graphs captured on one stream share the workspaces of cuBLAS, and must not run at the same time.
     """
     current = torch.cuda.current_stream()
-    stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
+    own = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
+    stream = own if memory is None else memory.stream
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(warm_ups):
             step()
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, pool=None if memory is None else memory.pool, stream=stream):
         step()
 
     def replay(keep_alive: Step = step) -> None:  # the graph reads the memory of the step's tensors

@@ -65,7 +65,7 @@ def make_engine(
     from factorized.experiments.training.progress import Reporter
 
     devices = _devices(device, workers)
-    return LocalEngine(devices, lambda: Reporter(console(quiet=quiet), quiet=quiet), at_once or 1)
+    return LocalEngine(devices, lambda: Reporter(console(quiet=quiet), quiet=quiet), at_once or "auto")
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -91,7 +91,7 @@ def reproduce(
         typer.Option(
             min=1,
             max=MOST_SEEDS,
-            help="local: seeds of images that take turns on a GPU; one unless given.",
+            help="local: seeds of images that take turns on a GPU; up to three unless given.",
             show_default=False,
         ),
     ] = None,

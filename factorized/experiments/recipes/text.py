@@ -161,7 +161,7 @@ class TextRun(Section):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA
     compile: bool = False
-    graph: Literal["auto", "no"] = "auto"  # auto: compiled on one GPU, a pass is one CUDA graph where shapes allow it
+    graph: Literal["auto", "no"] = "auto"  # auto: on one GPU, a pass is one CUDA graph where shapes allow it
     shard: bool = False  # split parameters and the optimizer's state over the processes that torchrun started (FSDP2)
     evaluate_every: Updates = 500
     checkpoint_every: Updates = 1000

@@ -30,7 +30,6 @@ class TextTask(ABC):
     score: ClassVar[str]  # the figure a run is judged by
     lower_is_better: ClassVar[bool] = True
     predicts_tokens: ClassVar[bool] = True  # else the model computes its own loss, a mean over examples
-    has_one_shape: ClassVar[bool] = False  # whether all batches have the same shape
 
     def __init__(self, recipe: TextRecipe, corpus: Corpus) -> None:
         self.recipe, self.corpus, self.tokenizer = recipe, corpus, corpus.tokenizer
@@ -73,17 +72,20 @@ class TextTask(ABC):
     def is_captured(self, device: torch.device, processes: int) -> bool:
         """Return whether the forward and backward pass of a batch are one CUDA graph.
 
-        Batches have to be of one shape and undivided: a part of a batch would overwrite the gradients of the last one.
+        Batches have to be undivided: a part of a batch would overwrite the gradients of the last one.
         """
         run = self.recipe.run
-        return (
-            run.graph == "auto"
-            and run.compile
-            and device.type == "cuda"
-            and processes == 1
-            and run.accumulate == 1
-            and self.has_one_shape
-        )
+        may = run.graph == "auto" and device.type == "cuda" and processes == 1 and run.accumulate == 1
+        return may and self.can_be_captured
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether batches have few shapes, and the pass reads no values: the GPU need not wait for Python."""
+        return False
+
+    def to_capture(self, batch: Batch) -> Batch:
+        """Return a training batch with the same loss and gradients, in one of few shapes."""
+        return batch
 
     @abstractmethod
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:
@@ -104,8 +106,12 @@ class TextTask(ABC):
 class RunningText(TextTask):
     """A task on running text, which is cut into sequences of one length. Abstract."""
 
-    has_one_shape = True
     around: ClassVar[int] = 0  # tokens that are put around each of them
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether it is compiled: all batches have the same shape."""
+        return self.recipe.run.compile
 
     @cached_property
     def examples(self) -> Windows:

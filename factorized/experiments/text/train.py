@@ -144,7 +144,7 @@ def _train_one(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = begun.seconds + time.perf_counter() - began
         peak = torch.cuda.max_memory_allocated(processes.device) if on_cuda else None
-        trainer.release_graph()
+        trainer.release_graphs()
         if watch.stopped:
             raise Interrupted(stop.number or signal.SIGTERM)
     measured = {

@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_torch_tf32_available
 
 from factorized.decay.hook import inner_optimizer
 from factorized.experiments.recipes.text import TextRecipe
-from factorized.experiments.text.captured import CapturedPass
+from factorized.experiments.text.captured import CapturedPasses
 from factorized.experiments.text.network import build_schedule, build_text_optimizer
 from factorized.experiments.text.sharding import shard, split_when_loaded, whole_state, whole_weights
 from factorized.experiments.text.task import Batch, TextTask
@@ -87,7 +87,7 @@ class TextTrainer(Trainer):
         )
         # compiled as one: the logits, which are larger than everything else, are not written out in float32
         self._loss = torch.compile(self._network_and_loss) if task.recipe.run.compile else self._network_and_loss
-        self._pass: CapturedPass | None = None
+        self._passes: CapturedPasses | None = None
         self.model_accepts_loss_kwargs = False  # most models take the number of labels and do not divide by it
         self.remove_callback(PrinterCallback)
 
@@ -120,23 +120,22 @@ class TextTrainer(Trainer):
         return self.accelerator.prepare_data_loader(loader)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Count the tokens that the model reads, padding included, and do Trainer's step, as one CUDA graph if it can.
+        """Count the tokens of a batch, its padding included, and do Trainer's step, as one CUDA graph if it can.
 
-        A graph is captured for the first batch; it is replayed for the others, which have the same shape.
+        A graph is captured for the first batch of every shape, and replayed for the others.
         """
         self.state.num_input_tokens_seen += inputs["input_ids"].numel() * self.args.world_size
         if not self.task.is_captured(self.args.device, self.args.world_size):
             return super().training_step(model, inputs, num_items_in_batch)
-        batch = {**inputs, COUNT: num_items_in_batch}
-        if self._pass is None:
-            self._pass = CapturedPass(partial(self._step_on, model), batch, model.parameters(), self.args.device)
-        return self._pass(batch)
+        if self._passes is None:
+            self._passes = CapturedPasses(partial(self._step_on, model), model.parameters(), self.args.device)
+        return self._passes({**self.task.to_capture(inputs), COUNT: num_items_in_batch})
 
-    def release_graph(self) -> None:
-        """Free the memory of the captured pass; the next step captures another one."""
-        if self._pass is not None:
-            self._pass.release()
-            self._pass = None
+    def release_graphs(self) -> None:
+        """Free the memory of the captured passes; the next step captures another one."""
+        if self._passes is not None:
+            self._passes.release()
+            self._passes = None
 
     def _step_on(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         count = batch.pop(COUNT)

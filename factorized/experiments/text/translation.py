@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler
 
 from factorized.experiments.data.extras import need
@@ -125,6 +126,38 @@ class TranslationTask(TextTask):
             "attention_mask": mask.long(),
             "decoder_input_ids": shifted,
             "labels": targets.masked_fill(targets == pad, IGNORED),
+        }
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether the network is built from sizes and not compiled: to compile it for every shape would take too long.
+
+        One from a folder may drop layers at random, and a graph would drop the same ones every time.
+        """
+        return not self.recipe.run.compile and not self.recipe.model.name
+
+    def to_capture(self, batch: Batch) -> Batch:
+        """Pad sources and targets to one length, and the batch to all rows that it has room for: a shape per length.
+
+        What is added has no label. The masks are ready-made: transformers would read the values of its own during the
+        pass, to see whether it can do without them.
+        """
+        rows, length = len(batch["labels"]), max(batch[name].shape[1] for name in ("input_ids", "labels"))
+        room = self.recipe.run.tokens // length
+
+        def filled(name: str, value: int) -> Tensor:  # (room, length)
+            return F.pad(batch[name], (0, length - batch[name].shape[1], 0, room - rows), value=value)
+
+        pad = self.tokenizer.pad_token_id
+        mask = filled("attention_mask", 0).bool()
+        mask[rows:, 0] = True  # attention to nothing would be NaN
+        causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        return {
+            "input_ids": filled("input_ids", pad),
+            "attention_mask": mask[:, None, None],  # (room, heads, queries, keys)
+            "decoder_input_ids": filled("decoder_input_ids", pad),
+            "decoder_attention_mask": causal[None, None],
+            "labels": filled("labels", IGNORED),
         }
 
     def measure(self, model: nn.Module, part: str) -> dict[str, float]:

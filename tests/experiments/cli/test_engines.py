@@ -33,8 +33,8 @@ def test_this_machine_has_a_process_for_each_gpu_unless_told_otherwise(
     assert engine.devices == devices
 
 
-@pytest.mark.parametrize(("workers", "at_once", "expected"), [(None, None, 1), (1, 4, 4), (2, None, 1), (2, 3, 3)])
-def test_seeds_take_turns_where_that_is_asked_for(
+@pytest.mark.parametrize(("workers", "at_once", "expected"), [(None, None, "auto"), (1, 4, 4), (2, None, 1), (2, 3, 3)])
+def test_seeds_take_turns_unless_processes_share_a_device(
     workers: int | None, at_once: int | None, expected: int | str
 ) -> None:
     given = {**NOTHING, "at_once": at_once}

@@ -47,6 +47,12 @@ def files(folder: Path, task: str) -> tuple[str, ...]:
     return ('data.train=["train.txt"]',)
 
 
+def write_pairs_of_many_lengths(folder: Path) -> None:
+    """Write pairs of one to nine words in place of the small set of pairs."""
+    pairs = [(WORDS[i : i + count], WORDS[i : i + count // 2 + 1]) for count in range(1, 10) for i in range(8)]
+    (folder / "train.tsv").write_text("".join(f"{' '.join(a)}\t{' '.join(b)}\n" for a, b in pairs))
+
+
 def _write(path: Path, text: str) -> None:
     if not path.exists():  # another process may be reading it
         path.write_text(text)

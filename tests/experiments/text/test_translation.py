@@ -12,7 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from factorized.experiments.text import translation
 from factorized.experiments.text.models import build_text_model
-from factorized.experiments.text.task import IGNORED
+from factorized.experiments.text.network import build_text_network
+from factorized.experiments.text.task import IGNORED, Batch
 from factorized.experiments.text.translation import TokenBatches, TranslationTask, score_bleu, translate_texts
 from tests.experiments.text.small import small
 
@@ -48,6 +49,64 @@ def test_the_decoder_reads_the_target_shifted_and_padding_is_neither_read_nor_le
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch["decoder_input_ids"].tolist() == [[pad, 7, end, pad], [pad, 9, 10, 11]]
     assert batch["labels"].tolist() == [[7, end, IGNORED, IGNORED], [9, 10, 11, end]]
+
+
+def some_batch(task: TranslationTask) -> Batch:
+    """Return a batch of nine pairs, six tokens long on one side and fewer on the other."""
+    lengths = [(6, 4), (3, 4), (6, 2), (5, 3), (2, 4), (1, 1), (4, 4), (6, 4), (5, 1)]
+    draw = np.random.default_rng(0).integers
+    return task.collate([{"source": draw(5, 50, size=m), "target": draw(5, 50, size=n)} for m, n in lengths])
+
+
+def test_batches_to_capture_have_one_shape_for_each_length(tmp_path: Path) -> None:
+    recipe, corpus = small("translation", tmp_path, "run.tokens=75")
+    task = TranslationTask(recipe, corpus)
+    batch = task.to_capture(some_batch(task))
+    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {
+        "input_ids": (12, 6),
+        "attention_mask": (12, 1, 1, 6),
+        "decoder_input_ids": (12, 6),
+        "decoder_attention_mask": (1, 1, 6, 6),
+        "labels": (12, 6),
+    }
+    assert batch["labels"][9:].eq(IGNORED).all()
+    assert batch["attention_mask"].any(-1).all()  # every row reads something
+    assert batch["labels"].ne(IGNORED).sum() == some_batch(task)["labels"].ne(IGNORED).sum()
+
+
+@pytest.mark.parametrize(
+    "changes", [(), ("factorize.scheme=low_rank", "factorize.rank=4", "factorize.attention=heads")]
+)
+def test_a_batch_to_capture_has_the_loss_and_the_gradients_of_the_batch(
+    tmp_path: Path, changes: tuple[str, ...]
+) -> None:
+    recipe, corpus = small("translation", tmp_path, "run.label_smoothing=0.1", "model.layers=2", *changes)
+    task = TranslationTask(recipe, corpus)
+    model = build_text_network(recipe, corpus.tokenizer, 0).double()
+
+    def loss_and_gradients(batch: Batch) -> list[torch.Tensor]:
+        inputs, labels = task.for_plain_model(batch)
+        loss = task.loss(model(**inputs), labels, labels.ne(IGNORED).sum())
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [loss, *torch.autograd.grad(loss, learned)]
+
+    plain, padded = (loss_and_gradients(batch) for batch in (some_batch(task), task.to_capture(some_batch(task))))
+    torch.testing.assert_close(padded, plain, rtol=1e-5, atol=1e-7)  # losses are in float32
+
+
+def test_the_pass_of_a_batch_to_capture_reads_no_values(tmp_path: Path) -> None:
+    changes = ("factorize.scheme=low_rank", "factorize.rank=4", "model.dropout=0.1", "run.label_smoothing=0.1")
+    recipe, corpus = small("translation", tmp_path, *changes)
+    task = TranslationTask(recipe, corpus)
+    model = build_text_network(recipe, corpus.tokenizer, 0).to("meta").train()  # tensors without values
+
+    def run(batch: Batch) -> None:
+        inputs, labels = task.for_plain_model({name: tensor.to("meta") for name, tensor in batch.items()})
+        task.loss(model(**inputs, use_cache=False), labels, labels.ne(IGNORED).sum()).backward()
+
+    run(task.to_capture(some_batch(task)))
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):  # its masks are read
+        run(some_batch(task))
 
 
 def test_a_pair_is_cut_after_the_longest_translation(tmp_path: Path) -> None:
