@@ -64,20 +64,16 @@ PROMPT = 16  # tokens before the first that is timed
 def build(
     name: str, ratio: float | None, device: torch.device, dtype: torch.dtype, *, fused: bool = False
 ) -> nn.Module:
-    """Return a model with random weights; with a ``ratio``, its layers at low rank and lowered to plain ones.
-
-    ``fused``: with as few launches as a chain of matrices allows.
-    """
+    """Return a model with random weights; with a ``ratio``, its layers at low rank, lowered to plain ones or fused."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(MODELS[name]())
     model.eval().requires_grad_(False)
     if ratio is not None:
         model = fz.lower(fz.factorize(model, fz.LowRank(), ratio=ratio, init="default"))
-    model = model.to(dtype)
-    if fused:
-        fuse_decoder(model)
-    return model
+        if fused:
+            fuse_decoder(model)
+    return model.to(dtype)
 
 
 class Decoder:
@@ -154,7 +150,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--option", action="append", default=[], help="of torch's compiler, such as freezing")
-    parser.add_argument("--fuse", action="store_true", help="run the matrices of a layer of Llama's kind as one chain")
+    parser.add_argument("--fuse", action="store_true", help="low-rank models by fz.integrations.fuse_decoder")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(words)
     device = torch.device(arguments.device)

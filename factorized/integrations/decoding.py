@@ -1,128 +1,99 @@
-"""transformers: decoder layers of Llama's kind whose matrices run as one chain."""
+"""transformers: low-rank decoder layers of Llama's kind with fewer and earlier launches, to decode one sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from factorized.nn.few_rows import PARTS, Chain, Result
 from factorized.nn.model import Model
+from factorized.nn.one_row import multiply
+from factorized.surgery.replace import replace_module
 
-KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen3DecoderLayer")
+KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen3DecoderLayer")  # all with the same forward
+PROJECTIONS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
 
 
-def fuse_decoder(model: Model, *, joined: bool = True) -> Model:
-    """Make the decoder layers of ``model`` run with two launches each where a GPU decodes few tokens at a time.
+def fuse_decoder(model: Model) -> Model:
+    """Make the decoder layers of a lowered model faster where a Hopper GPU decodes one sequence; in place.
 
-    One is the attention; the other multiplies by all matrices from its output projection up to the queries, keys and
-    values of the next layer, with norms, activation and residuals. It is in place, for inference in bfloat16 or float16
-    by up to eight sequences on Hopper GPUs; elsewhere, and for prompts, the layers compute the same by plain torch.
-    Compile the model, or capture it in a CUDA graph, as without it. Layers may be dense, or low-rank pairs of
-    ``fz.lower``. Parameters get other names and need no gradient, so save the model before.
+    Queries, keys and values become two products instead of six, as do gate and up. Norms, activation and residuals
+    are computed with them, and each product reads its matrix while the one before still runs. Compile the model or
+    capture a CUDA graph as before. Prompts, several sequences, other devices and types than bfloat16 and float16 are
+    computed by plain torch.
+
+    Parameters get other names and no gradients, so save the model first. Layers whose projections are not all low-rank
+    stay as they are.
 
     Args:
-        model: of transformers, with layers of Llama, Mistral or Qwen3.
+        model: of transformers, with layers of Llama, Mistral or Qwen3, after ``fz.lower``.
 
     Raises:
-        ValueError: the model has other layers, or layers with biases or of more than two factors.
+        ValueError: no layer of the model is of these classes and low-rank, without biases, with SiLU.
     """
-    owner, old = _decoder_layers(model)
-    layers = [FusedDecoderLayer(layer, f"layers.{place}") for place, layer in enumerate(old)]
-    for layer, following in pairwise(layers):
-        layer.following = [following] if joined else []
-    for layer in layers:
-        layer.split = not joined
-    owner.layers = nn.ModuleList(layers)
+    layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__ in KINDS]
+    obstacles = {name: _obstacle(layer) for name, layer in layers}
+    if all(obstacles.values()):
+        first = next(iter(obstacles), None)
+        reason = f"{first}.{obstacles[first]}" if first is not None else f"none is of {', '.join(KINDS)}"
+        raise ValueError(f"{type(model).__name__} has no decoder layer that can be fused: {reason}")
+    for name, layer in layers:
+        if not obstacles[name]:
+            replace_module(model, name, FusedDecoderLayer(layer))
     return model
 
 
 class FusedDecoderLayer(nn.Module):
-    """A decoder layer that also computes the queries, keys and values of the next one."""
+    """A low-rank decoder layer in eight products, and the attention."""
 
-    def __init__(self, layer: Any, name: str) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
-            raise ValueError(f"{name}.mlp.act_fn: expected SiLU, got {mlp.act_fn}; compile the model as it is")
-        self.qkv = _together(attention, ["q_proj", "k_proj", "v_proj"], f"{name}.self_attn")
-        self.out = _together(attention, ["o_proj"], f"{name}.self_attn")
-        self.up = _together(mlp, ["gate_proj", "up_proj"], f"{name}.mlp")
-        self.down = _together(mlp, ["down_proj"], f"{name}.mlp")
-        self.norm = _frozen(layer.input_layernorm.weight)
-        self.middle_norm = _frozen(layer.post_attention_layernorm.weight)
-        self.eps = layer.input_layernorm.variance_epsilon
-        self.projections = nn.ModuleList([_Computed() for _ in range(PARTS)])
-        attention.q_proj, attention.k_proj, attention.v_proj = self.projections
+        self.norm, self.middle_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = _Pairs([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = _Pairs([attention.o_proj])
+        self.up = _Pairs([mlp.gate_proj, mlp.up_proj])
+        self.down = _Pairs([mlp.down_proj])
+        attention.q_proj, attention.k_proj, attention.v_proj = _Computed(), _Computed(), _Computed()
         attention.o_proj = nn.Identity()
         self.self_attn = attention
-        self.following: list[FusedDecoderLayer] = []  # in a list: it is not a part of this layer
-        self.ready = False  # whether queries, keys and values are computed
-        self.split = False
 
     def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:  # (batch, tokens, width) to the same
         """Apply the layer; the arguments are those of its attention."""
-        shape, x = hidden_states.shape, hidden_states.flatten(0, -2)
-        if not self.ready:
-            chain = Chain(self.eps)
-            self._receive(chain.run(self.qkv.add_to(chain, x, norm=self.norm))[0], shape)
-        self.ready = False
-        attended = self.self_attn(hidden_states=hidden_states, **arguments)[0].flatten(0, -2)
-        chain = Chain(self.eps)
-        result = self.out.add_to(chain, attended, residual=x)
-        middle: Tensor | Result = result
-        if self.split:
-            middle = chain.run(result)[0]
-            chain = Chain(self.eps)
-        hidden = self.up.add_to(chain, middle, norm=self.middle_norm, gated=True)
-        last = self.down.add_to(chain, hidden, residual=middle)
-        if not self.following:
-            return chain.run(last)[0].view(shape)
-        following = self.following[0]
-        y, qkv = chain.run(last, following.qkv.add_to(chain, last, norm=following.norm))
-        following._receive(qkv, shape)
-        following.ready = True
-        return y.view(shape)
-
-    def _receive(self, qkv: Tensor, shape: Sequence[int]) -> None:
-        """Keep the outputs of the projections until the attention asks for them."""
-        for projection, output in zip(self.projections, qkv.split(self.qkv.sizes, -1), strict=True):
-            projection.output = output.unflatten(0, shape[:-1])
+        shape, x, attention = hidden_states.shape, hidden_states.flatten(0, -2), self.self_attn
+        qkv = self.qkv(x, norm=self.norm).unflatten(0, shape[:-1]).split(self.qkv.sizes, -1)
+        attention.q_proj.output, attention.k_proj.output, attention.v_proj.output = qkv
+        attended = attention(hidden_states=hidden_states, **arguments)[0]
+        x = self.out(attended.flatten(0, -2), residual=x)
+        hidden = self.up(x, norm=self.middle_norm, gated=True)
+        return self.down(hidden, residual=x).view(shape)
 
 
-class _Together(nn.Module):
-    """Layers of one input: dense ones as one matrix, low-rank pairs as two."""
+class _Pairs(nn.Module):
+    """Low-rank layers of one input: first factors one below the other, and second ones, padded to one rank."""
 
-    def __init__(self, layers: Sequence[list[nn.Linear]]) -> None:
+    def __init__(self, pairs: Sequence[Any]) -> None:
         super().__init__()
-        seconds = [layer[-1].weight for layer in layers]
-        rank = max(second.shape[1] for second in seconds)
-        self.sizes = [len(second) for second in seconds]
-        self.second = _frozen(torch.cat([pad(second, (0, rank - second.shape[1])) for second in seconds]))
-        self.first: nn.Parameter | None = None
-        if len(layers[0]) == 2:
-            firsts = [layer[0].weight for layer in layers]
-            self.first = _frozen(torch.cat([pad(first, (0, 0, 0, rank - len(first))) for first in firsts]))
+        firsts, seconds = ([pair[place].weight.detach() for pair in pairs] for place in (0, 1))
+        self.sizes, self.ranks = ([second.shape[dim] for second in seconds] for dim in (0, 1))
+        padded = [pad(second, (0, max(self.ranks) - second.shape[1])) for second in seconds]
+        self.first = nn.Parameter(torch.cat(firsts), requires_grad=False)
+        self.second = nn.Parameter(torch.cat(padded), requires_grad=False)
 
-    def add_to(
-        self,
-        chain: Chain,
-        x: Tensor | Result,
-        *,
-        norm: Tensor | None = None,
-        residual: Tensor | Result | None = None,
-        gated: bool = False,
-    ) -> Result:
-        """Add the stages of the layers and return their results, side by side."""
-        if self.first is None:
-            return chain.add(x, self.second, norm=norm, residual=residual, gated=gated)
-        thin = chain.add(x, self.first, norm=norm)
-        ends = [] if gated else list(accumulate(self.sizes))[:-1]
-        return chain.add(thin, self.second, residual=residual, gated=gated, ends=ends)
+    def forward(
+        self, x: Tensor, norm: Any = None, residual: Tensor | None = None, gated: bool = False
+    ) -> Tensor:  # (rows, inputs) to (rows, all outputs)
+        """Apply the layers, side by side."""
+        scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        thin = multiply(x, self.first, norm=scale, eps=eps)
+        parts = list(zip(self.sizes, self.ranks, strict=True))
+        return multiply(thin, self.second, residual=residual, gated=gated, parts=parts)
 
 
 class _Computed(nn.Module):
@@ -137,34 +108,14 @@ class _Computed(nn.Module):
         return output
 
 
-def _together(parent: nn.Module, children: Sequence[str], name: str) -> _Together:
-    layers = [_linears(parent.get_submodule(child), f"{name}.{child}") for child in children]
-    if len({len(layer) for layer in layers}) > 1:
-        raise ValueError(f"{name}: {', '.join(children)} must all be dense or all low-rank; factorize them alike")
-    return _Together(layers)
-
-
-def _linears(layer: nn.Module, name: str) -> list[nn.Linear]:
-    linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
-    plain = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Sequential) and len(layer) == len(linears) == 2)
-    if not plain or any(linear.bias is not None for linear in linears):
-        raise ValueError(f"{name}: expected a linear without bias, or a pair of them as of fz.lower, got {layer}")
-    return linears
-
-
-def _decoder_layers(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """Return the module that holds the decoder layers, and these."""
-    for module in model.modules():
-        layers = dict(module.named_children()).get("layers")
-        if isinstance(layers, nn.ModuleList):
-            found = sorted({type(layer).__name__ for layer in layers})
-            if set(found) <= set(KINDS):
-                return module, list(layers)
-            raise ValueError(
-                f"layers must be of {', '.join(KINDS)}, got {', '.join(found)}; compile the model as it is"
-            )
-    raise ValueError(f"{type(model).__name__} has no list of decoder layers; compile it as it is")
-
-
-def _frozen(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+def _obstacle(layer: Any) -> str:
+    """Return why a decoder layer cannot be fused; an empty text if it can."""
+    act = layer.mlp.act_fn
+    if not isinstance(act, nn.SiLU) and type(act).__name__ != "SiLUActivation":
+        return f"mlp.act_fn must be SiLU, got {act}"
+    for name in PROJECTIONS:
+        found = layer.get_submodule(name)
+        linears = [part for part in found.children() if isinstance(part, nn.Linear) and part.bias is None]
+        if not isinstance(found, nn.Sequential) or not len(found) == len(linears) == 2:
+            return f"{name} must be a pair of linears without bias, as fz.lower makes it, got {found}"
+    return ""
