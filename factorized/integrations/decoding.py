@@ -36,6 +36,16 @@ def fuse_decoder(model: Model) -> Model:
 
     Raises:
         ValueError: no layer of the model is of these classes and low-rank, without biases, with SiLU.
+
+    Examples:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4, vocab_size=100
+        ... )
+        >>> model = transformers.AutoModelForCausalLM.from_config(config)
+        >>> model = fz.integrations.fuse_decoder(fz.lower(fz.factorize(model, ratio=0.8)))
+        >>> type(model.model.layers[0]).__name__
+        'FusedDecoderLayer'
     """
     layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__ in KINDS]
     obstacles = {name: _obstacle(layer) for name, layer in layers}
