@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._functorch import config
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -106,3 +107,13 @@ def not_compiled(function: Callable[Given, Found]) -> Callable[Given, Found]:
     Unlike ``torch.compiler.disable`` this imports the compiler, which takes a second, only when it is first called.
     """
     return cast(Callable[Given, Found], _disable_dynamo(function))
+
+
+def set_up_compiler() -> None:
+    """Set how training is compiled, in the whole process: as eager code runs, and with every program in torch's cache.
+
+    Backward passes are compiled without the autocast around the forward pass, since they are called outside of it.
+    Programs with an ``autograd.Function`` are cached too: what it computes, both ways, is part of their key.
+    """
+    config.backward_pass_autocast = "off"
+    config.autograd_cache_allow_custom_autograd_functions = True

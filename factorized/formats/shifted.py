@@ -126,13 +126,13 @@ def _shift_and_stack(
     first_dim: int,  # of the spatial dimensions, without ``dim``
 ) -> Tensor:  # with row taps at ``dim``
     """Sum over the column taps, each shifted to its place; stack what every row tap sees of the sum."""
+    extents = [*P.shape[:dim], *P.shape[dim + 1 :]][first_dim : first_dim + len(shape.size)]
     if type(P) is Tensor and not is_traced():
-        extents = tuple(P.shape[d] for d in range(P.dim()) if d != dim)[first_dim : first_dim + len(shape.size)]
-        return shift_and_stack(P, plan_shifts(extents, shape, geometry, dim, first_dim))
+        return shift_and_stack(P, plan_shifts(tuple(extents), shape, geometry, dim, first_dim))
     before = first_dim + (dim <= first_dim)
     P = pad(P, [*geometry.padding, *[(0, 0)] * (P.dim() - before - len(shape.size))], "zeros")
     parts = P.unbind(dim)
-    shift = _Shift(geometry, output_extents(parts[0].shape[first_dim:], shape, geometry.unpadded), first_dim)
+    shift = _Shift(geometry, output_extents(extents, shape, geometry), first_dim)
     return torch.stack(shift.taps(parts, shape), dim)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from factorized._torch import set_up_compiler
 from factorized.diagnostics.match import NormMatcher
 from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
 from factorized.experiments.data.images import Images
@@ -48,6 +49,8 @@ class TrainingStep:
         self._loss: Callable[..., tuple[Tensor, Tensor]] = self._loss_and_correct
         processes = processes or Processes(self.device)
         self.share = slice(processes.rank, None, processes.count)  # of a batch, that is trained on here
+        if compiled:
+            set_up_compiler()
         if processes.count > 1:
             self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)
         elif compiled:
@@ -70,7 +73,12 @@ class TrainingStep:
         # every process draws for the whole batch: what is computed does not depend on how many there are
         crops = draw_crops(self.recipe.run.batch, self.pad, self.device, self.recipe.data.flip)
         self.optimizer.zero_grad(set_to_none=True)
-        loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in crops))
+        # Autocast is entered outside the compiled code: torch does not cache programs that enter it. Its type is not in
+        # the cache's key, but the images are rounded to the same type, and that is.
+        with torch.autocast(
+            self.device.type, self.precision, enabled=self.precision != torch.float32, cache_enabled=False
+        ):
+            loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in crops))
         loss.backward()
         if self.recipe.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.recipe.optimizer.clip)
@@ -91,10 +99,7 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         cropped = crop_flip(x, top, left, flipped, self.pad, index)
         inputs = normalize(cropped, self.mean, self.std, self.precision)
-        with torch.autocast(
-            self.device.type, self.precision, enabled=self.precision != torch.float32, cache_enabled=False
-        ):
-            logits = self._forward(inputs.contiguous(memory_format=torch.channels_last))
+        logits = self._forward(inputs.contiguous(memory_format=torch.channels_last))
         loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.smoothing)
         return loss, (logits.argmax(1) == labels).sum()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,15 @@ def test_no_image_of_the_digits_is_in_both_parts_or_lost() -> None:
     original = torch.from_numpy(load_digits().data) * (255 / 16)
     assert len(both) == len(original) == 1797
     assert torch.equal(both.sum(0), original.round().sum(0))
+
+
+def test_the_digits_are_read_without_importing_scikit_learn() -> None:
+    code = (
+        "import sys; from factorized.experiments.data.load import load_images\n"
+        "load_images('digits'); print({'sklearn', 'scipy', 'pandas'} & sys.modules.keys())\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == "set()"
 
 
 def test_every_local_form_of_one_set_has_one_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

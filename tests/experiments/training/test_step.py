@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+from torch.fx import GraphModule
 
+from factorized._torch import set_up_compiler
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.data.loader import epoch_order
 from factorized.experiments.recipes.find import check_recipe
@@ -17,10 +22,13 @@ from factorized.experiments.training import step as step_module
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.step import TrainingStep, autocast_type
 from factorized.experiments.training.train import Trainer, train
+from factorized.nn.linear import FactorizedLinear
 from tests.experiments.training import smooth
 from tests.experiments.training.small import STEPS, digits, recipe
 
 CPU = Processes(torch.device("cpu"))
+# torch's compiler makes an instance of an autograd function, and warns about it
+COMPILED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 def inputs_of_a_step(changed: Recipe) -> tuple[Tensor, Tensor]:
@@ -89,8 +97,7 @@ def test_bfloat16_autocast_keeps_the_weights_in_float32_and_rounds_the_rest() ->
     assert 1e-5 < max(errors) < 0.05
 
 
-# torch's compiler makes an instance of an autograd function, and warns about it
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@COMPILED
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_a_compiled_step_ends_where_plain_eager_does(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -107,6 +114,73 @@ def test_a_compiled_step_ends_where_plain_eager_does(backend: str, monkeypatch: 
     for name, expected in states[0][0].items():
         torch.testing.assert_close(states[1][0][name], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(states[1][1], states[0][1], rtol=1e-5, atol=0)
+
+
+@pytest.fixture
+def torch_s_settings() -> Iterator[None]:
+    """Restore what a compiled step sets."""
+    theirs = {"autograd_cache_allow_custom_autograd_functions": False, "backward_pass_autocast": "same_as_forward"}
+    with torch._functorch.config.patch(theirs):
+        yield
+
+
+@COMPILED
+@pytest.mark.usefixtures("torch_s_settings")
+@pytest.mark.parametrize("name", ["resnet8", "resnet8-lowrank-0.1-si-fd", "resnet8-wide-fd"])  # the last in backward
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_torch_s_cache_takes_the_program_of_a_step(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[GraphModule] = []
+
+    def check(program: GraphModule, example: list[Tensor]) -> Callable[..., object]:
+        check_cacheable(program)  # raises for what is compiled again by every process
+        checked.append(program)
+        return program.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=check))
+    changes = ("run.compile=yes", f"run.precision={precision}")
+    trainer = Trainer(recipe(*changes, name=f"digits/{name}"), digits(), CPU, seed=0)
+    trainer.source.start(0, 0)
+    trainer.step()
+    assert len(checked) == 1
+    assert torch.is_autocast_enabled("cpu") is False
+
+
+@pytest.mark.usefixtures("torch_s_settings")
+def test_a_compiled_backward_pass_does_not_autocast_what_the_forward_pass_did_not() -> None:
+    def in_float32(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (x @ x).sum()
+
+    gradients = []
+    set_up_compiler()
+    for function in (in_float32, torch.compile(in_float32, backend="aot_eager")):
+        x = torch.arange(9.0).reshape(3, 3).div(7).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = function(x)
+        gradients += torch.autograd.grad(loss, x)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.nightly
+@COMPILED
+@pytest.mark.usefixtures("torch_s_settings")
+def test_a_decay_in_the_backward_pass_has_its_own_program_for_every_strength(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    set_up_compiler()
+    found = []
+    for strength in (0.1, 0.2, 0.1):
+        torch.compiler.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        layer = FactorizedLinear(8, 8, 8)
+        layer.decay_in_backward = strength
+        torch.compile(layer, fullgraph=True, dynamic=False)(torch.zeros(2, 8)).sum().backward()
+        U, V = layer.factors
+        torch.testing.assert_close(U.grad, strength * U @ (V.mT @ V))
+        found.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert found == [0, 0, 1]
 
 
 def test_the_cpu_is_not_compiled_or_captured_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
