@@ -1,8 +1,9 @@
-"""Time whole training epochs as ``factorized train`` runs them: data, augmentation, step, decay.
+"""Time whole training epochs as ``factorized train`` runs them, and profile their kernels.
 
     python -m benchmarks.epoch --out benchmarks/results/epoch-h200.json
 
-Images are random and of CIFAR's size; times are medians of epochs, interleaved over the recipes, in seconds.
+``factorized bench training`` times single steps on two batches; an epoch also shuffles and reads all images, which are
+noise of CIFAR's size. Times are medians of epochs, interleaved over the recipes, in seconds.
 """
 
 from __future__ import annotations
@@ -11,27 +12,17 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from factorized.experiments.data.images import Images
+from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.record import describe_machine, product_row
+from factorized.experiments.training.record import describe_machine
 from factorized.experiments.training.train import Trainer
 
 RECIPES = ("cifar10/resnet32x2", "cifar10/resnet32x2-lowrank-0.1-si-fd", "cifar10/resnet32", "cifar10/resnet32-full-fd")
-
-
-def random_images(count: int) -> Images:
-    """Return random images and labels of CIFAR's shape."""
-    x = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)
-    y = torch.randint(0, 10, (count,))
-    test = min(count, 10_000)
-    names = tuple(str(number) for number in range(10))
-    return Images("random", x, y, x[:test], y[:test], names, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
 def seconds_of_epoch(trainer: Trainer, epoch: int) -> float:
@@ -41,13 +32,6 @@ def seconds_of_epoch(trainer: Trainer, epoch: int) -> float:
     began = time.perf_counter()
     for _ in range(trainer.source.steps):
         trainer.step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
     torch.cuda.synchronize()
     return time.perf_counter() - began
 
@@ -73,7 +57,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write the kernels of a few steps to this folder")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    images, trainers, rows = random_images(arguments.images), {}, {}
+    images, trainers, rows = stand_in("noise", 10, 32, 3, arguments.images), {}, {}
     for name in arguments.recipes:
         began = time.perf_counter()
         torch._dynamo.reset()
@@ -87,14 +71,8 @@ def main() -> None:
             if epoch:
                 times[name].append(seconds)
     for name, trainer in trainers.items():
-        began = time.perf_counter()
-        trainer.evaluate()
-        rows[name] |= {
-            "seconds": round(statistics.median(times[name]), 4),
-            "ms_per_step": round(1e3 * statistics.median(times[name]) / trainer.source.steps, 3),
-            "evaluation_seconds": round(time.perf_counter() - began, 4),
-            "diagnosis_seconds": round(_seconds(lambda t=trainer: product_row(t.network, 0.1)), 4),
-        }
+        seconds = statistics.median(times[name])
+        rows[name] |= {"seconds": round(seconds, 4), "ms_per_step": round(1e3 * seconds / trainer.source.steps, 3)}
         print(rows[name], flush=True)
         if arguments.profile is not None:
             arguments.profile.mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.epoch import random_images
 from factorized.experiments.data.images import Images
+from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.processes import Processes
@@ -111,7 +111,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(given)
-    images, rows = random_images(arguments.images).to(arguments.device), []
+    images, rows = stand_in("noise", 10, 32, 3, arguments.images).to(arguments.device), []
     for name in arguments.recipes:
         began = time.perf_counter()
         torch.compiler.reset()

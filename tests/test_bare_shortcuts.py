@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.epoch import random_images
+from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.train import Trainer
@@ -12,7 +12,7 @@ from factorized.experiments.training.train import Trainer
 
 def test_the_norms_of_shortcuts_are_all_that_goes() -> None:
     """The recipe factorizes what it factorizes with norms, and a step trains the shortcuts."""
-    images, trainers = random_images(4), []
+    images, trainers = stand_in("noise", 10, 32, 3, 4), []
     for change in ([], ["model.name=benchmarks.shortcuts:bare_resnet32x2"]):
         recipe = load_recipe("cifar10/resnet32x2-lowrank-0.1-si", ["run.batch=2", *change])
         trainers.append(Trainer(recipe, images, Processes(torch.device("cpu")), 0))

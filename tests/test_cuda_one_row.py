@@ -29,9 +29,26 @@ def on_the_gpu() -> Iterator[None]:
 def test_the_kernel_computes_what_torch_does(dtype: torch.dtype, most: float) -> None:
     check_feed_forward(1, 2048, 592, 5632, dtype, most)
     check_feed_forward(1, 96, 40, 176, dtype, most)
+    check_feed_forward(1, 96, 19, 176, dtype, most)  # less than a line of the cache
     check_parts(1, 4096, [(4096, 1024), (1024, 408), (1024, 416)], dtype, most)
     check_parts(1, 2101, [(48, 24), (97, 711)], dtype, most)
     check_parts(1, 4096, [(11008, 1184), (11008, 1180)], dtype, most, gated=True)
+
+
+@pytest.mark.parametrize(
+    "constants",
+    [
+        {"BLOCK": 512},
+        {"BLOCK": 512, "PROGRAMS": 4, "REGISTERS": 128},
+        {"PROGRAMS": 4, "REGISTERS": 128},
+        {"WARPS": 8, "PROGRAMS": 4, "BLOCK": 4096},
+    ],
+)
+def test_it_does_with_other_constants(constants: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in constants.items():
+        monkeypatch.setattr(one_row, name, value)
+    check_feed_forward(1, 4096, 1216, 11008, torch.bfloat16, 1e-2)
+    check_parts(1, 4096, [(4096, 1216)] * 3, torch.bfloat16, 1e-2)
 
 
 def test_captured_products_can_be_replayed() -> None:
@@ -61,6 +78,7 @@ def test_other_types_and_more_rows_are_computed_by_torch(monkeypatch: pytest.Mon
     check_feed_forward(2, 96, 40, 176, torch.bfloat16, 2e-2)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler says what might be faster
 def test_a_fused_decoder_gives_the_logits_of_the_model_compiled_too() -> None:
     model = build(CONFIGS["llama"](), 0.6).cuda().bfloat16()
     x = torch.randint(0, 100, (1, 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import together
-from benchmarks.epoch import random_images
+from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
 
 SMALL = ["run.batch=2", "schedule.epochs=1", "schedule.milestones=[]"]
@@ -16,7 +16,7 @@ SMALL = ["run.batch=2", "schedule.epochs=1", "schedule.milestones=[]"]
 
 def test_every_way_takes_the_same_steps_of_every_run() -> None:
     recipe = load_recipe("cifar10/resnet20", SMALL)
-    images = random_images(16)
+    images = stand_in("noise", 10, 32, 3, 16)
     taken = []
     for way in together.WAYS:
         runs = [together.Run(recipe, images, torch.device("cpu"), seed) for seed in range(2)]

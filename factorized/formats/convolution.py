@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by dimensions of an input
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -100,4 +101,16 @@ def convolve_transposed(
 
 def _owned(kernel: Tensor, x: Tensor) -> Tensor:
     """Return a kernel that is not a view: on CPUs, float64 and float16 convolutions need that for correct gradients."""
-    return kernel if x.is_cuda else kernel.clone(memory_format=torch.contiguous_format)
+    if x.is_cuda or not (torch.is_grad_enabled() and kernel.requires_grad):
+        return kernel
+    batched = x.dim() == kernel.dim()
+    return kernel.clone(
+        memory_format=CHANNELS_LAST[x.dim()] if batched and is_channels_last(x) else torch.contiguous_format
+    )
+
+
+def is_channels_last(
+    x: Tensor,  # (batch, channels, *spatial)
+) -> bool:
+    """Return whether the channels of a position lie side by side in memory."""
+    return x.dim() in CHANNELS_LAST and x.shape[1] > 1 and x.stride(1) == 1

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from factorized._torch import is_traced
-from factorized.formats.convolution import Geometry, pad
+from factorized.formats.convolution import Geometry, is_channels_last, pad
 from factorized.formats.kernel import KernelShape, grouped
 from factorized.formats.shifts import output_extents, plan_shifts, shift_and_stack
 
@@ -52,7 +52,7 @@ def two_products(
     second = U.reshape(g, shape.out_channels // g, -1)  # (groups, out/groups, row taps·rank)
 
     x, geometry = _drop_unused_positions(x, shape, geometry)
-    run = _channels_last if g == 1 and _is_channels_last(x) else _channels_first
+    run = _channels_last if g == 1 and is_channels_last(x) else _channels_first
     y = run(x, first, second, bias, rank, shape, geometry)
     return y.squeeze(0) if unbatched else y
 
@@ -68,11 +68,6 @@ def _drop_unused_positions(x: Tensor, shape: KernelShape, geometry: Geometry) ->
     x = x[(slice(None), slice(None), *(slice(None, None, s) for s in strides))]
     left = tuple(1 if dropped > 1 else s for s, dropped in zip(geometry.stride, strides, strict=True))
     return x, Geometry(left, geometry.padding, geometry.dilation, geometry.padding_mode)
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in formats and x.shape[1] > 1 and x.stride(1) == 1
 
 
 def _channels_first(

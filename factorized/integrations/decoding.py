@@ -28,8 +28,8 @@ def fuse_decoder(model: Model) -> Model:
     capture a CUDA graph as before. Prompts, several sequences, other devices and types than bfloat16 and float16 are
     computed by plain torch.
 
-    Parameters get other names and no gradients, so save the model first. Layers whose projections are not all low-rank
-    stay as they are.
+    Parameters get other names and no gradients, so save the model first. ``output_hidden_states`` finds no layers any
+    more. Layers whose projections are not all low-rank stay as they are.
 
     Args:
         model: of transformers, with layers of Llama, Mistral or Qwen3, after ``fz.lower``.
@@ -77,7 +77,7 @@ class FusedDecoderLayer(nn.Module):
     def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:  # (batch, tokens, width) to the same
         """Apply the layer; the arguments are those of its attention."""
         shape, x, attention = hidden_states.shape, hidden_states.flatten(0, -2), self.self_attn
-        qkv = self.qkv(x, norm=self.norm).unflatten(0, shape[:-1]).split(self.qkv.sizes, -1)
+        qkv = self.qkv(x, norm=self.norm).view(*shape[:-1], -1).split(self.qkv.sizes, -1)
         attention.q_proj.output, attention.k_proj.output, attention.v_proj.output = qkv
         attended = attention(hidden_states=hidden_states, **arguments)[0]
         x = self.out(attended.flatten(0, -2), residual=x)

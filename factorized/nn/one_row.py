@@ -35,6 +35,8 @@ def multiply(
 ) -> Tensor:  # (rows, outputs), or half of them if gated
     """Return x times a matrix; a single row by the kernel, where there is one.
 
+    The kernel reads the matrix while the kernel launched just before may still run, which must not write it.
+
     Args:
         norm: weight of an RMS norm of x, with ``eps``.
         residual: is added to the result.
@@ -44,7 +46,7 @@ def multiply(
     """
     below = [sum(size for size, _ in parts[:place]) for place in range(1, len(parts))]
     beside = [sum(size for _, size in parts[:place]) for place in range(1, len(parts))]
-    if _has_kernel(x, weight):
+    if _has_kernel(x, weight, norm, residual):
         return multiply_row(x, weight, norm, eps, residual, gated, below, beside)
     if norm is not None:
         x = F.rms_norm(x, x.shape[-1:], norm, eps)
@@ -55,21 +57,25 @@ def multiply(
     return y if residual is None else y + residual
 
 
-def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    if len(x) != 1 or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+def _has_kernel(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    tensors = [tensor for tensor in (x, weight, *others) if tensor is not None]
+    if len(x) != 1 or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return False
+    if not weight.is_contiguous():  # a copy would still be written when the kernel reads it
         return False
     return INTERPRETED or (x.is_cuda and x.dtype == weight.dtype and x.dtype in DTYPES and _is_capable(x.device.index))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_capable(device: int) -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) == CAPABILITY
+    nvidia = torch.version.cuda is not None and find_spec("triton") is not None  # AMD's numbers mean other GPUs
+    return nvidia and torch.cuda.get_device_capability(device) == CAPABILITY
 
 
 @torch.library.custom_op("factorized::multiply_row", mutates_args=())
 def multiply_row(
     x: Tensor,  # (1, width)
-    weight: Tensor,
+    weight: Tensor,  # contiguous
     norm: Tensor | None,
     eps: float,
     residual: Tensor | None,
@@ -80,24 +86,25 @@ def multiply_row(
     """Do what ``multiply`` does by the kernel."""
     from factorized.nn.one_row_kernel import row_kernel
 
-    x, weight, cuda = x.contiguous(), weight.contiguous(), x.is_cuda
+    x, cuda = x.contiguous(), x.is_cuda
     outputs, inputs = len(weight) // (2 if gated else 1), weight.shape[1]
     y = x.new_empty(1, outputs)
     programs = PROGRAMS * _processors(x.device) if cuda else 2
     tile, block = tile_sizes(outputs, inputs, [] if gated else below, programs)
     settings = {"num_warps": WARPS, "maxnreg": REGISTERS, "launch_pdl": True} if cuda else {}
-    row_kernel[(min(programs, math.ceil(outputs / tile)),)](
-        x,
-        weight,
-        x if norm is None else norm,
-        x if residual is None else residual.contiguous(),
-        y,
-        eps,
-        *(x.shape[1], inputs, outputs, *(*below, outputs, outputs)[:2], *(*beside, 0, 0)[:2]),
-        *(norm is not None, residual is not None, int(gated), tile, block),
-        EARLY=cuda,
-        **settings,
-    )
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
+        row_kernel[(min(programs, math.ceil(outputs / tile)),)](
+            x,
+            weight,
+            x if norm is None else norm,
+            x if residual is None else residual.contiguous(),
+            y,
+            eps,
+            *(x.shape[1], inputs, outputs, *(*below, outputs, outputs)[:2], *(*beside, 0, 0)[:2]),
+            *(norm is not None, residual is not None, int(gated), tile, block),
+            EARLY=cuda,
+            **settings,
+        )
     return y
 
 

@@ -1,7 +1,8 @@
 """The GPU kernel that multiplies one row by a matrix, and starts while the kernel before it still runs.
 
-The matrix depends on nothing: before a program waits for the kernel that writes the row, it reads its first block of
-the matrix and asks the L2 cache for the others. Otherwise every small product would wait for memory by itself.
+No kernel writes the matrix: before a program waits for the kernel that writes the row, it reads its first block of the
+matrix and asks the L2 cache for the others. Otherwise every small product would wait for memory by itself. All else is
+read or written after the wait: for the kernel before, which is done only when those before it are.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _block(
 def _fetch(weight, IN: tl.constexpr, OUT: tl.constexpr, END: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Ask the L2 cache for the tiles of this program, up to the row ``END`` of the matrix."""
     m = tl.arange(0, TILE)[:, None]
-    k = tl.arange(0, BLOCK // LINE)[None, :] * LINE
+    k = tl.arange(0, max(BLOCK // LINE, 1))[None, :] * LINE
     for tile in range(tl.program_id(0), tl.cdiv(END, TILE), tl.num_programs(0)):
         for start in range(0, IN, BLOCK):
             at = tl.minimum(tile * TILE + m, OUT - 1) * IN + tl.minimum(start + k, IN - 1)

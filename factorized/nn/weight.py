@@ -232,6 +232,12 @@ def _deepcopy(weight: ComposedWeight, memo: dict[int, Any]) -> Tensor:
     return copy
 
 
+def _to_dlpack(weight: ComposedWeight, *, copy: bool | None = None, **keywords: Any) -> Any:
+    if not copy:
+        keywords["max_version"] = None  # numpy takes the memory of an unversioned capsule as read-only
+    return weight.source.value().__dlpack__(copy=copy, **keywords)
+
+
 def _gradient(weight: ComposedWeight) -> Tensor | None:
     return weight.source.gradient()
 
@@ -273,4 +279,5 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _TENSOR.requires_grad.__set__: _refuse_requires_grad,
     _TENSOR.requires_grad_: _refuse_requires_grad,
     _TENSOR.__deepcopy__: _deepcopy,
+    _TENSOR.__dlpack__: _to_dlpack,
 }

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from factorized.formats.convolution import Geometry, explicit_padding
+from factorized.formats.convolution import Geometry, convolve, explicit_padding
 from factorized.formats.format import WAYS, Way
 from factorized.formats.kernel import KernelShape, to_kernel
 from factorized.formats.product import Product
@@ -184,3 +185,39 @@ def test_positions_that_a_strided_pointwise_kernel_never_reads_do_not_matter() -
         made.x[..., 1::2, :] = made.x[..., 1::2] = float("nan")
     y = made.run("products")
     assert all(tensor.isfinite().all() for tensor in (y, *gradients(y, made.leaves)))
+
+
+class Copies(TorchDispatchMode):
+    """Lists the layouts of all copies that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts: list[torch.memory_format] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.clone.default:
+            self.layouts.append((kwargs or {}).get("memory_format", torch.preserve_format))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_kernel_is_copied_for_its_gradients_only_and_into_the_layout_of_the_input(
+    layout: torch.memory_format, learns: bool
+) -> None:
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64).to(memory_format=layout)  # type: ignore[call-overload]
+    view = torch.randn(3, 3, 3, 4, dtype=torch.float64, requires_grad=True).movedim(-1, 0)  # (out, in, height, width)
+    with torch.set_grad_enabled(learns), Copies() as copies:
+        y = convolve(x, view, None, Geometry((1, 1), ((1, 1), (1, 1)), (1, 1)), 1)
+    assert copies.layouts == [layout] * learns
+    torch.testing.assert_close(y, nn.functional.conv2d(x, view.contiguous(), padding=1))
+    if learns:
+        wanted = torch.autograd.grad(nn.functional.conv2d(x, view.contiguous(), padding=1).square().sum(), view)
+        torch.testing.assert_close(torch.autograd.grad(y.square().sum(), view), wanted)
+
+
+def test_an_input_without_a_batch_has_no_layout_of_its_own() -> None:
+    x = torch.randn(2, 3, 3, 4, dtype=torch.float64).movedim(-1, 1)  # (in, depth, …) looks like images, channels last
+    kernel = torch.randn(3, 2, 1, 1, 1, dtype=torch.float64, requires_grad=True)
+    y = convolve(x, kernel, None, Geometry((1, 1, 1), ((0, 0),) * 3, (1, 1, 1)), 1)
+    torch.testing.assert_close(y, nn.functional.conv3d(x, kernel))

@@ -36,9 +36,10 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 def check_feed_forward(rows: int, width: int, rank: int, hidden: int, dtype: torch.dtype, most: float) -> None:
     """Compare a gated feed-forward block, with norm and residual, to float64."""
     torch.manual_seed(0)
-    x, norm = torch.randn(rows, width).to(dtype), (torch.rand(width) + 0.5).to(dtype)
+    norm = (torch.rand(width) + 0.5).to(dtype)
     first, second = draw(2 * rank, width, dtype=dtype), draw(2 * hidden, rank, dtype=dtype)
     down_first, down_second = draw(rank, hidden, dtype=dtype), draw(width, rank, dtype=dtype)
+    x = torch.randn(rows, width).to(dtype)  # last: the kernel before the first product must write no matrix
     thin = multiply(x, first, norm=norm, eps=1e-5)
     middle = multiply(thin, second, gated=True, parts=[(hidden, rank)] * 2)
     y = multiply(multiply(middle, down_first), down_second, residual=x)
@@ -52,11 +53,12 @@ def check_parts(
 ) -> None:
     """Compare low-rank layers of one input, given by their outputs and ranks, to float64."""
     torch.manual_seed(0)
-    x, widest = torch.randn(rows, width).to(dtype), max(rank for _, rank in parts)
+    widest = max(rank for _, rank in parts)
     firsts = [draw(rank, width, dtype=dtype) for _, rank in parts]
     seconds = [draw(outputs, rank, dtype=dtype) for outputs, rank in parts]
     padded = torch.cat([F.pad(second, (0, widest - second.shape[1])) for second in seconds])
-    y = multiply(multiply(x, torch.cat(firsts)), padded, parts=parts, gated=gated)
+    stacked, x = torch.cat(firsts), torch.randn(rows, width).to(dtype)
+    y = multiply(multiply(x, stacked), padded, parts=parts, gated=gated)
     wanted = [x.double() @ (second.double() @ first.double()).mT for first, second in zip(firsts, seconds, strict=True)]
     close(y, F.silu(wanted[0]) * wanted[1] if gated else torch.cat(wanted, -1), most)
 
@@ -86,11 +88,20 @@ def test_a_gate_and_values_of_one_input_need_no_parts() -> None:
     torch.testing.assert_close(multiply(x, weight, gated=True), F.silu(gate) * up)
 
 
-def test_where_a_gradient_is_needed_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of", ["x", "weight", "norm", "residual"])
+def test_where_a_gradient_is_needed_torch_computes(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_row, "INTERPRETED", True)  # as if there were a kernel
-    x, weight = torch.randn(1, 8), torch.randn(4, 8, requires_grad=True)
-    multiply(x, weight).sum().backward()
-    assert weight.grad is not None
+    sizes = {"x": (1, 8), "weight": (4, 8), "norm": (8,), "residual": (1, 4)}
+    given = {name: torch.randn(size, requires_grad=name == of) for name, size in sizes.items()}
+    multiply(**given).sum().backward()
+    assert given[of].grad is not None
+
+
+def test_a_matrix_that_would_be_copied_first_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_row, "INTERPRETED", True)  # as if there were a kernel
+    monkeypatch.setattr(one_row, "multiply_row", None)
+    x, weight = torch.randn(1, 8), torch.randn(8, 4).mT
+    torch.testing.assert_close(multiply(x, weight), x @ weight.mT)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_a_write_to_the_weight_is_refused_with_the_remedy(
         pytest.param(lambda weight: weight.numpy(), id="numpy"),
         pytest.param(lambda weight: weight.T[1:].numpy(), id="view"),
         pytest.param(lambda weight: np.asarray(weight), id="asarray"),
+        pytest.param(np.from_dlpack, id="dlpack"),
         pytest.param(lambda weight: weight.cpu().data.numpy(force=True), id="forced"),
     ],
 )
@@ -98,6 +99,7 @@ def test_its_numpy_array_is_read_only_and_copies_are_not(
         array[0] = 0
     array.copy()[0] = 0
     np.asarray(layer.weight.detach(), dtype=np.float16)[0] = 0
+    np.from_dlpack(layer.weight.detach(), copy=True)[0] = 0
 
 
 def test_out_of_and_into_other_tensors_it_can_be_written(layer: fz.FactorizedLinear) -> None:
