@@ -1,6 +1,7 @@
-"""Time the decoding of language models, token by token: dense, and low rank after ``fz.lower``.
+"""Time the decoding of language models, token by token: dense, low rank after ``fz.lower``, and fused for a GPU.
 
     python -m benchmarks.decode --out benchmarks/results/decode-h200.json
+    python -m benchmarks.decode llama-445m llama-wide --batch 1 --fuse --kernel BLOCK=512 --out FILE
 
 Models are made from their sizes with random weights, in bfloat16, with a static cache of keys and values. One step
 reads a token of each sequence and gives the next one; on a GPU it is compiled and one CUDA graph. Times are medians of
@@ -13,9 +14,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 import factorized as fz
 from factorized.experiments.training.record import describe_machine
+from factorized.integrations.decoding import fuse_decoder
+from factorized.nn import one_row
 from factorized.nn.running import count_parameters
 from factorized.nn.timing import capture, median_milliseconds
 
@@ -48,16 +52,44 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": lambda: _llama(64, 128, layers=2, heads=2, vocabulary=100),
 }
 PROMPT = 16  # tokens before the first that is timed
+CONSTANTS = ("PROGRAMS", "WARPS", "REGISTERS", "BLOCK", "ELEMENTS", "LATENCY")  # of one_row that may be others
 
 
-def build(name: str, ratio: float | None, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Return a model with random weights; with a ``ratio``, its layers at low rank and lowered to plain ones."""
+class Way(NamedTuple):
+    """How a model is made and run."""
+
+    ratio: float | None = None  # None: dense
+    kernel: Mapping[str, int] | None = None  # other constants of the kernel of fused layers; None: not fused
+
+    def __str__(self) -> str:
+        if self.kernel is None:
+            return "dense" if self.ratio is None else "low rank"
+        return ", ".join(["fused", *(f"{name}={value}" for name, value in self.kernel.items())])
+
+
+def constants(text: str) -> dict[str, int]:
+    """Return the constants in a text such as ``BLOCK=512,PROGRAMS=4``."""
+    try:
+        found = {name: int(value) for name, value in (word.split("=") for word in text.split(","))}
+    except ValueError:
+        found = {}
+    if not found or not set(found) <= set(CONSTANTS):
+        raise argparse.ArgumentTypeError(f"must be like BLOCK=512,PROGRAMS=4, of {', '.join(CONSTANTS)}, got {text}")
+    return found
+
+
+def build(
+    name: str, ratio: float | None, device: torch.device, dtype: torch.dtype, *, fused: bool = False
+) -> nn.Module:
+    """Return a model with random weights; with a ``ratio``, its layers at low rank, lowered to plain ones or fused."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(MODELS[name]())
     model.eval().requires_grad_(False)
     if ratio is not None:
         model = fz.lower(fz.factorize(model, fz.LowRank(), ratio=ratio, init="default"))
+        if fused:
+            fuse_decoder(model)
     return model.to(dtype)
 
 
@@ -87,39 +119,43 @@ class Decoder:
         return logits[:, -1].argmax(-1, keepdim=True)
 
 
+@torch._dynamo.config.patch(recompile_limit=64)  # all models have one step, and each compiles it anew
 def time_models(
-    name: str, ratios: Sequence[float | None], batch: int, arguments: argparse.Namespace, device: torch.device
+    name: str, ways: Sequence[Way], batch: int, arguments: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Return a row for each ratio, None for the dense model: milliseconds a token, weights, peak memory."""
+    """Return a row for each way, the dense one first: milliseconds a token, weights, peak memory."""
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     options = dict.fromkeys(arguments.option, True) if arguments.compile else None
-    rows, decoders = [], {}
-    for ratio in ratios:
+    rows, decoders = [], []
+    for way in ways:
         if cuda:
             gc.collect()
             torch.cuda.empty_cache()
         held = torch.cuda.memory_allocated() if cuda else 0
-        model = build(name, ratio, device, dtype)
+        model = build(name, way.ratio, device, dtype, fused=way.kernel is not None)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        decoders[ratio] = Decoder(model, batch, arguments.length, options)
-        decoders[ratio].step()
+        usual = {constant: getattr(one_row, constant) for constant in CONSTANTS}
+        with patch.multiple(one_row, **{**usual, **(way.kernel or {})}):  # they are read when the graph is captured
+            decoders.append(Decoder(model, batch, arguments.length, options))
+            decoders[-1].step()
         rows.append(
             {
                 "model": name,
                 "batch": batch,
-                "ratio": ratio,
+                "way": str(way),
+                "ratio": way.ratio,
                 "parameters": count_parameters(model),
                 "bytes": sum(tensor.nbytes for tensor in model.parameters()),
                 "peak_memory": torch.cuda.max_memory_allocated() - held if cuda else None,
             }
         )
-    steps = {ratio: decoder.step for ratio, decoder in decoders.items()}
+    steps = {place: decoder.step for place, decoder in enumerate(decoders)}
     times = median_milliseconds(steps, cuda, rounds=arguments.rounds, repeats=arguments.repeats)
-    for row in rows:
-        row["milliseconds"] = times[row["ratio"]]
-        row["over_dense"] = times[row["ratio"]] / times[None]
+    for place, row in enumerate(rows):
+        row["milliseconds"] = times[place]
+        row["over_dense"] = times[place] / times[0]
     return rows
 
 
@@ -135,18 +171,30 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--option", action="append", default=[], help="of torch's compiler, such as freezing")
+    parser.add_argument("--fuse", action="store_true", help="low rank also by fz.integrations.fuse_decoder")
+    parser.add_argument(
+        "--kernel",
+        type=constants,
+        action="append",
+        default=[],
+        help="with --fuse, also with other constants: BLOCK=512",
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(words)
     device = torch.device(arguments.device)
     needed = PROMPT + 5 + (arguments.rounds + 1) * arguments.repeats  # five to warm up
     if arguments.length < needed:
         raise SystemExit(f"--length {arguments.length} is less than the {needed} tokens of all rounds")
+    if arguments.kernel and not arguments.fuse:
+        raise SystemExit("--kernel is of fused layers: give --fuse too")
+    kernels = [None, *([{}, *arguments.kernel] if arguments.fuse else [])]
+    ways = [Way(), *(Way(ratio, kernel) for ratio in arguments.ratio or [0.5] for kernel in kernels)]
     rows: list[dict[str, Any]] = []
     for name in arguments.models:
         for batch in arguments.batch or [1, 8]:
             torch._dynamo.reset()
-            rows += time_models(name, [None, *(arguments.ratio or [0.5])], batch, arguments, device)
-            for row in rows[-1 - len(arguments.ratio or [0.5]) :]:
+            rows += time_models(name, ways, batch, arguments, device)
+            for row in rows[-len(ways) :]:
                 print(row, flush=True)
             settings = {"length": arguments.length, "options": arguments.option}
             found = {"machine": describe_machine(device), **settings, "rows": rows}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import decode
+from factorized.nn import one_row
 
 CPU = torch.device("cpu")
 SMALL = ["tiny", "--device", "cpu", "--no-compile", "--rounds", "1", "--repeats", "1", "--length", "32"]
@@ -31,6 +34,12 @@ def test_a_decoder_gives_the_tokens_that_transformers_generates(
     assert torch.equal(torch.cat(tokens, dim=1), expected[:, decode.PROMPT :])
 
 
+def test_fused_layers_compute_what_they_did() -> None:
+    tokens = torch.randint(0, 100, (2, 5))
+    plain, fused = (decode.build("tiny", 0.5, CPU, torch.float32, fused=fused) for fused in (False, True))
+    torch.testing.assert_close(fused(tokens).logits, plain(tokens).logits)
+
+
 def test_every_model_has_a_dense_row_and_one_for_each_ratio(tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
     decode.main([*SMALL, "--ratio", "0.5", "--ratio", "0.25", "--batch", "2", "--out", str(out)])
@@ -41,6 +50,41 @@ def test_every_model_has_a_dense_row_and_one_for_each_ratio(tmp_path: Path) -> N
     assert dense / 4 >= quarter
     assert rows[0]["over_dense"] == 1
     assert all(row["milliseconds"] > 0 and row["bytes"] == 4 * row["parameters"] for row in rows)
+
+
+def test_fused_layers_are_timed_beside_the_lowered_ones_and_with_other_constants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    real = decode.Decoder.__init__
+
+    def record(*given: Any) -> None:
+        seen.append((one_row.BLOCK, one_row.PROGRAMS))
+        real(*given)
+
+    monkeypatch.setattr(decode.Decoder, "__init__", record)
+    out = tmp_path / "decode.json"
+    decode.main([*SMALL, "--batch", "1", "--fuse", "--kernel", "BLOCK=512,PROGRAMS=4", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["dense", "low rank", "fused", "fused, BLOCK=512, PROGRAMS=4"]
+    usual = (one_row.BLOCK, one_row.PROGRAMS)
+    assert seen == [usual, usual, usual, (512, 4)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kernel", "BLOCK=512"], "give --fuse too"),
+        (["--fuse", "--kernel", "CAPABILITY=8"], "must be like BLOCK=512,PROGRAMS=4, of PROGRAMS, .* got CAPABILITY=8"),
+        (["--fuse", "--kernel", "BLOCK"], "got BLOCK"),
+    ],
+)
+def test_wrong_constants_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        decode.main([*SMALL, *words, "--out", str(tmp_path / "decode.json")])
+    assert re.search(message, f"{error.value} {capsys.readouterr().err}")
 
 
 def test_a_cache_that_is_too_short_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,11 @@ def test_a_name_that_is_not_there_is_an_attribute_error(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["FactorizedTrainerMixin", "resize_token_embeddings", "FactorizeCallback", "restore_plan", "on_factorized"]
+    "name",
+    [
+        *("FactorizedTrainerMixin", "resize_token_embeddings", "FactorizeCallback", "restore_plan", "on_factorized"),
+        "fuse_decoder",
+    ],
 )
 def test_adapters_are_found_without_the_name_of_their_file(name: str) -> None:
     assert getattr(fz.integrations, name).__module__.startswith("factorized.integrations.")

@@ -5,6 +5,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     # "as" makes a name public for type checkers
+    from factorized.integrations.decoding import fuse_decoder as fuse_decoder
     from factorized.integrations.lightning import FactorizeCallback as FactorizeCallback
     from factorized.integrations.lightning import restore_plan as restore_plan
     from factorized.integrations.peft import on_factorized as on_factorized
@@ -17,6 +18,7 @@ else:
         "FactorizeCallback": "lightning",
         "restore_plan": "lightning",
         "on_factorized": "peft",
+        "fuse_decoder": "decoding",
     }
 
     def __getattr__(name: str) -> object:
