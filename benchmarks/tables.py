@@ -134,21 +134,17 @@ def together() -> str:
 
 def training_step() -> str:
     """Return the table of the time that decaying the products adds to a training step."""
-    report = _read("training-step-h200")
-    shown = [row for row in report["rows"] if row["execution"] in ("dense", "auto") and row["ratio"] in (None, 0.1)]
-    ordinary = next(row["ms"] for row in shown if (row["ratio"], row["decay"]) == (0.1, "weight"))
-    decays = {"weight": "ordinary", "frobenius": "`fz.FrobeniusDecay`", "loop": "four products per layer, in a loop"}
-    rows = [
-        [
-            "dense" if row["ratio"] is None else f"low rank, ratio {row['ratio']}",
-            decays[row["decay"]],
-            f"{row['ms']:.2f}",
-            "" if row["decay"] == "weight" else f"{row['ms'] / ordinary - 1:.1%}",
-        ]
-        for row in shown
-    ]
-    note = _captured(report, "; forward, backward and SGD", f"{report['rounds']} interleaved rounds of 20 steps")
-    return table(["ResNet-32x2", "decay", "ms per training step", "added"], rows, note, names=2)
+    report = speed.read("h200", "decay") or {}
+    rows = [row for row in report["rows"] if row["group"].startswith("decay in the training step")]
+    lines = ["| decay | ms per training step | added | MiB |", "| --- | ---: | ---: | ---: |"]
+    for row in rows:
+        name, added = row["way"].replace("fz.FrobeniusDecay", "`fz.FrobeniusDecay`"), f"{row['over'] - 1:.1%}"
+        lines.append(
+            f"| {name} | {row['ms']['median']:.3f} | {'' if row is rows[0] else added} | {row['memory'] / 2**20:,.0f} |"
+        )
+    what = rows[0]["group"].removeprefix("decay in the ")
+    note = f"The {what}, bf16, forward and backward compiled, with SGD as one CUDA graph. {speed.conditions(report)}"
+    return "\n".join([*lines, "", note])
 
 
 def decomposition() -> str:
