@@ -6,7 +6,8 @@ At every ratio of the parameters of the compressed layers, the dense network of 
 ASVD, SVD-LLM's whitening and magnitude pruning, and by ``fz.Calibrated`` with ranks chosen by the loss. It is tested as
 it is, and after a tenth of the run's own training: with ordinary decay of every parameter, and with Frobenius decay of
 the products. Recovery is the one of ``factorized compress``. Every figure is written as soon as it is known, and one
-that is in the file is not measured again. Several processes may share the work, each with its own file.
+that is in the file is not measured again. The same command, started several times, shares the work: a small network
+leaves a GPU idle.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import hashlib
 import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +37,7 @@ from factorized.experiments.compress.subject import AnyRecipe, Subject, recovery
 from factorized.experiments.recipes.recipe import Factorize, Recipe
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
+from factorized.files.atomic import lock
 from factorized.nn.running import count_parameters
 
 RATIOS = (0.1, 0.3, 0.5, 0.7)
@@ -67,28 +71,41 @@ def cells_of(
                 yield Cell(ratio, method, seed, chosen)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
-    """The figures of one file, which is read if it is there."""
+    """The figures of one file, which processes share: each reads it anew, and is alone while it adds to it."""
 
     path: Path
     about: dict[str, Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.path.is_file():
-            self.rows = json.loads(self.path.read_text())["rows"]
 
     def has(self, key: Key) -> bool:
         """Return whether a figure is known."""
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+        rows = self._read().get("rows", [])
+        return any(all(row.get(name) == value for name, value in key.items()) for row in rows)
 
     def add(self, key: Key, figures: dict[str, Any]) -> None:
         """Write a figure down."""
-        self.rows.append({**key, **figures})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, {**self.about, "rows": self.rows})
+        with self._locked("the file", wait=True):
+            known = self._read()
+            rows = [*known.pop("rows", []), {**key, **figures}]
+            write_json(self.path, {**known, **self.about, "rows": rows})
         print(*key.values(), figures.get("problem") or f"{figures[key['score']]:.2f}", flush=True)
+
+    def claim(self, cell: Cell) -> AbstractContextManager[bool]:
+        """Return a context that gives whether the cell is free, and keeps it from other processes."""
+        return self._locked(f"{cell.ratio} {cell.method} {cell.seed}", wait=False)
+
+    def _read(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.path.read_text()) if self.path.is_file() else {}
+        found.pop("checksum", None)
+        return found
+
+    @contextmanager
+    def _locked(self, what: str, *, wait: bool) -> Iterator[bool]:
+        name = hashlib.sha256(f"{self.path.resolve()} {what}".encode()).hexdigest()
+        with (Path(tempfile.gettempdir()) / f"recovery-{name[:16]}.lock").open("wb") as file:
+            yield lock(file, wait=wait) is not False
 
 
 class Clock:
@@ -185,44 +202,56 @@ def _copied(network: nn.Module) -> nn.Module:
 
 
 def measure(work: Compression, report: Report, cells: Sequence[Cell], clock: Clock) -> None:
-    """Measure cells until the time is over, each without recovery and with that of every decay."""
-    about = {"network": work.subject.name, "score": work.subject.score}
-
-    def test(key: Key, network: nn.Module, **more: Any) -> None:
-        zeros = sum(p.numel() - int(p.count_nonzero()) for p in network.parameters() if p.dim() > 1)
-        figures = {**work.subject.evaluate(network), "parameters": count_parameters(network) - zeros}
-        report.add(key, {**figures, **more})
-
-    dense = {**about, "ratio": 1.0, "method": DENSE, "kind": None, "recovery": NONE}
-    if not report.has(dense):
-        test(dense, work.subject.dense())
+    """Measure the cells that no other process has claimed, until the time is over."""
+    dense = {**_about(work), "ratio": 1.0, "method": DENSE, "kind": None, "recovery": NONE}
+    with report.claim(Cell(1.0, DENSE, 0, ())) as free:
+        if free and not report.has(dense):
+            _test(work, report, dense, work.subject.dense())
     for cell in cells:
-        start: Key = {**about, "ratio": cell.ratio, "method": cell.method, "kind": work.kinds[cell.method]}
-        start["recovery"] = NONE
-        wanted = [{**start, "recovery": decay, "seed": cell.seed} for decay in cell.decays]
-        missing = [key for key in wanted if not report.has(key)]
-        if not missing and report.has(start):
-            continue
-        if not clock.allows_another():
-            print("no time is left; the same command goes on from here", flush=True)
-            return
-        plan = work.plan(cell.method, cell.ratio)
-        network = work.compress(cell.method, plan)
-        if not report.has(start):
-            test(start, network)
-        for key in missing:
-            if clock.allows_another():
-                began = time.perf_counter()
-                try:
-                    trained = work.recover(network, plan, work.recipe(cell, key["recovery"]), cell.seed)
-                except ValueError as error:  # the loss is not finite any more: others have to go on
-                    report.add(key, {"problem": str(error)})
-                    continue
-                seconds = time.perf_counter() - began
-                clock.longest = max(clock.longest, seconds)
-                test(key, trained, seconds=round(seconds, 1))
-                del trained
-                gc.collect()  # a captured step holds memory of the GPU
+        with report.claim(cell) as free:
+            if free and not _measure_cell(work, report, cell, clock):
+                print("no time is left; the same command goes on from here", flush=True)
+                return
+
+
+def _measure_cell(work: Compression, report: Report, cell: Cell, clock: Clock) -> bool:
+    """Measure a network without recovery and with that of every decay; return whether there was time to begin."""
+    start: Key = {**_about(work), "ratio": cell.ratio, "method": cell.method, "kind": work.kinds[cell.method]}
+    start["recovery"] = NONE
+    wanted = [{**start, "recovery": decay, "seed": cell.seed} for decay in cell.decays]
+    missing = [key for key in wanted if not report.has(key)]
+    if not missing and report.has(start):
+        return True
+    if not clock.allows_another():
+        return False
+    plan = work.plan(cell.method, cell.ratio)
+    network = work.compress(cell.method, plan)
+    if not report.has(start):
+        _test(work, report, start, network)
+    for key in missing:
+        if clock.allows_another():
+            began = time.perf_counter()
+            try:
+                trained = work.recover(network, plan, work.recipe(cell, key["recovery"]), cell.seed)
+            except ValueError as error:  # the loss is not finite any more: others have to go on
+                report.add(key, {"problem": str(error)})
+                continue
+            seconds = time.perf_counter() - began
+            clock.longest = max(clock.longest, seconds)
+            _test(work, report, key, trained, seconds=round(seconds, 1))
+            del trained
+            gc.collect()  # a captured step holds memory of the GPU
+    return True
+
+
+def _about(work: Compression) -> Key:
+    return {"network": work.subject.name, "score": work.subject.score}
+
+
+def _test(work: Compression, report: Report, key: Key, network: nn.Module, **more: Any) -> None:
+    zeros = sum(p.numel() - int(p.count_nonzero()) for p in network.parameters() if p.dim() > 1)
+    figures = {**work.subject.evaluate(network), "parameters": count_parameters(network) - zeros}
+    report.add(key, {**figures, **more})
 
 
 def main(given: Sequence[str] | None = None) -> None:

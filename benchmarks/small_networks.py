@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 import factorized as fz
 from factorized.experiments.data.digits import load_digits
 from factorized.experiments.text.embedded import python_documentation
-
-Decay = Literal["ordinary", "frobenius"]
 
 
 class Task(ABC):
@@ -53,26 +51,15 @@ class Task(ABC):
     def measure(self, model: nn.Module) -> float:
         """Return the score on the test set."""
 
-    def train(self, model: nn.Module, share: float = 1.0, decay: Decay = "frobenius", rate: float = 1.0) -> None:
-        """Train for a share of all steps with Adam, its rate falling to zero.
-
-        ``rate`` is a factor of the learning rate. ``"ordinary"`` decays every matrix and kernel; ``"frobenius"`` the
-        products instead of their factors.
-        """
-        steps = round(share * self.steps)
+    def train(self, model: nn.Module) -> None:
+        """Train with AdamW and Frobenius decay of attention's products; the rate rises and falls to zero."""
         groups = fz.parameter_groups(model, weight_decay=self.strength)
-        if decay == "ordinary":
-            trained = list(model.parameters())
-            groups = [
-                {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.strength},
-                {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-            ]
-        optimizer = torch.optim.AdamW(groups, lr=rate * self.lr)
-        if decay == "frobenius" and fz.forms(model):
+        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        if fz.forms(model):
             fz.FrobeniusDecay(model, self.strength, decoupled=True).attach(optimizer)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate * self.lr, steps, pct_start=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, self.steps, pct_start=0.1)
         model.train()
-        for batch in islice(self.training(), steps):
+        for batch in islice(self.training(), self.steps):
             inputs, *rest = batch
             optimizer.zero_grad()
             self.loss(model(inputs), *rest).backward()

@@ -276,26 +276,6 @@ def ranks() -> str:
     return table(["network", "parameters kept", *(titles[way] for way in ways)], rows, note)
 
 
-def compression() -> str:
-    """Return the table of scores of this library and of others, before and after recovery."""
-    report = _read("compression-cpu")
-    smaller = [row for row in report["rows"] if row["method"] != "dense"]
-    found = {(row["network"], row["method"], row["recovery"], row["ratio"]): row for row in smaller}
-    ratios = sorted({row["ratio"] for row in smaller}, reverse=True)
-    after = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
-    order = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(after).index(key[2]))
-    rows = [
-        [name, f"{method}{after[recovery]}", *(_mean(found[name, method, recovery, ratio]) for ratio in ratios)]
-        for network in dict.fromkeys(key[0] for key in found)
-        for name, method, recovery in order
-        if name == network
-    ]
-    dense = [row for row in report["rows"] if row["method"] == "dense"]
-    told = ", ".join(f"{row['network']} {row['mean']:.2f} (n = {row['n']})" for row in dense)
-    note = _scores(report, f"means and deviations over seeds. Dense: {told}.")
-    return table(["network", "method", *(f"{ratio:.0%}" for ratio in ratios)], rows, note, names=2)
-
-
 def _networks(report: dict[str, Any]) -> list[tuple[str, float]]:
     """Return the compressed networks of a report, each with the share of parameters that it kept."""
     return list(dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1))
@@ -332,7 +312,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "monarch": monarch,
     "calibrated": calibrated,
     "ranks": ranks,
-    "compression": compression,
     "recovery": recovery,
     **speed.TABLES,
 }

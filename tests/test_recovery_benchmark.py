@@ -79,6 +79,28 @@ def test_figures_that_are_known_are_not_measured_again_and_others_are_added(
     assert rows[2]["loss"] != rows[3]["loss"]
 
 
+def test_processes_that_share_a_file_leave_each_other_s_cells_alone_and_keep_all_figures(
+    run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "recovery.json"
+    other, cell = recovery.Report(out, {"note": "kept"}), recovery.Cell(0.3, "pruning", 0, ())
+    command = [str(run), *SMALL, "--methods", "pruning", "truncated SVD", "--decays", "--out", str(out)]
+    with other.claim(cell) as free:
+        assert free
+        recovery.main(command)
+        assert rows_of(out).keys() == {(1.0, "dense", "none"), (0.3, "truncated SVD", "none")}
+        other.add({"score": "accuracy", "ratio": 0.3, "method": "pruning", "recovery": "frobenius"}, {"accuracy": 1.0})
+    recovery.main(command)
+    assert list(rows_of(out)) == [
+        (1.0, "dense", "none"),
+        (0.3, "truncated SVD", "none"),
+        (0.3, "pruning", "frobenius"),
+        (0.3, "pruning", "none"),
+    ]
+    report = json.loads(out.read_text())
+    assert (report["note"], report["samples"]) == ("kept", 256)
+
+
 def test_a_recovery_is_a_tenth_of_the_training_with_the_decay_asked_for(run: Path) -> None:
     subject = recovery.open_subject(str(run), None, torch.device("cpu"))
     work = recovery.Compression(subject, "spatial", 64, share_compiled=False)
