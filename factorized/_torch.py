@@ -51,8 +51,13 @@ def is_traced() -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
+        or is_jit_tracing()
     )
+
+
+def is_jit_tracing() -> bool:
+    """Return whether ``torch.jit.trace`` records the calls."""
+    return torch._C._get_tracing_state() is not None
 
 
 def kept_by_compiler(function: Callable[Given, Found]) -> Callable[Given, Found]:

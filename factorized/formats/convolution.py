@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -29,18 +30,25 @@ class Geometry:
         """The same for an input that is padded already."""
         return replace(self, padding=((0, 0),) * len(self.padding), padding_mode="zeros")
 
-    def only(self, spans: Collection[int]) -> Geometry:
+    def only(self, spans: tuple[int, ...]) -> Geometry:
         """Keep these spatial dimensions and make the others those of a pointwise convolution."""
-        if len(spans) == len(self.stride):
-            return self
-        kept = [d in spans for d in range(len(self.stride))]
-        return Geometry(
-            stride=tuple([s if keep else 1 for s, keep in zip(self.stride, kept, strict=True)]),
-            padding=tuple([p if keep else (0, 0) for p, keep in zip(self.padding, kept, strict=True)]),
-            dilation=tuple([d if keep else 1 for d, keep in zip(self.dilation, kept, strict=True)]),
-            padding_mode=self.padding_mode,
-            output_padding=tuple([p if d in spans else 0 for d, p in enumerate(self.output_padding)]),
-        )
+        if torch.compiler.is_compiling():  # it warns about caches
+            return _restricted(self, spans)
+        return _remembered(self, spans)
+
+
+def _restricted(geometry: Geometry, spans: tuple[int, ...]) -> Geometry:
+    kept = [d in spans for d in range(len(geometry.stride))]
+    return Geometry(
+        stride=tuple([s if keep else 1 for s, keep in zip(geometry.stride, kept, strict=True)]),
+        padding=tuple([p if keep else (0, 0) for p, keep in zip(geometry.padding, kept, strict=True)]),
+        dilation=tuple([d if keep else 1 for d, keep in zip(geometry.dilation, kept, strict=True)]),
+        padding_mode=geometry.padding_mode,
+        output_padding=tuple([p if d in spans else 0 for d, p in enumerate(geometry.output_padding)]),
+    )
+
+
+_remembered = lru_cache(maxsize=256)(_restricted)
 
 
 def explicit_padding(

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
+from torch import Tensor
+
+from factorized.formats.convolution import is_channels_last
 from factorized.formats.kernel import KernelShape
+
+Device = Literal["cpu", "cpu, channels last", "cuda"]  # what costs differ by
 
 # Output positions over which composing the weight is spread: a small training batch.
 POSITIONS = 8192
+# Input positions from which on the costs of a CPU depend on the layout. With fewer, convolutions take longer to prepare
+# their kernels, in every call, than they save.
+MANY_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -20,50 +29,54 @@ class Traffic:
     shift: int  # of the thin tensor that is shifted and stacked between the products
 
 
-TRAFFIC = {
+TRAFFIC: dict[Device, Traffic] = {
     "cpu": Traffic(convolution=100, product=55, shift=40),
+    "cpu, channels last": Traffic(convolution=60, product=55, shift=100),
     "cuda": Traffic(convolution=1200, product=0, shift=200),
 }
 # cuDNN is no faster with fewer channels than this; matrix products and shifts run on multiples of eight.
 CUDA_CHANNELS, CUDA_RANKS = 64, 8
 
 
-def dense_cost(shape: KernelShape, device: str) -> int:
+def cpu_of(
+    x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+) -> Device:
+    """Return which costs a CPU has for an input: its convolutions read channels-last tensors as they are."""
+    many = is_channels_last(x) and x.numel() >= MANY_POSITIONS * x.shape[1]
+    return "cpu, channels last" if many else "cpu"
+
+
+def dense_cost(shape: KernelShape, device: Device) -> int:
     """Return the cost of one convolution with the whole kernel."""
-    least = 1 if device == "cpu" or shape.groups > 1 else CUDA_CHANNELS
+    least = CUDA_CHANNELS if device == "cuda" and shape.groups == 1 else 1
     return max(shape.out_channels, least) * max(shape.in_channels // shape.groups, least) * prod(shape.size)
 
 
-def two_convolutions_cost(shape: KernelShape, rank: int, depth: int, stride: tuple[int, ...], device: str) -> int:
+def two_convolutions_cost(shape: KernelShape, rank: int, depth: int, stride: tuple[int, ...], device: Device) -> int:
     """Return the cost of two thin convolutions with pointwise ones between them.
 
     All but the last also run at the positions that the last one's stride skips.
     """
     first, second, channels = _sides(shape)
     thin = (rank * first + depth * shape.groups * rank * rank) * prod(stride[: shape.row_dims]) + rank * second
-    return thin + traffic(device).convolution * channels
+    return thin + TRAFFIC[device].convolution * channels
 
 
-def two_products_cost(shape: KernelShape, rank: int, stride: tuple[int, ...], device: str, compiled: bool) -> float:
+def two_products_cost(shape: KernelShape, rank: int, stride: tuple[int, ...], device: Device, compiled: bool) -> float:
     """Return the cost of two matrix products with shifts between them.
 
     It is infinite on a GPU without a compiler, where each of their many small operations is a launch.
     """
-    if device != "cpu" and not compiled:
+    if device == "cuda" and not compiled:
         return float("inf")
     first, second, channels = _sides(shape)
-    aligned = rank if device == "cpu" else -(-rank // CUDA_RANKS) * CUDA_RANKS
+    aligned = -(-rank // CUDA_RANKS) * CUDA_RANKS if device == "cuda" else rank
     unskipped = prod([s for s, k in zip(stride, shape.size, strict=True) if k > 1])
     shifted = shape.groups * aligned * (prod(shape.column_size) * unskipped + prod(shape.row_size))
-    moved = traffic(device).product * channels + traffic(device).shift * shifted
+    moved = TRAFFIC[device].product * channels + TRAFFIC[device].shift * shifted
     if prod(shape.size) == 1:  # nothing to shift: no more traffic than one convolution
         moved = 0
     return aligned * (first * unskipped + second) + moved
-
-
-def traffic(device: str) -> Traffic:
-    """Return what moving costs on a kind of device."""
-    return TRAFFIC["cpu" if device == "cpu" else "cuda"]
 
 
 def _sides(shape: KernelShape) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from factorized.formats.alignment import aligned, gains_from_alignment
 from factorized.formats.calibration import Moment, refined
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed
+from factorized.formats.cost import Device
 from factorized.formats.kernel import KernelShape, to_matrix
 
 Way = Literal["composed", "chain", "products"]
@@ -230,7 +231,7 @@ class Format(ABC):
             total += step.macs * call.positions(spanned)
         return total
 
-    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+    def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return what each way of running costs per output position, in multiply-accumulates; the first wins a tie."""
         return {"composed": 0.0}
 

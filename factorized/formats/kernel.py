@@ -125,8 +125,8 @@ def row_kernel(
     shape: KernelShape,
 ) -> Tensor:  # (out, rank, *row_size, 1…)
     """Return the kernel of the convolution groups·rank → out that ``U`` stands for: the second of the two."""
-    taps = U.reshape(shape.out_channels, *shape.row_size, U.shape[1])
-    return taps.movedim(-1, 1)[(..., *(None,) * len(shape.column_size))]
+    taps = U.reshape(shape.out_channels, *shape.row_size, *(1,) * len(shape.column_size), U.shape[1])
+    return taps.movedim(-1, 1)
 
 
 def column_kernel(
@@ -134,9 +134,9 @@ def column_kernel(
     shape: KernelShape,
 ) -> Tensor:  # (groups·rank, in/groups, 1…, *column_size)
     """Return the kernel of the convolution in → groups·rank that ``V`` stands for: the first of the two."""
-    taps = V.reshape(shape.groups, shape.in_channels // shape.groups, *shape.column_size, V.shape[1])
-    ordered = taps.movedim(-1, 1).flatten(0, 1)
-    return ordered[(slice(None), slice(None), *(None,) * shape.row_dims)]
+    by_rank = V.mT if shape.groups == 1 else V.reshape(shape.groups, shape.columns, V.shape[1]).mT
+    inputs = shape.in_channels // shape.groups
+    return by_rank.reshape(shape.groups * V.shape[1], inputs, *(1,) * shape.row_dims, *shape.column_size)
 
 
 def inner_kernel(

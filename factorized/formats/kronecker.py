@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from factorized._checks import check_whole, is_whole
-from factorized.formats.cost import POSITIONS
+from factorized.formats.cost import POSITIONS, Device
 from factorized.formats.format import Cores, Format, Rank, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
@@ -102,7 +102,7 @@ class KroneckerFormat(Format):
         """Multiply-accumulates of the product."""
         return self.shape.numel * self.rank
 
-    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+    def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return the cost of the composed weight, the only way to run."""
         return {"composed": self.shape.numel + self.compose_macs / POSITIONS}
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from factorized._checks import check_whole
-from factorized.formats.cost import POSITIONS, traffic
+from factorized.formats.cost import POSITIONS, TRAFFIC, Device
 from factorized.formats.format import Cores, Format, Rank, Step, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
@@ -118,13 +118,13 @@ class MonarchFormat(Format):
         """Multiply-accumulates of the blocks' products."""
         return self.shape.numel * self.rank
 
-    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+    def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return the costs of two block-diagonal layers, with the traffic between them, and of the composed weight."""
         composed = self.shape.numel + self.compose_macs / POSITIONS
         if self.chain is None:
             return {"composed": composed}
         moved = self.shape.in_channels + self.shape.out_channels + 2 * self.chain[0].outputs
-        return {"chain": self.numel + (traffic(device).convolution if stride else 1) * moved, "composed": composed}
+        return {"chain": self.numel + (TRAFFIC[device].convolution if stride else 1) * moved, "composed": composed}
 
     def raised(self) -> list[MonarchFormat]:
         """Return the next rank up, if a block has room for it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from factorized._checks import check_choice, check_whole
 from factorized.formats.calibration import Moment, calibrated_factors, output_error, refined, regularized
 from factorized.formats.convolution import Geometry
-from factorized.formats.cost import POSITIONS, dense_cost, two_convolutions_cost, two_products_cost
+from factorized.formats.cost import POSITIONS, Device, dense_cost, two_convolutions_cost, two_products_cost
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import (
@@ -230,11 +230,11 @@ class Product(Format):
         """Return the multiply-accumulates of one call as a chain, as budgets count them."""
         return super().macs(call) if call.looked_up or call.whole else self.chain_macs(call)
 
-    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+    def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return the costs: the composed weight, two thin layers, or two matrix products with shifts between them.
 
-        They depend on the layer and its device alone, never on the input, so that a compiled or exported program needs
-        no guard on the batch size.
+        They depend on the layer and its device; on a CPU, outside of compilers, also on the layout of the input. So a
+        compiled or exported program needs no guard on the batch size.
         """
         shape, composing = self.shape, self.compose_macs / POSITIONS
         if not shape.size:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from factorized._checks import check_choice
 from factorized.formats.calibration import Moment
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed
+from factorized.formats.cost import Device
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Way
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
@@ -133,7 +134,7 @@ class ResidualFormat(Format):
         """Return the multiply-accumulates of the part and of a dense layer."""
         return self.part.macs(call) + (0 if call.looked_up else call.outputs * self.shape.numel)
 
-    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+    def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return the costs of the part, each plus that of a dense layer: the rest, or a composed weight's gradient."""
         dense = float(prod(self.shape.weight_shape))
         return {way: cost + dense for way, cost in self.part.ways(stride, device, compiled).items()}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed
+from factorized.formats.cost import Device
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way, draw_to_scale
 from factorized.formats.kernel import KernelShape
 from factorized.formats.svd import method_of, truncated_svd
@@ -110,7 +111,7 @@ class Separable(Format):
         after = Call(call.batch, call.after, call.after)
         return call.outputs * self._depthwise.macs + self.pointwise.macs(after)
 
-    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+    def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return the costs of the pointwise part, which runs after the depthwise strides."""
         return self.pointwise.ways((1,) * len(stride), device, compiled)
 

@@ -113,9 +113,9 @@ def _channels_last(
     if geometry.padding_mode != "zeros":  # in these modes torch pads only tensors with channels first
         P = pad(P.movedim(-1, 1), geometry.padding, geometry.padding_mode).movedim(1, -1)
         geometry = geometry.unpadded
-    P = P.unflatten(-1, (-1, rank))
+    P = P.reshape(*P.shape[:-1], first.shape[1] // rank, rank)
     S = _shift_and_stack(P, shape, geometry, dim=P.dim() - 2, first_dim=1)  # (batch, *out, row taps, rank)
-    return F.linear(S.flatten(-2), second[0], bias).movedim(-1, 1)
+    return F.linear(S.reshape(*S.shape[:-2], second.shape[2]), second[0], bias).movedim(-1, 1)
 
 
 def _shift_and_stack(

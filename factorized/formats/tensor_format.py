@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from factorized._checks import is_whole
-from factorized.formats.cost import POSITIONS, traffic
+from factorized.formats.cost import POSITIONS, TRAFFIC, Device
 from factorized.formats.format import Call, Cores, Format, Rank, Way, pull_back
 from factorized.formats.light_expansion import Indices, light_expansion
 from factorized.formats.svd import Method, method_of
@@ -188,7 +188,7 @@ class TensorFormat(Format):
         lower = [[rank - (k == place) for k, rank in enumerate(self.rank)] for place in places]
         return [self.with_rank(self.reachable(ranks)) for ranks in lower]
 
-    def ways(self, stride: tuple[int, ...], device: str, compiled: bool) -> dict[Way, float]:
+    def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return the costs of the composed weight and, where there is one, of the chain.
 
         No layer may need more than twice the memory of the dense one, which holds its weight, the weight's gradient,
@@ -200,7 +200,7 @@ class TensorFormat(Format):
         extents = tuple(stride)
         call = Call(1, extents, (1,) * len(extents))  # one output position, and the inputs that it skips
         channels = self.shape.in_channels + self.shape.out_channels
-        moving = traffic(device).convolution * (len(self.chain) - 1) if stride else 0
+        moving = TRAFFIC[device].convolution * (len(self.chain) - 1) if stride else 0
         chain = self.chain_macs(call) + self.prepare_macs / POSITIONS + moving * channels
         fits = self.held_channels <= MOST_HELD * channels
         return {

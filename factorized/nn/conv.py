@@ -167,7 +167,8 @@ class FactorizedConv(AnyConvolution):
         input: Tensor,  # (batch, in, *spatial) or (in, *spatial)
     ) -> Tensor:  # (batch, out, *spatial)
         """Apply the layer."""
-        return self.format.run(self.chosen_execution(), input, self.factors, self.bias, self.geometry, self.adjust)
+        way = self.chosen_execution(input)
+        return self.format.run(way, input, self.factors, self.bias, self.geometry, self.adjust)
 
     def lowered(self) -> list[Lowered]:
         """Return one plain convolution for each step of the chain, and channel shuffles where it has them."""

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
+from factorized._torch import is_jit_tracing
 from factorized.formats.convolution import Geometry
+from factorized.formats.cost import Device, cpu_of
 from factorized.formats.format import WAYS, Format, Rank, Step, Way
 from factorized.formats.kernel import KernelShape
 from factorized.nn.dense import CALL_HOOKS, added_attributes, dense_weight
@@ -74,13 +76,14 @@ class FactorizedLayer(nn.Module):
 
     def _find_ways(self) -> None:
         """Store the ways in which this layer can run; a cached property would break a trace that reads it."""
-        machines = [(device, compiled) for device in ("cpu", "cuda") for compiled in (False, True)]
+        machines: list[tuple[Device, bool]] = [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)]
+        machines += [("cpu, channels last", False)]
         costs = {
             machine: {w: cost for w, cost in self.format.ways(self.stride, *machine).items() if w in self.known_ways}
             for machine in machines
         }
         self.executions: tuple[Way, ...] = tuple(costs["cpu", False])
-        self._cheapest: dict[tuple[str, bool], Way] = {
+        self._cheapest: dict[tuple[Device, bool], Way] = {
             machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()
         }
         self.check_execution()
@@ -162,15 +165,22 @@ class FactorizedLayer(nn.Module):
         format, count = self.format.decayed
         return format.compose(self.factors[:count])
 
-    def chosen_execution(self) -> Way:
-        """Return how ``forward`` runs: the execution set, or for ``"auto"`` the cheapest by cost."""
+    def chosen_execution(self, input: Tensor | None = None) -> Way:
+        """Return how ``forward`` runs: the execution set, or for ``"auto"`` the cheapest by cost.
+
+        ``input`` is that of a convolution. Its layout matters on a CPU, but not under a compiler, which would have to
+        guard on it.
+        """
         if self.drops or self.decay_in_backward:  # both act on the composed weight
             return "composed"
         if self.execution != "auto":
             self.check_execution()
             return self.execution
-        device = "cpu" if self.factors[0].device.type == "cpu" else "cuda"
-        return self._cheapest[device, torch.compiler.is_compiling()]
+        compiled = torch.compiler.is_compiling()
+        device: Device = "cpu" if self.factors[0].device.type == "cpu" else "cuda"
+        if input is not None and device == "cpu" and not (compiled or is_jit_tracing()):
+            device = cpu_of(input)
+        return self._cheapest[device, compiled]
 
     def check_execution(self) -> None:
         """Raise unless this layer can run in the way that is set."""

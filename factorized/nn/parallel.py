@@ -166,7 +166,7 @@ class ParallelLayer(FactorizedLayer):
         """Return the shape of an input without its features."""
         return x.shape[: x.dim() - self.features]
 
-    def chosen_execution(self) -> Way:
+    def chosen_execution(self, input: Tensor | None = None) -> Way:
         """Return ``"chain"``: a composed weight would send wide tensors."""
         return "chain"
 

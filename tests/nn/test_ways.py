@@ -13,7 +13,13 @@ from factorized.formats.format import WAYS
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import Product
 
-MACHINES = [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)]  # device, compiled
+MACHINES = [  # device, compiled
+    ("cpu", False),
+    ("cpu", True),
+    ("cuda", False),
+    ("cuda", True),
+    ("cpu, channels last", False),
+]
 SHAPES = {
     "1d": KernelShape.of((512, 512, 9)),
     "2d": KernelShape.of((512, 512, 3, 3)),
@@ -138,13 +144,51 @@ def test_the_execution_that_is_set_is_taken(execution: str) -> None:
 
 
 @pytest.mark.parametrize(("channels", "rank"), [(4, 2), (256, 2)])
-def test_the_choice_does_not_depend_on_the_input(channels: int, rank: int) -> None:
+def test_the_choice_does_not_depend_on_the_size_of_the_input(channels: int, rank: int) -> None:
     layer = FactorizedConv2d(channels, channels, 3, rank, init="kaiming")
     expected = CONVOLUTIONS[layer.chosen_execution()]
-    for shape in [(channels, 3, 3), (1, channels, 3, 3), (16, channels, 3, 3), (1, channels, 16, 16)]:
+    for shape in [(channels, 3, 3), (1, channels, 3, 3), (16, channels, 3, 3), (1, channels, 64, 64)]:
         assert count_convolutions(layer, torch.randn(shape)) == expected
     x = torch.randn(2, channels, 5, 5).contiguous(memory_format=torch.channels_last)
     assert count_convolutions(layer, x) == expected
+
+
+def many_positions(channels: int) -> Tensor:
+    return torch.randn(2, channels, 32, 32).contiguous(memory_format=torch.channels_last)
+
+
+def test_many_positions_with_channels_last_are_convolved_on_a_cpu() -> None:
+    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming"), many_positions(64)
+    assert layer.chosen_execution() == "products"
+    assert layer.chosen_execution(x) == "chain"
+    assert count_convolutions(layer, x) == CONVOLUTIONS["chain"]
+    for other in (x.contiguous(), x[:1], x[:, :, :31], x[0]):
+        assert layer.chosen_execution(other) == "products"
+    torch.testing.assert_close(layer(x), layer.to_dense()(x))
+
+
+def test_a_pointwise_convolution_runs_by_products_in_every_layout() -> None:
+    assert FactorizedConv2d(64, 128, 1, 7, init="kaiming").chosen_execution(many_positions(64)) == "products"
+
+
+def test_an_execution_that_is_set_is_taken_in_every_layout() -> None:
+    layer = FactorizedConv2d(64, 64, 3, 9, init="kaiming", execution="products")
+    assert layer.chosen_execution(many_positions(64)) == "products"
+
+
+def test_another_device_does_not_look_at_the_layout() -> None:
+    layer, x = FactorizedConv2d(64, 64, 3, 9, init=None, device="meta"), many_positions(64).to("meta")
+    assert layer.chosen_execution() == "composed"
+    assert layer.chosen_execution(x) == "composed"
+
+
+def test_a_program_does_not_depend_on_the_layout_or_the_batch() -> None:
+    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), many_positions(64)
+    shapes = {"input": {0: torch.export.Dim("batch", min=1, max=64)}}
+    program = torch.export.export(layer, (x,), dynamic_shapes=shapes)
+    assert "conv" not in program.graph_module.code  # products, as for an input with channels first
+    for y in (x, x[:1], x.repeat(4, 1, 1, 1)):
+        torch.testing.assert_close(program.module()(y), layer(y))
 
 
 @pytest.mark.parametrize(
