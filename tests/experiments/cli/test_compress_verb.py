@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import factorized as fz
+from factorized.experiments.cli.compress import EXAMPLES
 from factorized.experiments.cli.main import main
 from factorized.experiments.compress import images as image_subjects
 from factorized.experiments.compress.images import ImageSubject
@@ -211,6 +212,7 @@ def test_few_samples_are_noted_and_layers_stay_dense_on_request(cli: Cli, run: P
         (("--ratio", "0.5", "--recover", "digits/resnet9"), "digits/resnet8"),
         (("--ratio", "0.5", "--recover", "language/tiny"), "--recover language/tiny trains on text, and"),
         (("--ratio", "0.5", "--exclude", "nothing"), "nothing"),
+        (("--ratio", "0.5", "--multiple-of", "0"), "Invalid value for '--multiple-of': "),
         (("--ratio", "0.5", "--data", "nowhere"), "there is no file or folder nowhere"),
         (("--ratio", "0.5", "--device", "tpu"), "--device must be cpu, cuda or cuda:NUMBER"),
     ],
@@ -364,6 +366,7 @@ def test_a_run_on_text_is_compressed_recovered_and_composed(
     assert state["recovered"]["recipe"]["decay"]["kind"] == decay
     assert cli("evaluate", f"{run}/compressed-0.9/recovered/seed-0", "--data", "texts", "--device", "cpu").code == 0
     assert "cannot be written as lowered" in cli("compress", run, *given, "--to", "lowered").error
+    assert not [line for line in EXAMPLES.splitlines() if "language/" in line and "lowered" in line]
     assert "is for images" in cli("compress", run, *given, "--recover", "digits/resnet8").error
 
 
@@ -376,6 +379,8 @@ def test_a_hugging_face_folder_is_compressed_by_text_files_and_recovered_by_a_re
     said = cli("compress", folder, *given)
     assert said.code == 0, said.err
     assert "recovered" not in state_of(Path("small"))
+    said = cli("compress", folder, "--ratio", "0.9", "--data", "nowhere")
+    assert "there is no folder nowhere; give the folder of .txt files" in said.error
     Path("own.toml").write_text(
         'extends = "language/tiny"\n[schedule]\nupdates = 2\n'
         "[run]\nbatch = 4\nevaluate_every = 2\ncheckpoint_every = 2\n"
