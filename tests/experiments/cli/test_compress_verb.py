@@ -169,12 +169,16 @@ def test_a_recovery_that_was_stopped_goes_on_from_its_checkpoint(
 
 def test_recovery_can_be_added_later_and_another_one_is_refused(cli: Cli, run: Path, tmp_path: Path) -> None:
     arguments = ("compress", run, "--ratio", RATIO, "--out", tmp_path / "out", *QUICK, "--ranks", "uniform")
-    assert cli(*arguments, "--recover", "none").code == 0
-    assert "recovered" not in state_of(tmp_path / "out")
+    assert cli(*arguments, "--recover", "none", "--to", "lowered").code == 0
+    before = state_of(tmp_path / "out")
+    assert "recovered" not in before
+    assert before["lowered"]["scores"] == before["compressed"]["scores"]
     page = (tmp_path / "out/compress.html").read_text()
     assert "won back" not in page
     assert cli(*arguments).code == 0
     assert "won back" in (tmp_path / "out/compress.html").read_text()
+    after = state_of(tmp_path / "out")
+    assert after["lowered"]["scores"]["loss"] == pytest.approx(after["recovered"]["scores"]["loss"], rel=1e-3)
     own = tmp_path / "own.toml"
     own.write_text('extends = "digits/resnet8"\n[schedule]\nepochs = 1\n')
     assert "was recovered by another recipe (digits/resnet8-recovery)" in cli(*arguments, "--recover", own).error
