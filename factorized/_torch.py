@@ -55,6 +55,35 @@ def is_traced() -> bool:
     )
 
 
+def kept_by_compiler(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Return a function whose result compiled code keeps.
+
+    Unlike ``torch.compiler.assume_constant_result`` this does not import the compiler, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@kept_by_compiler
+def is_transformed() -> bool:
+    """Return whether ``torch.func`` transforms calls."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_known(condition: bool) -> bool:
+    """Return whether a condition on sizes holds; one that is not known while compiling does not, and gets no guard."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second that others need not wait
+
+    return statically_known_true(condition)
+
+
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` runs; in compiled code, torch 2.11's own function always says so."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def saving_hooks() -> tuple[Any, Any] | None:
     """Return the hooks by which autograd packs and unpacks what it saves now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import GraphModule
 
 # As the Makefile does, for those who run pytest by hand: bf16 on some hosts dies above this instruction set.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -41,3 +47,32 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def torch_s_settings() -> Iterator[None]:
+    """Restore what compiled training sets."""
+    import torch
+
+    theirs = {"autograd_cache_allow_custom_autograd_functions": False, "backward_pass_autocast": "same_as_forward"}
+    with torch._functorch.config.patch(theirs):
+        yield
+
+
+@pytest.fixture
+def cacheable_programs(
+    torch_s_settings: None, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> list[GraphModule]:
+    """Let ``torch.compile`` only trace, and raise for programs that torch's cache does not take; list the others."""
+    import torch
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+
+    found: list[GraphModule] = []
+
+    def check(program: GraphModule, example: list[Tensor]) -> Callable[..., object]:
+        check_cacheable(program)  # raises for what is compiled again by every process
+        found.append(program)
+        return program.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=check))
+    return found

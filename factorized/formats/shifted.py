@@ -15,6 +15,7 @@ from factorized._torch import is_traced
 from factorized.formats.convolution import Geometry, is_channels_last, pad
 from factorized.formats.kernel import KernelShape, grouped
 from factorized.formats.shifts import output_extents, plan_shifts, shift_and_stack
+from factorized.formats.thin import applies, thin_convolution
 
 
 def two_products(
@@ -43,6 +44,10 @@ def two_products(
     g = shape.groups
     for M in inner:
         U = (grouped(U, g) @ grouped(M, g)).flatten(0, 1)
+    if applies(x, U, V, shape, geometry):
+        y = thin_convolution(x, U, V, geometry)
+        y = y if bias is None else y + bias.to(y.dtype)[:, None, None]
+        return y.squeeze(0) if unbatched else y
     if x.is_cuda:  # the GPU multiplies, and moves, channels in aligned runs of eight
         surplus = -U.shape[1] % 8
         U, V = F.pad(U, (0, surplus)), F.pad(V, (0, surplus))

@@ -26,6 +26,11 @@ def say(line: str) -> None:
     console().print(line, soft_wrap=True, markup=False)
 
 
+def counted(number: int, what: str) -> str:
+    """Return "1 run" or "2 runs"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def write_page(path: Path, page: str, option: str) -> None:
     """Write a page; an error names the option that chose its path."""
     try:

@@ -33,7 +33,7 @@ def evaluate(run: Run, data: Data = None, device: Device = None, trust_model: Tr
         return
     recipe, result, network = load_trained(run, trust_model=trust_model)
     images = load_data_of_run(recipe, result, data)
-    loss, accuracy = Evaluator(network.to(where), images, autocast_type(recipe, where), graph=False)()
+    loss, accuracy = Evaluator(network.to(where), images, autocast_type(recipe.run.precision, where), graph=False)()
     recorded = result["accuracy"]
     say(f"test accuracy {accuracy:.2f} %, loss {loss:.4f}, on {len(images.y_test):,} images of {images.name}")
     if images.checksum != result["data"]["checksum"]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from factorized.experiments.cli.arguments import Quiet, examples
-from factorized.experiments.cli.console import say
+from factorized.experiments.cli.console import counted, say
 
 EXAMPLES = examples(
     "factorized report results/",
@@ -43,9 +43,9 @@ def report(
         say(f"left out: {file.path}: {file.why}")
     if quiet:
         return
-    runs, judged = len(written.found.runs), len(written.judged)
+    judged = len(written.judged)
     beside = f"; {written.within} of {judged} within two of the paper's deviations" if judged else ""
-    say(f"{runs} run{'' if runs == 1 else 's'} of {len(written.variants)} variant(s){beside}")
+    say(f"{counted(len(written.found.runs), 'run')} of {counted(len(written.variants), 'variant')}{beside}")
     say(f"{out / PAGE}; tables as CSV and Markdown: {out / TABLES}")
     if figures:
         names = ", ".join(map(str, drawn))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, examples
-from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+from factorized.experiments.cli.console import console, counted, plain_table, progress_bar, say
 from factorized.experiments.cli.engines import check_options, make_engine
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ EXAMPLES = examples(
     "factorized reproduce table3 --data DIR --dry-run",
     "factorized reproduce table1 --data DIR --cells 'cifar10/resnet32x2*0.1*' --seeds 1",
     "factorized reproduce table3 --data DIR --epochs 5",
+    "factorized reproduce figure3 --data DIR --seeds 1",
     "factorized reproduce figure4 --data DIR --cells 'translation/tatoeba*' --updates 200",
     "factorized reproduce table1 --data DIR --engine ray --gpus 0.5",
     "factorized reproduce table1 --data DIR --engine slurm --slurm slurm_partition=gpu --slurm timeout_min=240",
@@ -40,7 +41,7 @@ Table = Annotated[
     str,
     typer.Argument(
         metavar="TABLE",
-        help="table1 to table4, figure4, bert, language, or the path of your own table's .toml file.",
+        help="table1 to table4, figure1 to figure4, bert, language, or the path of your own table's .toml file.",
         autocompletion=complete_table,
         show_default=False,
     ),
@@ -114,6 +115,7 @@ def reproduce(
     What is finished is never repeated, and what was stopped is resumed: give the same command again. A changed recipe
     is another run. The exit code is 1 if a run failed or its data are missing.
     """
+    from factorized.experiments.data.extras import need
     from factorized.experiments.recipes.find import table_recipes
     from factorized.experiments.reproduce.carry_out import carry_out
     from factorized.experiments.reproduce.planned import Planner, check_length, in_waves
@@ -132,7 +134,9 @@ def reproduce(
         _print_plan(rows, planner.finished, device)
         return
     count = sum(len(job.seeds) for jobs in waves for job in jobs)
-    say(f"{table}: {_count(len(rows), 'recipe')}, {_count(seeds, 'seed')} each; {_count(count, 'run')} to do")
+    say(f"{table}: {counted(len(rows), 'recipe')}, {counted(seeds, 'seed')} each; {counted(count, 'run')} to do")
+    if _is_figure(table):
+        need("matplotlib", "matplotlib", f"drawing {table}")
     chosen = make_engine(
         engine,
         out,
@@ -148,6 +152,7 @@ def reproduce(
     failed = carry_out(waves, chosen, _tell(count))
     rows = _rows(planner.again(_finished(out, results, quiet=True)), recipes, seeds)
     _print_rows(rows)
+    _print_problems(rows)
     for outcome in failed:
         say(f"failed: {outcome.job.name}: {outcome.error}")
     _write_report(table, rows, failed, out)
@@ -189,6 +194,7 @@ def _tell(count: int) -> Callable[[Outcome], None]:
 
 def _write_report(table: str, rows: Sequence[Row], failed: Sequence[Outcome], out: Path) -> None:
     """Write the page of the table's runs, those that failed included."""
+    from factorized.experiments.reproduce.paper_figures import draw_figures
     from factorized.experiments.reproduce.report import PAGE, Heading, write_report
 
     finished = [run.finished.path for row in rows for run in row.runs if run.finished is not None]
@@ -198,17 +204,26 @@ def _write_report(table: str, rows: Sequence[Row], failed: Sequence[Outcome], ou
     folders = [Path(outcome.job.folder) for outcome in failed if Path(outcome.job.folder).is_dir()]
     page = out / "report" / name
     command = f"factorized reproduce {table}"
-    write_report([*finished, *folders], page, heading=Heading(f"{name}: ours beside the paper's", command=command))
+    title = f"{name}: ours beside the paper's" if _aims(rows) else name
+    written = write_report([*finished, *folders], page, heading=Heading(title, command=command))
     say(f"tables, curves and more: {page / PAGE}")
+    if _is_figure(table):
+        for path in draw_figures(written.variants, page / "figures", only=table):
+            say(f"drawn: {path}")
+
+
+def _is_figure(table: str) -> bool:
+    return table.startswith("figure") and not table.endswith(".toml")
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    numbers = ("paper", "ours", "n", "off by\n(deviations)")
+    numbers = ("paper", "ours", "n", "off by\n(deviations)") if _aims(rows) else ("ours", "n")
     table = plain_table("recipe", *numbers, "", numbers=numbers)
     for row in rows:
         off = "" if row.off is None else f"{row.off:+.1f}"
-        n = f"{row.ours.n if row.ours else 0} of {len(row.runs)}"
-        table.add_row(row.name, str(row.paper or ""), str(row.ours or ""), n, off, _remarks(row))
+        ours = (str(row.ours or ""), f"{row.ours.n if row.ours else 0} of {len(row.runs)}")
+        figures = (str(row.paper or ""), *ours, off) if _aims(rows) else ours
+        table.add_row(row.name, *figures, _remarks(row))
     console().print(table)
 
 
@@ -220,7 +235,7 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     from factorized.experiments.training.record import describe_machine
 
     here = str(describe_machine(pick_device(device))["device"])
-    numbers = ("paper", "finished", "to do", "a run")
+    numbers = (*(("paper",) if _aims(rows) else ()), "finished", "to do", "a run")
     table = plain_table("recipe", *numbers, "estimated from", "", numbers=numbers)
     to_do = missing(run for row in rows for run in row.runs)
     asked = {row.name for row in rows}
@@ -235,24 +250,45 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
             unknown += count
         else:
             seconds += count * guess.seconds
-            elsewhere |= {guess.device} - {here}
+            elsewhere |= {guess.device} - {here} if count else set()
         basis = "no past run" if guess is None else guess.basis
         basis += f", {guess.device}" if guess is not None and guess.device != here else ""
         done = sum(run.finished is not None for run in row.runs)
-        figures = (str(row.paper or ""), str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
+        paper = (str(row.paper or ""),) if _aims(rows) else ()
+        figures = (*paper, str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
         table.add_row(row.name, *figures, basis, _remarks(row, comes_first=row.name in first))
     console().print(table)
-    rest = f", and {_count(unknown, 'run')} without an estimate" if unknown else ""
-    rest += f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
-    say(f"{_count(len(to_do), 'run')} to do: about {in_time(seconds)} one after the other{rest}")
+    _print_problems(rows)
+    told = f"{counted(len(to_do), 'run')} to do"
+    if len(to_do) > unknown:
+        told += f": about {in_time(seconds)} one after the other"
+        told += f", and {counted(unknown, 'run')} without an estimate" if unknown else ""
+        told += (
+            f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
+        )
+    elif unknown:
+        told += "; how long they take is not known, for want of past runs"
+    say(told)
+
+
+def _print_problems(rows: Sequence[Row]) -> None:
+    """Print why recipes cannot be trained here, each reason once."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.problem is not None:
+            names.setdefault(row.problem, []).append(row.name)
+    for problem, some in names.items():
+        what = some[0] if len(some) == 1 else f"{some[0]} and {len(some) - 1} more"
+        say(f"{what} cannot be trained here: {problem}")
+
+
+def _aims(rows: Sequence[Row]) -> bool:
+    """Return whether some of the recipes aim at a figure of the paper."""
+    return any(row.paper is not None for row in rows)
 
 
 def _remarks(row: Row, *, comes_first: bool = False) -> str:
     first = ["comes first"] if comes_first else []
     shortened = [f"shortened: {row.shortened}"] if row.shortened else []
-    problem = [f"cannot be trained here: {row.problem}"] if row.problem else []
+    problem = ["cannot be trained here"] if row.problem else []
     return "; ".join(first + shortened + problem)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -39,7 +39,8 @@ def image_recipe_names() -> list[str]:
 @cache
 def paper_cells() -> tuple[Cell, ...]:
     """Return every figure of the paper's tables, its own and those it quotes, with the recipes that aim at them."""
-    return tuple(cell for path in sorted(SHIPPED.glob("*.toml")) for cell in _cells_of(path))
+    every = (cell for path in sorted(SHIPPED.glob("*.toml")) for cell in _cells_of(path))
+    return tuple(cell for cell in every if cell.recipe is None or cell.defines_recipe)
 
 
 def table_names() -> list[str]:
@@ -65,6 +66,8 @@ def table_cells(name: str) -> tuple[Cell, ...]:
 def cell_recipe(cell: Cell) -> Recipe | TextRecipe:
     """Return the recipe of a cell that has one, checked."""
     name = cell.recipe or ""
+    if not cell.defines_recipe:
+        return load_any_recipe(name)
     table: Table = {"name": name}
     for layer in cell.layers:
         table = merge(table, layer)

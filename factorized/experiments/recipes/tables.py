@@ -30,12 +30,18 @@ class Cell:
     deviation: float | None
     source: str | None  # whose figure the paper quotes, by the paper's citation keys; None for its own
     recipe: str | None = None  # the recipe's name
-    layers: tuple[Mapping[str, Any], ...] = ()  # the recipe's settings, each to be merged over those before it
+    # the recipe's settings, each to be merged over those before it; none of a recipe that is defined elsewhere
+    layers: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def quoted(self) -> bool:
         """Whether the figure is of another paper."""
         return self.source is not None
+
+    @property
+    def defines_recipe(self) -> bool:
+        """Whether its recipe is its own; else it has none, or names one of another table or file."""
+        return bool(self.layers)
 
 
 class _Part(BaseModel):
@@ -80,7 +86,8 @@ class _Table(_Part):
     settings: Settings = {}
     columns: dict[str, _Option] = {}
     rows: dict[str, _Option] = {}
-    grid: list[_Grid]
+    grid: list[_Grid] = []
+    also: list[str] = []  # recipes that are defined elsewhere and belong to it too
 
 
 def read_cells(path: Path) -> list[Cell]:
@@ -93,6 +100,7 @@ def read_cells(path: Path) -> list[Cell]:
         told = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors())
         raise ValueError(f"{path.name}: {'; '.join(told)}") from None
     cells = [cell for grid in table.grid for cell in _cells(table, grid, path.name)]
+    cells += [Cell(None, "", "", name, "", None, None, None, recipe=name) for name in table.also]
     names = [cell.recipe for cell in cells if cell.recipe is not None]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

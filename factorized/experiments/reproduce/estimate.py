@@ -26,7 +26,7 @@ def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> E
     """Return the time of a run on ``device``, by the median of the nearest past runs; None where none is near.
 
     Nearest first: runs of this recipe, of this network factorized alike, of this network, and of this network on other
-    data; all on this device, then on others. Runs that shared their device count only if no run of that kind did not;
+    data; all on this device, then on others. Runs that shared their device count only if none of all these did not;
     of runs that took turns on it, each counts with its share.
     """
     table = recipe.to_dict()
@@ -37,15 +37,18 @@ def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> E
         (network, lambda run: _alike(run, network, data)),
         (f"{network} on other data", lambda run: _network(run.recipe) == network),
     )
-    timed = [run for run in past if run.length]
-    devices = dict.fromkeys([device, *(_device(run) for run in timed)])
+    measured = [run for run in past if run.length]
+    devices = dict.fromkeys([device, *(_device(run) for run in measured)])
     for where in devices:
-        for kind, fits in kinds:
-            found = [run for run in timed if _device(run) == where and fits(run)]
-            found = [run for run in found if run.timed] or found
-            if found:
-                shares = (run.result["seconds"] / run.at_once / (run.length or 1) for run in found)
-                return Estimate(median(shares) * length_of(recipe), f"{kind}, n = {len(found)}", where)
+        there = [run for run in measured if _device(run) == where]
+        for runs in ([run for run in there if run.timed], there):
+            for kind, fits in kinds:
+                found = [run for run in runs if fits(run)]
+                if found:
+                    shares = (run.result["seconds"] / run.at_once / (run.length or 1) for run in found)
+                    shared = " (shared)" if any("note" in run.result for run in found) else ""
+                    basis = f"{kind}, n = {len(found)}{shared}"
+                    return Estimate(median(shares) * length_of(recipe), basis, where)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,23 +25,26 @@ DECAYS = {
     "normalized": ("no decay (normalized)", "C2"),
     "crs": ("scaled weight decay", "C4"),
 }
-BUDGETS = ("rank_scale", "ratio")
+RANK_SCALE = tuple(f"factorize.{name}" for name in ("scheme", "variant", "width", "rank_scale"))  # fields that set it
+LONGEST = 58  # letters in a line of a title
+UNBROKEN = "\N{NO-BREAK SPACE}"  # between words that stay on one line
 
 
-def draw_figures(variants: Sequence[Variant], folder: Path) -> list[Path]:
-    """Write the figures that these variants have the quantities for, and return the files.
+def draw_figures(variants: Sequence[Variant], folder: Path, only: str | None = None) -> list[Path]:
+    """Write the figures that these variants have the quantities for, or ``only`` one of them, and return the files.
 
     Figure 1 is of runs that recorded the norms of their products (``run.diagnose``), figure 2 of runs that differ in
     the strength of the decay or in the rank, figure 3 of runs with different decays, figure 4 of runs on translation.
     """
     need("matplotlib", "matplotlib", "--figures", "vision")
     written = []
-    for name, panels in (
-        ("figure1", norm_panels(variants)),
-        ("figure2", sweep_panels(variants)),
-        ("figure3", step_panels(variants)),
-        ("figure4", translation_panels(variants)),
+    for name, of in (
+        ("figure1", norm_panels),
+        ("figure2", sweep_panels),
+        ("figure3", step_panels),
+        ("figure4", translation_panels),
     ):
+        panels = of(variants) if only in (None, name) else []
         if panels:
             figure = _figure(panels)
             for kind in ("png", "svg"):
@@ -51,13 +55,15 @@ def draw_figures(variants: Sequence[Variant], folder: Path) -> list[Path]:
 
 def norm_panels(variants: Sequence[Variant]) -> list[Panel]:
     """Return figure 1: nuclear norms and their bounds, by initialization, and by rank where the factors are decayed."""
-    logged = [v for v in variants if v.scheme == "low_rank" and v.curve("nuclear_bound") is not None]
-    spectral = [v for v in logged if v.recipe["factorize"].get("init") in ("spectral", None)]
+    logged = [v for v in variants if v.scheme != "none" and v.curve("nuclear_bound") is not None]
+    low_rank = [v for v in logged if v.scheme == "low_rank"]
+    spectral = [v for v in low_rank if v.recipe["factorize"].get("init") in ("spectral", None)]
+    ranked = [v for v in logged if _kind(v) == "weight" and (_rank_scale(v) or _ratio(v))]
     panels = []
     for title, members, label in (
-        ("regular initialization", [v for v in logged if v not in spectral], _decay),
+        ("regular initialization", [v for v in low_rank if v not in spectral], _decay),
         ("spectral initialization", spectral, _decay),
-        ("weight decay, by rank", [v for v in logged if _kind(v) == "weight"], _budget),
+        ("weight decay, by rank", sorted(ranked, key=lambda v: _rank_scale(v) or _ratio(v) or 0.0), _budget),
     ):
         for model, data in dict.fromkeys((v.model, v.data) for v in members):
             here = [v for v in members if (v.model, v.data) == (model, data)]
@@ -72,18 +78,16 @@ def sweep_panels(variants: Sequence[Variant]) -> list[Panel]:
     Translation is left to figure 4.
     """
     panels = []
-    for field, log in (("decay.strength", True), *((f"factorize.{name}", False) for name in BUDGETS)):
-        swept = [
-            v
-            for v in variants
-            if v.metric != "bleu"
-            and _kind(v) in ("weight", "frobenius")
-            and isinstance(settings_of(v).get(field), int | float)
-        ]
-        groups = _alike(swept, (field, "decay.kind", "factorize.init"))
-        for title, members in _titled([g for g in groups if len({settings_of(v)[field] for v in g[1]}) > 1]):
-            lines = _lines(members, _decay_and_init, field)
-            panels.append((title, _scores(lines, field.partition(".")[2].replace("_", " "), log=log)))
+    decayed = [v for v in variants if v.metric != "bleu" and _kind(v) in ("weight", "frobenius")]
+    for name, value, fields, log in (
+        ("strength", _strength, ("decay.strength",), True),
+        ("rank scale", _rank_scale, RANK_SCALE, True),
+        ("ratio", _ratio, ("factorize.ratio",), False),
+    ):
+        swept = [v for v in decayed if value(v) is not None]
+        groups = _alike(swept, (*fields, "decay.kind", "factorize.init"))
+        for title, members in _titled([group for group in groups if len(set(map(value, group[1]))) > 1]):
+            panels.append((title, _scores(_lines(members, _decay_and_init, value), name, log=log)))
     return panels
 
 
@@ -113,7 +117,7 @@ def translation_panels(variants: Sequence[Variant]) -> list[Panel]:
     translated = [v for v in variants if v.metric == "bleu"]
     for title, members in _titled(_alike(translated, ("decay", "factorize"))):
         dense = [v for v in members if v.scheme == "none"]
-        decayed = _lines((v for v in dense if _kind(v) != "none"), _forms, "decay.strength")
+        decayed = _lines((v for v in dense if _kind(v) != "none"), _forms, _strength)
         if decayed:
             without = [(_decay(v), v.score.mean) for v in dense if _kind(v) == "none"]
             panels.append((title, _scores(decayed, "strength", log=True, levels=dict(without))))
@@ -167,11 +171,13 @@ def _scores(
     return draw
 
 
-def _lines(variants: Iterable[Variant], label: Callable[[Variant], str], field: str) -> dict[str, Points]:
-    """Return the variants of each label over a field."""
+def _lines(
+    variants: Iterable[Variant], label: Callable[[Variant], str], value: Callable[[Variant], float | None]
+) -> dict[str, Points]:
+    """Return the variants of each label over a value."""
     found: dict[str, list[tuple[float, Variant]]] = {}
     for variant in variants:
-        found.setdefault(label(variant), []).append((settings_of(variant)[field], variant))
+        found.setdefault(label(variant), []).append((value(variant) or 0.0, variant))
     return {label: sorted(points, key=lambda point: point[0]) for label, points in found.items()}
 
 
@@ -194,12 +200,20 @@ def _titled(groups: Sequence[Group]) -> Iterator[tuple[str, list[Variant]]]:
     titles = [f"{first.model} on {first.data}, {first.metric_name}" for _, (first, *_) in groups]
     for title, (settings, members) in zip(titles, groups, strict=True):
         others = [found for other, (found, _) in zip(titles, groups, strict=True) if other == title]
-        told = [
-            f"{key.partition('.')[2]} {value}"
+        told = [  # a field that another group has no use for tells nothing that its scheme does not
+            _in_words(key, value)
             for key, value in settings.items()
-            if any(other.get(key) != value for other in others)
+            if value is not None and any(key in other and other[key] != value for other in others)
         ]
-        yield f"{title}\n{', '.join(told)}".strip(), members
+        lines = textwrap.wrap(", ".join(setting.replace(" ", UNBROKEN) for setting in told), LONGEST)
+        yield "\n".join([title, *lines]).replace(UNBROKEN, " "), members
+
+
+def _in_words(key: str, value: Any) -> str:
+    """Return a setting as it is said in a title, such as "optimizer lamb"."""
+    name = key.removesuffix(".name").rpartition(".")[2].replace("_", " ")
+    text = " and ".join(map(str, value)) if isinstance(value, list) else value
+    return f"{name} {text}"
 
 
 def _distinct(variants: Iterable[Variant], label: Callable[[Variant], str]) -> dict[str, Variant]:
@@ -221,6 +235,8 @@ def _decay(variant: Variant) -> str:
 
 
 def _decay_and_init(variant: Variant) -> str:
+    if variant.scheme == "none":
+        return _decay(variant)
     init = variant.recipe["factorize"].get("init")
     return f"{DECAYS[_kind(variant)][0]}, {'SI' if init in ('spectral', None) else f'{init} init'}{_mark(variant)}"
 
@@ -231,9 +247,31 @@ def _forms(variant: Variant) -> str:
 
 
 def _budget(variant: Variant) -> str:
-    fields = variant.recipe["factorize"]
-    init = f"{fields.get('init') or 'spectral'}{_mark(variant)}"
-    return next((f"{name.replace('_', ' ')} {fields[name]:g}, {init}" for name in BUDGETS if fields.get(name)), init)
+    scale = _rank_scale(variant)
+    rank = f"ratio {_ratio(variant):g}" if scale is None else f"rank scale {scale:g}"
+    return f"{rank}, {variant.recipe['factorize'].get('init') or 'spectral'}{_mark(variant)}"
+
+
+def _strength(variant: Variant) -> float | None:
+    return _number(variant, "decay.strength")
+
+
+def _ratio(variant: Variant) -> float | None:
+    return _number(variant, "factorize.ratio")
+
+
+def _rank_scale(variant: Variant) -> float | None:
+    """Return the rank scale of the products, as given, or as the variant of an overcomplete network has it."""
+    given = _number(variant, "factorize.rank_scale")
+    if given is not None or variant.scheme != "overcomplete" or _ratio(variant) is not None:
+        return given
+    scales = {"full": 1.0, "wide": _number(variant, "factorize.width")}  # deep has an inner matrix
+    return scales.get(str(settings_of(variant).get("factorize.variant")))
+
+
+def _number(variant: Variant, field: str) -> float | None:
+    value = settings_of(variant).get(field)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _mark(variant: Variant) -> str:

@@ -95,7 +95,7 @@ def _grid_table(
         rows.append(row)
         tones.append("quoted" if cited else "")
     better = "lower" if metric == "error" else "higher"
-    note = f"Ours first, then the paper's; test {metric} in percent, {better} is better. {DASH}: not trained."
+    note = f"Ours above the paper's; test {metric} in percent, {better} is better. {DASH}: not trained."
     return Table(slug_of(f"table-{number}-{grid}"), f"Table {number}: {grid}", columns, rows, note, tones)
 
 
@@ -103,16 +103,18 @@ def _grid_value(cell: Cell | None, trained: Mapping[str | None, Comparison]) -> 
     if cell is None:
         return Value("", (None,))
     printed = "" if cell.figure is None else str(Summary(cell.figure, cell.deviation, TRIALS))
+    beside = printed and f"paper {printed}"
     found = trained.get(cell.recipe) if cell.recipe is not None else None
     if found is None:  # a figure of others
         return Value(printed, (None, None, None, None, cell.figure, cell.deviation))
     ours = found.ours
     if ours is None:
-        return Value(DASH, (None, None, 0, found.verdict, cell.figure, cell.deviation), small=printed, tone="missing")
+        return Value(DASH, (None, None, 0, found.verdict, cell.figure, cell.deviation), small=beside, tone="missing")
     chips = ("shortened",) if found.verdict == "shortened" else ("changed",) if found.verdict == "changed" else ()
     best = "best of its size" in (found.variant.marks if found.variant is not None else ())
     raw = (ours.mean, ours.deviation, ours.n, found.verdict, cell.figure, cell.deviation)
-    return Value(str(ours), raw, f"{printed}, n = {ours.n}", found.verdict, (*chips, *(("best",) if best else ())))
+    small = ", ".join(filter(None, (f"n = {ours.n}", beside)))
+    return Value(str(ours), raw, small, found.verdict, (*chips, *(("best of its size",) if best else ())))
 
 
 def missing_table(comparisons: Sequence[Comparison]) -> Table:

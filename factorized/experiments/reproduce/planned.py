@@ -88,7 +88,10 @@ class Planner:
         try:
             checksum = self._checksum(recipe)
         except ValueError as error:
-            return PlannedRun(recipe, seed, self.out / recipe.name / f"seed-{seed}", None, None, needs, str(error))
+            known = self._known_checksum(recipe)
+            found = None if known is None else self._find(recipe, seed, known)
+            problem = None if found else str(error)
+            return PlannedRun(recipe, seed, self.out / recipe.name / f"seed-{seed}", None, found, needs, problem)
         folder = self.out / f"{recipe.name}-{fingerprint(recipe, checksum)}" / f"seed-{seed}"
         problem = next((f"{need.name}, which comes first: {need.problem}" for need in needs if need.problem), None)
         found = self._find(recipe, seed, checksum)
@@ -126,6 +129,11 @@ class Planner:
         if isinstance(known, ValueError):
             raise known
         return known
+
+    def _known_checksum(self, recipe: AnyRecipe) -> str | None:
+        """Return the checksum of the data that finished runs of a recipe had; None where they had different ones."""
+        known = {str(run.result["data"]["checksum"]) for run in self.finished if run.name == recipe.name}
+        return known.pop() if len(known) == 1 else None
 
     def _find(self, recipe: AnyRecipe, seed: int, checksum: str) -> Run | None:
         """Return a finished run of this recipe on these data; one whose network is there comes first."""

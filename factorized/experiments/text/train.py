@@ -162,9 +162,8 @@ def _finish(
     task: TextTask, trainer: TextTrainer, run: Path, seed: int, processes: Processes, measured: dict[str, Any]
 ) -> dict[str, Any]:
     """Test and save a trained network, write the result, and return it."""
-    recipe = task.recipe
-    with trainer.plain_network() as network:
-        scores = task.test(network)
+    recipe, network = task.recipe, trainer.network
+    scores = task.test(network)
     result = {
         "task": recipe.task,
         "recipe": recipe.to_dict(),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils.import_utils import is_torch_tf32_available
 
+from factorized._torch import set_up_compiler
 from factorized.decay.hook import inner_optimizer
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.captured import CapturedPasses
@@ -27,6 +27,7 @@ from factorized.experiments.text.task import Batch, TextTask
 from factorized.experiments.training.folder import CHECKPOINTS
 from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.processes import Processes
+from factorized.experiments.training.step import autocast_type
 from factorized.optim.lamb import Lamb
 
 Row = dict[str, Any]
@@ -50,7 +51,6 @@ def training_arguments(
         per_device_train_batch_size=max(1, each // processes),
         gradient_accumulation_steps=run.accumulate,
         max_grad_norm=recipe.optimizer.clip or 0.0,
-        bf16=run.precision == "bfloat16" or (run.precision == "auto" and device.type == "cuda"),
         tf32=True if run.compile and device.type == "cuda" and is_torch_tf32_available() else None,  # of validation
         use_cpu=device.type == "cpu",
         seed=seed,
@@ -85,8 +85,12 @@ class TextTrainer(Trainer):
             compute_loss_func=task.loss if task.predicts_tokens else None,  # tells Trainer whether losses are means
             callbacks=[watch],
         )
-        # compiled as one: the logits, which are larger than everything else, are not written out in float32
-        self._loss = torch.compile(self._network_and_loss) if task.recipe.run.compile else self._network_and_loss
+        self.precision = autocast_type(task.recipe.run.precision, arguments.device)
+        self._loss = self._network_and_loss
+        if task.recipe.run.compile:
+            set_up_compiler()
+            # as one: the logits, which are larger than everything else, are not written out in float32
+            self._loss = torch.compile(self._network_and_loss)
         self._passes: CapturedPasses | None = None
         self.model_accepts_loss_kwargs = False  # most models take the number of labels and do not divide by it
         self.remove_callback(PrinterCallback)
@@ -145,7 +149,9 @@ class TextTrainer(Trainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the task's loss, or the model's own where that is a mean over examples."""
-        loss = self._loss(model, inputs, num_items_in_batch)
+        # Not accelerate's autocast, which would be entered in the compiled code: torch does not cache such programs.
+        with torch.autocast(self.args.device.type, self.precision, enabled=self.precision != torch.float32):
+            loss = self._loss(model, inputs, num_items_in_batch)
         # what a process computes is its share of a sum, and DDP takes the mean
         return loss * self.args.world_size if self.task.predicts_tokens else loss
 
@@ -158,21 +164,11 @@ class TextTrainer(Trainer):
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
         """Return the task's figures on the validation text."""
-        with self.plain_network() as network:
-            found = {f"eval_{name}": value for name, value in self.task.validate(network).items()}
+        # neither compiled nor in DDP, and without autocast: what is measured is what is saved
+        found = {f"eval_{name}": value for name, value in self.task.validate(self.network).items()}
         self.log(found)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
-
-    @contextmanager
-    def plain_network(self) -> Iterator[nn.Module]:
-        """Yield the network without autocast, neither compiled nor in DDP: what is measured is what is saved."""
-        autocasting = self.network.__dict__.pop("forward", None)  # accelerate's, which hides the method of the class
-        try:
-            yield self.network
-        finally:
-            if autocasting is not None:
-                self.network.forward = autocasting
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.sharded:  # else layers are moved one by one

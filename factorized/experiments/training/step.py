@@ -38,7 +38,7 @@ class TrainingStep:
         self.recipe, self.network, self.optimizer, self.source = recipe, network, optimizer, source
         self.norms, self.matcher = norms, NormMatcher(network) if norms is not None else None
         self.mean, self.std = (torch.tensor(values, device=self.device) for values in (images.mean, images.std))
-        self.precision = autocast_type(recipe, self.device)
+        self.precision = autocast_type(recipe.run.precision, self.device)
         self.pad, self.smoothing = recipe.data.crop_padding, recipe.run.label_smoothing
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -114,8 +114,7 @@ class TrainingStep:
             self.norms.index_copy_(0, row, self.matcher.norms()[None])
 
 
-def autocast_type(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Return the type that the recipe computes in on ``device``."""
-    if recipe.run.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if recipe.run.precision == "bfloat16" else torch.float32
+def autocast_type(precision: str, device: torch.device) -> torch.dtype:
+    """Return the type that a recipe's ``run.precision`` means on ``device``."""
+    rounds = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if rounds else torch.float32

@@ -181,7 +181,7 @@ class Trainer:
         self.source = self._build_source()
         norms = self._norms(seed)
         self.step = TrainingStep(recipe, self.network, self.optimizer, self.source, images, norms, processes)
-        self.evaluate = Evaluator(self.network, images, autocast_type(recipe, self.device))
+        self.evaluate = Evaluator(self.network, images, autocast_type(recipe.run.precision, self.device))
         self.boundless = boundless_buffers(self.network)
         state = sum(tensor.nbytes for tensor in self.network.state_dict().values())
         # weights and momentum, the old file beside the new one, and the model at the end; the norms; room for logs

@@ -13,7 +13,7 @@ SI = "cifar10/resnet32x2-lowrank-0.1-si"
 def test_a_trained_run_becomes_a_page_with_its_layers(cli: Cli, trained: Path, tmp_path: Path) -> None:
     said = cli("report", trained, "--out", tmp_path, "--title", "My <run>")
     assert said.code == 0, said
-    assert "1 run of 1 variant" in said.out
+    assert "1 run of 1 variant\n" in said.out
     page = (tmp_path / "report.html").read_text()
     assert "My &lt;run&gt;" in page
     assert "1 of 12 epochs" in page

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.experiments.cli.conftest import Cli
+from tests.experiments.reproduce.made import image_result, write
 from tests.experiments.reproduce.small_table import ENDLESS, TABLE, runs_in, wait_for_epochs, write_table
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +28,7 @@ def test_a_table_is_done_once_and_what_is_shortened_is_marked_everywhere(cli: Cl
     short = ("reproduce", table, "--seeds", "2", "--epochs", "1", "--device", "cpu")
     planned = cli(*short, "--dry-run")
     assert planned.code == 0
-    assert "4 runs to do: about " in planned.out
+    assert planned.out.endswith("4 runs to do; how long they take is not known, for want of past runs\n")
     assert "no past run" in planned.out
     assert "shortened: 1 of 4 epochs" in planned.out
     assert not (tmp_path / "out").exists()
@@ -58,8 +59,9 @@ def test_a_table_is_done_once_and_what_is_shortened_is_marked_everywhere(cli: Cl
     ]
 
     more = cli(*short[:2], "--seeds", "3", "--epochs", "1", "--device", "cpu", "--dry-run")
-    assert "2 runs to do" in more.out
+    assert "2 runs to do: about " in more.out
     assert "this recipe, n = 2" in more.out
+    assert cli(*short, "--dry-run").out.endswith("\n0 runs to do\n")
     whole = cli("reproduce", table, "--seeds", "1", "--dry-run", "--device", "cpu")
     assert "2 runs to do" in whole.out
     assert "shortened" not in whole.out
@@ -97,10 +99,27 @@ rows = { all = "*" }
     )
     said = cli("reproduce", write_table(tmp_path, text), "--cells", "small/nowhere", "--seeds", "1", "--epochs", "1")
     assert said.code == 1
-    assert "cannot be trained here: data set 'nowhere' is neither a file or folder" in said.out
+    assert "\nsmall/nowhere cannot be trained here: data set 'nowhere' is neither a file or folder" in said.out
     said = cli("reproduce", write_table(tmp_path, text), "--seeds", "1", "--epochs", "1", "-q")
     assert said.code == 1
     assert len(runs_in(tmp_path / "out")) == 2
+
+
+def test_a_reason_that_several_recipes_share_is_told_once(cli: Cli, tmp_path: Path) -> None:
+    text = TABLE.replace('"digits", crop', '"nowhere", crop')
+    said = cli("reproduce", write_table(tmp_path, text), "--dry-run")
+    assert "\nsmall/digits and 1 more cannot be trained here: data set 'nowhere' is " in said.out
+    assert said.out.count("'nowhere' is neither a file or folder") == 1
+    assert said.out.count("cannot be trained here\n") == 2  # and each of them is marked
+
+
+def test_a_table_without_figures_of_the_paper_is_not_shown_beside_it(cli: Cli, tmp_path: Path) -> None:
+    text = TABLE.replace("90.5±0.25 *", "* *")
+    command = ("reproduce", write_table(tmp_path, text), "--cells", "small/digits", "--seeds", "1", "--epochs", "1")
+    for said in (cli(*command, "--dry-run"), cli(*command, "--quiet")):
+        assert "paper" not in said.out
+        assert "deviations" not in said.out
+    assert "<title>digits</title>" in (tmp_path / "out/report/digits/report.html").read_text()
 
 
 def test_a_failed_run_is_named_with_its_reason(cli: Cli, tmp_path: Path) -> None:
@@ -110,6 +129,31 @@ def test_a_failed_run_is_named_with_its_reason(cli: Cli, tmp_path: Path) -> None
     assert "failed: small/digits-fd: the training loss is nan" in said.out
     assert "report.html" not in said.out  # nothing is finished
     assert "0 of 1" in said.out
+
+
+def test_a_failed_run_is_in_the_report_of_the_others(cli: Cli, tmp_path: Path) -> None:
+    text = TABLE.replace('decay.kind = "frobenius" }', 'decay.kind = "frobenius", optimizer.lr = 1e30 }')
+    assert cli("reproduce", write_table(tmp_path, text), "--seeds", "1", "--epochs", "1", "-q").code == 1
+    page = (tmp_path / "out/report/digits/report.html").read_text()
+    assert "1 run failed; see the end of the page." in page
+    assert "the training loss is nan" in page
+
+
+def test_a_figure_is_drawn_from_its_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(recipe: object, data: object) -> str:
+        raise ValueError("the data are gone")
+
+    monkeypatch.setattr("factorized.experiments.reproduce.planned.data_checksum", gone)  # all runs are finished
+    for name in ("si", "si-fd"):
+        result = image_result(f"cifar10/resnet20-lowrank-{name}", 0, 90.0)
+        for row in result["history"]:
+            row["effective_step"] = 0.1 / row["epoch"]
+        write(tmp_path / "results", result)
+    said = cli("reproduce", "figure3", "--cells", "*lowrank-si*", "--seeds", "1", "--device", "cpu")
+    assert (said.code, said.err) == (0, "")
+    files = [Path(line.removeprefix("drawn: ")) for line in said.out.splitlines() if line.startswith("drawn: ")]
+    assert files == [Path(f"out/report/figure3/figures/figure3.{kind}") for kind in ("png", "svg")]
+    assert all(file.stat().st_size > 10_000 for file in files)
 
 
 @pytest.mark.parametrize(

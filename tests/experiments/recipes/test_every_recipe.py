@@ -65,12 +65,15 @@ def test_these_are_the_recipes() -> None:
         *(f"{name}{way}" for name in named("cifar10/|cifar100/ resnet20|resnet32|resnet56|resnet110")
           for way in over.split("|")),
         *named("cifar10/resnet20-lowrank- wd|fd|si|si-fd|none|normalized"),
+        *named("cifar10/resnet20-lowrank-x0.3|cifar10/resnet20-lowrank-x3|cifar10/resnet20-lowrank-x10 -wd|-fd"),
+        *named("cifar10/|cifar100/ resnet20- lowrank-0.037|lowrank-0.3333|wide-9 -wd|-fd"),
+        *named("cifar100/resnet20-lowrank-0.1111- wd|fd"),
         *(f"digits/resnet8-lowrank-0.1{way}" for way in ours.split("|")),
         *named("digits/resnet8- wide-fd|tt-0.1-si-fd|tucker-0.1-si-fd"),
         "digits/resnet8",
     ]  # fmt: skip
     assert sorted(expected) == NAMES
-    assert len(NAMES) == len(set(NAMES)) == 185
+    assert len(NAMES) == len(set(NAMES)) == 205
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -176,7 +176,8 @@ def test_a_recipe_of_the_paper_trains_as_the_paper_does(name: str) -> None:
     assert (recipe.run.batch, recipe.optimizer.momentum, recipe.optimizer.nesterov) == (128, 0.9, False)
     assert (recipe.optimizer.clip, recipe.run.label_smoothing) == (None, 0)
     assert (recipe.data.crop_padding, recipe.data.flip) == (4, True)
-    assert recipe.decay.strength == DECAY.get(model, 1e-4)
+    times = [float(word[1:]) for word in name.split("-") if word.startswith("x")]  # of a sweep
+    assert recipe.decay.strength == pytest.approx(DECAY.get(model, 1e-4) * (times or [1])[0])
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if "-" in name.split("/")[1].removeprefix("wrn28-10")])
@@ -189,7 +190,9 @@ def test_a_recipe_does_what_its_name_says(name: str) -> None:
         assert fields.variant == words[0]
     ratios = [float(word) for word in words if word[0].isdigit()]
     if ratios and fields.scheme == "low_rank":
-        assert fields.ratio == ratios[0]
+        assert ratios[0] == (fields.rank_scale if recipe.model.name == "resnet20" else fields.ratio)
+    if fields.variant == "wide":
+        assert fields.width == (ratios or [3])[0]
     kinds = {"fd": "frobenius", "crs": "crs", "none": "none", "normalized": "normalized"}
     assert recipe.decay.kind == next((kinds[word] for word in words if word in kinds), "weight")
     if "none" in words or "normalized" in words:

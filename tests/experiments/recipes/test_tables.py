@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from factorized.experiments.recipes.find import table_cells, table_names, table_recipes
+from factorized.experiments.recipes.find import load_any_recipe, table_cells, table_names, table_recipes
+from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.tables import read_cells
 
 TABLE = """
@@ -68,11 +69,61 @@ def test_settings_may_hold_the_names_of_grid_row_and_column(tmp_path: Path) -> N
 
 
 def test_a_table_is_found_by_its_name_or_file(tmp_path: Path) -> None:
-    assert table_names() == ["bert", "figure4", "language", "table1", "table2", "table3", "table4"]
+    figures, tables = ([f"{kind}{number}" for number in (1, 2, 3, 4)] for kind in ("figure", "table"))
+    assert table_names() == ["bert", *figures, "language", *tables]
     assert [cell.row for cell in table_cells(str(write(tmp_path, TABLE)))] == ["FD", "FD", "FD", "Pruning"]
     assert len(table_recipes("table3")) == 2 * 4 * 7
     names = [recipe.name for recipe in table_recipes("table1", "cifar10/resnet32x2*0.1*")]
     assert names == [f"cifar10/resnet32x2-lowrank-0.1{way}" for way in ("", "-si", "-fd", "-si-fd")]
+
+
+def test_recipes_that_are_defined_elsewhere_belong_to_a_table_too(tmp_path: Path) -> None:
+    table = TABLE.replace('"frobenius"', '"weight"')  # of the dense network too
+    path = str(write(tmp_path, 'also = ["cifar10/resnet32", "cifar10/vgg19"]' + table))
+    assert [recipe.name for recipe in table_recipes(path, "*net*")] == [
+        "mine/net",
+        "mine/net-fd-si",
+        "cifar10/resnet32",
+    ]
+    assert table_recipes(path)[-1] == load_any_recipe("cifar10/vgg19")
+    for also, message in (
+        ("mine/net", "got several for mine/net"),
+        ("cifar10/vgg18", "no recipe 'cifar10/vgg18'; did"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            table_recipes(str(write(tmp_path, f'also = ["{also}"]{table}')))
+
+
+RANK_SCALES = {f"lowrank-{scale}": scale for scale in (0.037, 0.1111, 0.3333)} | {"full": 1, "wide": 3, "wide-9": 9}
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_figure_2_has_both_decays_at_every_rank_scale(data: str) -> None:
+    by_name = {recipe.name: recipe for recipe in table_recipes("figure2", f"{data}/*")}
+    for decay, kind in (("wd", "weight"), ("fd", "frobenius")):
+        for way, scale in RANK_SCALES.items():
+            ninth = (data, scale) == ("cifar10", 0.1111)  # of figures 1 and 3
+            recipe = by_name[f"{data}/resnet20-{'lowrank' if ninth else way}-{decay}"]
+            assert isinstance(recipe, Recipe)
+            assert (recipe.decay.kind, recipe.decay.strength, recipe.factorize.init) == (kind, 1e-4, "kaiming")
+            fields = recipe.factorize
+            assert scale == (fields.rank_scale or {"full": 1, "wide": fields.width}[fields.variant])
+
+
+def test_figure_2_has_both_decays_at_strengths_below_and_above_the_papers() -> None:
+    strengths: dict[str, list[float]] = {}
+    for recipe in table_recipes("figure2", "cifar10/*"):
+        if isinstance(recipe, Recipe) and recipe.factorize.rank_scale == 0.1111:
+            strengths.setdefault(recipe.decay.kind, []).append(recipe.decay.strength)
+    assert set(strengths) == {"weight", "frobenius"}
+    assert all(sorted(found) == [3e-5, 1e-4, 3e-4, 1e-3] for found in strengths.values())
+
+
+def test_figures_1_and_3_are_of_runs_that_record_what_is_drawn() -> None:
+    for figure in ("figure1", "figure3"):
+        recipes = [recipe for recipe in table_recipes(figure) if isinstance(recipe, Recipe)]
+        assert all(recipe.run.diagnose for recipe in recipes)
+        assert {"weight", "frobenius", "none", "normalized"} == {recipe.decay.kind for recipe in recipes}
 
 
 def test_the_example_of_an_own_table_is_one(tmp_path: Path) -> None:
@@ -90,7 +141,7 @@ def test_the_example_of_an_own_table_is_one(tmp_path: Path) -> None:
         (
             "tabel3",
             "*",
-            "there is no table 'tabel3' to train; did you mean 'table3'.; there are bert, figure4, .*table4",
+            "there is no table 'tabel3' to train; did you mean 'table3'.; there are bert, figure1, .*table4",
         ),
         ("table9", "*", "there is no table 'table9' to train"),
         ("table7", "*", "table7 of the paper's appendix shows the runs of table2; reproduce that one"),

@@ -74,11 +74,14 @@ def test_a_network_that_no_past_run_had_has_no_estimate(name: str) -> None:
     assert estimate(load_any_recipe(name), RUNS, HERE) is None
 
 
-def test_runs_that_shared_their_device_count_where_there_are_no_others() -> None:
+def test_runs_that_shared_their_device_count_where_there_are_no_others_and_are_marked() -> None:
     shared = [past("cifar10/vgg19", 100, note="shared")]
     found = estimate(load_any_recipe("cifar10/vgg19"), shared, HERE)
     assert found is not None
-    assert found.seconds == pytest.approx(100)
+    assert (found.seconds, found.basis) == (pytest.approx(100), "this recipe, n = 1 (shared)")
+    alone = estimate(load_any_recipe("cifar10/vgg19"), [*shared, past("cifar100/vgg19-lowrank-0.1", 40)], HERE)
+    assert alone is not None
+    assert (alone.seconds, alone.basis) == (pytest.approx(40), "vgg19 on other data, n = 1")
 
 
 def test_durations_are_said_as_people_say_them() -> None:

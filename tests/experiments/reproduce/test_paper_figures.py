@@ -64,6 +64,27 @@ def test_weight_decay_is_drawn_at_several_ranks() -> None:
     ]
 
 
+def overcomplete(*given: tuple[str, ...], **fields: object) -> list[Variant]:
+    """Return a run of each overcomplete ResNet-20 with changes."""
+    return group_runs(
+        run_of(image_result(f"cifar10/resnet20-{name}", 0, 90.0 + place, *changes, **fields))
+        for place, (name, *changes) in enumerate(given)
+    )
+
+
+def test_rank_scales_of_overcomplete_networks_are_drawn_beside_those_below_1() -> None:
+    wide = overcomplete(("wide-9-wd",), ("full-wd",), parameters=9000)
+    below = variants(("wd",))
+    assert list(drawn(norm_panels([*wide, *below]))["resnet20 on cifar10, weight decay, by rank"]) == [
+        "rank scale 0.1111, kaiming",
+        "rank scale 1, kaiming",
+        "rank scale 9, kaiming",
+    ]
+    deep = overcomplete(("deep-wd",))  # has an inner matrix: no point of the sweep
+    (panel,) = drawn(sweep_panels([*wide, *below, *deep])).values()
+    assert panel == {"weight decay, kaiming init": ([0.1111, 1.0, 9.0], [85.5, 91.0, 90.0])}
+
+
 def test_a_sweep_has_a_point_for_each_strength_with_its_mean() -> None:
     swept = [(name, f"decay.strength={strength}") for name in ("si", "si-fd") for strength in (1e-3, 1e-4)]
     (panel,) = drawn(sweep_panels(variants(*swept))).values()
@@ -160,6 +181,29 @@ def test_sweeps_of_the_same_network_say_what_tells_them_apart() -> None:
     ]
 
 
+def test_titles_are_short_and_dense_networks_have_no_initialization_in_the_legend() -> None:
+    names = ("bert/small", "bert/small-0.5", "bert/small-flambe")
+    panels = drawn(
+        sweep_panels(
+            group_runs(
+                run_of(text_result(name, 0, "loss", 3.0, f"decay.strength={strength}"))
+                for name in names
+                for strength in (0.1, 1.0)
+            )
+        )
+    )
+    assert [title.splitlines() for title in panels] == [
+        ["masked on wikipedia, loss", "attention init default, scheme none, optimizer lamb"],
+        ["masked on wikipedia, loss", "attention init default, scheme low_rank, optimizer lamb"],
+        ["masked on wikipedia, loss", "attention init spectral, scheme none, rest 0.01, forms ov,", "optimizer flambe"],
+    ]
+    assert [list(lines) for lines in panels.values()] == [
+        ["weight decay"],
+        ["weight decay, SI"],
+        ["Frobenius decay"],
+    ]
+
+
 def test_shortened_runs_are_marked_in_every_legend() -> None:
     short = [("decay.strength=1e-3", "schedule.epochs=2"), ("decay.strength=1e-4", "schedule.epochs=2")]
     found = variants(*((name, *changes) for name in ("wd", "si-fd") for changes in short))
@@ -179,6 +223,8 @@ def test_figures_are_png_and_svg_and_the_same_each_time(tmp_path: Path) -> None:
     found = variants(("wd",), ("si",))
     files = draw_figures(found, tmp_path / "a")
     assert [path.name for path in files] == ["figure1.png", "figure1.svg"]
+    assert draw_figures(found, tmp_path / "c", only="figure3") == []
+    assert draw_figures(found, tmp_path / "c", only="figure1") == [tmp_path / "c" / path.name for path in files]
     translated = draw_figures(translators(("", 32.0, 9, ()), ("-0.5", 20.0, 5, ())), tmp_path / "t")
     assert [path.name for path in translated] == ["figure4.png", "figure4.svg"]
     assert len(set(Image.open(files[0]).convert("RGB").get_flattened_data())) > 50

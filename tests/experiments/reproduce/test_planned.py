@@ -86,6 +86,24 @@ def test_missing_data_are_the_problem_of_their_runs_alone(tmp_path: Path) -> Non
     assert in_waves([run], None) == []
 
 
+def test_without_data_finished_runs_count_if_all_were_trained_on_the_same(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(recipe: object, data: object) -> str:
+        raise ValueError("the data are gone")
+
+    monkeypatch.setattr("factorized.experiments.reproduce.planned.data_checksum", gone)
+    run = planned(finished)
+    assert (run.finished is not None, run.problem) == (True, None)
+    assert planned(finished, seed=1).problem == "the data are gone"
+    assert planned(finished, length=2).problem == "the data are gone"  # another recipe
+    plan = planner(finished, length=1)
+    (known,) = plan.finished
+    other = {**known.result, "seed": 1, "data": {**known.result["data"], "checksum": "0"}}
+    plan = plan.again([known, replace(known, result=other)])
+    assert plan.plan(plan.own[DENSE], 0).problem == "the data are gone"
+
+
 NORMALIZED = (
     TABLE
     + """

@@ -111,6 +111,8 @@ def test_write_report_writes_the_page_and_every_table_as_csv_and_markdown(tmp_pa
     quoted = {r["method"]: r["quoted from"] for r in read_csv(tmp_path / f"report/tables/{grid}.csv")}
     assert (quoted["Pruning"], quoted["Low-Rank (SI)"]) == ("wang:20a", "")
     assert "quoted from wang:20a" in page
+    assert "<small>n = 2, paper 92.52 ± 0.66</small>" in page
+    assert "<small>paper 91.72 ± 0.63</small>" in page
 
 
 def test_a_second_report_leaves_no_tables_of_the_first(tmp_path: Path) -> None:
@@ -150,6 +152,19 @@ def test_shortened_runs_are_marked_in_every_table_and_chart(tmp_path: Path) -> N
     assert f'data-series="{marked.rpartition("/")[2]}"' in page  # a curve and its place in the legend
     assert f"<h4>{marked}</h4>" in page  # the norms of its products
     assert f"<summary>{marked}</summary>" in page  # its layers
+
+
+@pytest.mark.parametrize(("ahead", "marked"), [(0.5, True), (0.1, False)])
+def test_a_cell_of_the_papers_tables_is_best_of_its_size_where_it_is_ahead_by_more_than_the_deviations(
+    tmp_path: Path, ahead: float, marked: bool
+) -> None:
+    plain = [image_result(PLAIN, seed, 93.0 + seed / 5) for seed in (0, 1)]
+    spectral = [image_result(SI, seed, 93.0 + ahead + seed / 5) for seed in (0, 1)]
+    write_report([write(tmp_path / "runs", *plain, *spectral)], tmp_path / "out")
+    rows = (tmp_path / "out/tables/table-1-resnet-32x2-on-cifar-10.md").read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith("| Low-Rank (SI) |")]
+    assert ("best of its size" in row) == marked
+    assert not any("best" in other for other in rows if other is not row and other.startswith("| Low"))
 
 
 def test_what_failed_and_what_was_left_out_is_on_the_page(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from factorized.experiments.recipes.find import check_text_recipe, load_any_recipe, merge
@@ -173,6 +174,16 @@ def test_batches_of_many_shapes_compile_a_few_graphs(
     assert len(shapes) > 8
     assert compiled[-1] == compiled[20] > 0
     assert graphs() == compiled[-1]  # validation and translation are not compiled
+
+
+@pytest.mark.parametrize("task", ["language", *(pytest.param(task, marks=pytest.mark.nightly) for task in TASKS[1:])])
+def test_torch_s_cache_takes_the_program_of_an_update(
+    tmp_path: Path, task: str, cacheable_programs: list[GraphModule]
+) -> None:
+    recipe, corpus = prepare(task, tmp_path, compile=True, precision="bfloat16")
+    train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    assert cacheable_programs
+    assert torch._functorch.config.backward_pass_autocast == "off"  # as backward passes run in eager mode
 
 
 def test_a_compiled_run_that_was_stopped_ends_as_one_that_was_not(

@@ -16,7 +16,7 @@ from factorized.experiments.text.train import train_text
 from factorized.experiments.text.trained import load_text_run
 from tests.experiments.text.small import small
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
-def make(*changes: str, name: str = "language/tiny", device: torch.device = CPU, processes: int = 1) -> None:
+def make(*changes: str, name: str = "language/tiny", processes: int = 1) -> None:
     recipe = load_any_recipe(name, changes)
     assert isinstance(recipe, TextRecipe)
-    trainer.training_arguments(recipe, Path("run"), 7, device, processes)
+    trainer.training_arguments(recipe, Path("run"), 7, CPU, processes)
 
 
 def test_batches_are_shared_by_parts_and_processes(arguments: dict[str, Any]) -> None:
@@ -50,21 +50,6 @@ def test_batches_are_shared_by_parts_and_processes(arguments: dict[str, Any]) ->
 def test_batches_of_pairs_are_not_filled_up(arguments: dict[str, Any]) -> None:
     make(name="translation/numbers", processes=3)  # accelerate would repeat pairs of the first batches
     assert arguments["accelerator_config"] == {"even_batches": False}
-
-
-@pytest.mark.parametrize(
-    ("precision", "device", "bf16"),
-    [
-        ("auto", CPU, False),
-        ("auto", CUDA, True),
-        ("float32", CUDA, False),
-        ("bfloat16", CPU, True),
-        ("bfloat16", CUDA, True),
-    ],
-)
-def test_auto_is_bfloat16_on_cuda(arguments: dict[str, Any], precision: str, device: torch.device, bf16: bool) -> None:
-    make(f"run.precision={precision}", device=device)
-    assert arguments["bf16"] == bf16
 
 
 def test_draws_and_order_depend_on_the_seed_and_one_checkpoint_is_kept(arguments: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch.fx import GraphModule
 
 from factorized._torch import set_up_compiler
@@ -77,10 +75,8 @@ def test_the_loss_of_an_epoch_is_the_mean_of_its_steps_and_the_accuracy_counts_e
 
 def test_a_step_computes_in_the_recipe_s_type() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert autocast_type(recipe(), cpu) == torch.float32
-    assert autocast_type(recipe(), cuda) == torch.bfloat16
-    assert autocast_type(recipe("run.precision=float32"), cuda) == torch.float32
-    assert autocast_type(recipe("run.precision=bfloat16"), cpu) == torch.bfloat16
+    assert autocast_type("auto", cpu) == autocast_type("float32", cuda) == torch.float32
+    assert autocast_type("auto", cuda) == autocast_type("bfloat16", cpu) == torch.bfloat16
 
 
 def test_bfloat16_autocast_keeps_the_weights_in_float32_and_rounds_the_rest() -> None:
@@ -116,32 +112,17 @@ def test_a_compiled_step_ends_where_plain_eager_does(backend: str, monkeypatch: 
     torch.testing.assert_close(states[1][1], states[0][1], rtol=1e-5, atol=0)
 
 
-@pytest.fixture
-def torch_s_settings() -> Iterator[None]:
-    """Restore what a compiled step sets."""
-    theirs = {"autograd_cache_allow_custom_autograd_functions": False, "backward_pass_autocast": "same_as_forward"}
-    with torch._functorch.config.patch(theirs):
-        yield
-
-
 @COMPILED
-@pytest.mark.usefixtures("torch_s_settings")
 @pytest.mark.parametrize("name", ["resnet8", "resnet8-lowrank-0.1-si-fd", "resnet8-wide-fd"])  # the last in backward
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_torch_s_cache_takes_the_program_of_a_step(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[GraphModule] = []
-
-    def check(program: GraphModule, example: list[Tensor]) -> Callable[..., object]:
-        check_cacheable(program)  # raises for what is compiled again by every process
-        checked.append(program)
-        return program.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=check))
+def test_torch_s_cache_takes_the_program_of_a_step(
+    name: str, precision: str, cacheable_programs: list[GraphModule]
+) -> None:
     changes = ("run.compile=yes", f"run.precision={precision}")
     trainer = Trainer(recipe(*changes, name=f"digits/{name}"), digits(), CPU, seed=0)
     trainer.source.start(0, 0)
     trainer.step()
-    assert len(checked) == 1
+    assert len(cacheable_programs) == 1
     assert torch.is_autocast_enabled("cpu") is False
 
 

@@ -1,0 +1,76 @@
+"""Low-rank 3×3 convolutions by custom kernels, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import factorized as fz
+from factorized.formats import thin
+from tests.on_gpu import needs_cuda
+
+pytestmark = needs_cuda
+# batch, in, out, stride, height, width, rank
+CASES = [
+    (4, 64, 64, 1, 32, 32, 9),
+    (3, 128, 128, 2, 17, 9, 19),
+    (5, 256, 512, 1, 8, 8, 24),
+    (2, 24, 40, 2, 11, 6, 1),
+    (2, 64, 64, 1, 8, 8, 32),
+    (1, 5, 7, 1, 4, 3, 3),
+]
+
+
+def made(case: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Tensor]:
+    batch, i, o, stride, height, width, rank = case
+    torch.manual_seed(0)
+    layer = fz.FactorizedConv2d(i, o, 3, rank, stride, 1, execution="products", device="cuda")
+    x = torch.randn(batch, i, height, width, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+    return layer, x.requires_grad_()
+
+
+def outputs_and_gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    y = layer(x)
+    gradient = torch.linspace(-1, 1, y.numel()).reshape(y.shape).bfloat16().to(y)
+    return [y, *torch.autograd.grad(y, (x, *layer.parameters()), gradient)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_of_float64(
+    case: tuple[int, ...], dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    layer, x = made(case, dtype)
+    used = []
+    monkeypatch.setattr(thin, "_splits", lambda *given, own=thin._splits: used.append(given) or own(*given))
+    with torch.autocast("cuda", dtype):
+        found = outputs_and_gradients(torch.compile(layer, fullgraph=True) if compiled else layer, x)
+    assert used
+    layer.execution = "composed"
+    expected = outputs_and_gradients(layer.double(), x.detach().double().requires_grad_())
+    for actual, wanted in zip(found, expected, strict=True):
+        assert (actual.double() - wanted).norm() < 1e-2 * wanted.norm()
+
+
+def test_results_do_not_vary_from_run_to_run() -> None:
+    layer, x = made(CASES[0], torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        first = outputs_and_gradients(layer, x)
+        for _ in range(5):
+            assert all(torch.equal(*pair) for pair in zip(outputs_and_gradients(layer, x), first, strict=True))
+
+
+def test_gradients_of_gradients_are_those_of_the_composed_layer() -> None:
+    layer, x = made(CASES[0], torch.bfloat16)
+    results = []
+    for execution in ("products", "composed"):
+        layer.execution = execution
+        with torch.autocast("cuda", torch.bfloat16):
+            (gradient,) = torch.autograd.grad(layer(x).float().square().mean(), x, create_graph=True)
+        results.append(torch.autograd.grad(gradient.float().square().sum(), layer.U)[0])
+    assert (results[0] - results[1]).norm() < 2e-2 * results[1].norm()
