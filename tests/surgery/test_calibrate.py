@@ -264,8 +264,12 @@ def test_running_leaves_modes_statistics_gradients_and_hooks_as_they_were() -> N
     model = convolutions().train()
     model[5].eval()
     before = {key: value.clone() for key, value in model[1].state_dict().items()}
+    tracked: list[bool] = []
+    watching = model[9].register_forward_hook(lambda layer, inputs, output: tracked.append(output.requires_grad))
     random = torch.get_rng_state()
     fz.factorize(model, rank=4, init=fz.Calibrated([images()]), exclude=["9"])
+    watching.remove()
+    assert tracked == [False]
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model] == [True] * 5 + [False] + [True] * 4
     torch.testing.assert_close(dict(model[1].state_dict()), before)

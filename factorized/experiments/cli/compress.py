@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "factorized compress out/digits/resnet8/seed-0 --ratio 0.3",
     "factorized compress out/cifar10/resnet32x2/seed-0 --ratio 0.1 --data DIR --recover cifar10/resnet32x2",
-    "factorized compress out/language/tiny/seed-0 --ratio 0.5 --to lowered",
+    "factorized compress out/language/tiny/seed-0 --ratio 0.5 --to composed",
     "factorized compress models/gpt2 --ratio 0.7 --data DIR     a folder of transformers, and one of .txt files",
     "factorized compress mymodels:trained --ratio 0.5 --data images.npz",
 )
@@ -81,7 +81,9 @@ def compress(
         list[str] | None,
         typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.", show_default=False),
     ] = None,
-    multiple_of: Annotated[int | None, typer.Option(help="Round ranks to multiples.", show_default=False)] = None,
+    multiple_of: Annotated[
+        int | None, typer.Option(min=1, help="Round ranks to multiples.", show_default=False)
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Training examples to calibrate with.")] = 2048,
     layers_per_pass: Annotated[
         int | None,

@@ -35,7 +35,8 @@ def load_text(recipe: TextRecipe, data: str | None, *, quiet: bool = False, toke
 
     folder = None if data is None else Path(data).expanduser()
     if folder is not None and not folder.is_dir():
-        texts = ", ".join(recipe.data.train) or "the recipe's text"
+        named = (".txt files" if name == "." else name for name in recipe.data.train)
+        texts = ", ".join(named) or "the recipe's text"
         raise ValueError(f"--data: there is no folder {data}; give the folder of {texts}")
     if folder is not None and not recipe.data.train:
         raise ValueError(

@@ -92,7 +92,7 @@ def _charts(state: Mapping[str, Any]) -> list[str]:
     rows = state["recovered"]["history"] if "recovered" in state else []
     for key, title in (
         ("test_accuracy", "Test accuracy while recovering, %"),
-        (state["score"], f"{state['score']} while recovering"),
+        (state["score"], f"{state['score'].capitalize()} while recovering"),
     ):
         points = [(float(row.get("epoch") or row["update"]), row[key]) for row in rows if row.get(key) is not None]
         if len(points) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from factorized.nn.running import ExampleInput
 from factorized.planning.plan import Plan
 
 AnyRecipe = Recipe | TextRecipe
+Plain = Literal["lowered", "composed"]
 RECOVERY = 0.1  # of the training of a run: how long it is trained to recover, unless a recipe is given
 RATE = 0.2  # of its learning rate, at its highest: docs/log.md has what others do
 
@@ -36,7 +37,7 @@ class Subject(ABC):
 
     score: str  # the figure that it is judged by
     lower_is_better: bool
-    forms: ClassVar[tuple[str, ...]] = ("lowered", "composed")  # the plain forms that it can be written in
+    forms: ClassVar[tuple[Plain, ...]] = ("lowered", "composed")  # the plain forms that it can be written in
 
     def __init__(
         self,

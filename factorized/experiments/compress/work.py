@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from factorized.experiments.compress.layers import differences, layer_calls, layer_rows, losses_alone, output_spectra
-from factorized.experiments.compress.subject import AnyRecipe, Subject
+from factorized.experiments.compress.subject import AnyRecipe, Plain, Subject
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.progress import Progress, silent
 from factorized.experiments.recipes.recipe import Factorize
@@ -35,7 +35,6 @@ STATE = "compress.json"
 COMPRESSED, RECOVERED = "compressed", "recovered"  # folders
 SAMPLES = 2048
 Ranks = Literal["loss", "outputs", "uniform"]
-Plain = Literal["lowered", "composed"]
 Say = Callable[[str], None]
 
 
@@ -112,6 +111,8 @@ class Work:
         self._stage("compressed", self._factorize)
         if recipe is not None:
             self._check_recovery(recipe)
+            if "recovered" not in self.state:  # plain forms of the network before its recovery are written anew
+                plain = [form for form in self.subject.forms if self.state.pop(form, None) or form in plain]
             self._stage("recovered", lambda: self._recover(recipe))
         for form in plain:
             self._stage(form, lambda form=form: self._write_plain(form))  # type: ignore[misc]  # bound early

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import factorized as fz
+from factorized.experiments.cli.compress import EXAMPLES
 from factorized.experiments.cli.main import main
 from factorized.experiments.compress import images as image_subjects
 from factorized.experiments.compress.images import ImageSubject
@@ -168,12 +169,16 @@ def test_a_recovery_that_was_stopped_goes_on_from_its_checkpoint(
 
 def test_recovery_can_be_added_later_and_another_one_is_refused(cli: Cli, run: Path, tmp_path: Path) -> None:
     arguments = ("compress", run, "--ratio", RATIO, "--out", tmp_path / "out", *QUICK, "--ranks", "uniform")
-    assert cli(*arguments, "--recover", "none").code == 0
-    assert "recovered" not in state_of(tmp_path / "out")
+    assert cli(*arguments, "--recover", "none", "--to", "lowered").code == 0
+    before = state_of(tmp_path / "out")
+    assert "recovered" not in before
+    assert before["lowered"]["scores"] == before["compressed"]["scores"]
     page = (tmp_path / "out/compress.html").read_text()
     assert "won back" not in page
     assert cli(*arguments).code == 0
     assert "won back" in (tmp_path / "out/compress.html").read_text()
+    after = state_of(tmp_path / "out")
+    assert after["lowered"]["scores"]["loss"] == pytest.approx(after["recovered"]["scores"]["loss"], rel=1e-3)
     own = tmp_path / "own.toml"
     own.write_text('extends = "digits/resnet8"\n[schedule]\nepochs = 1\n')
     assert "was recovered by another recipe (digits/resnet8-recovery)" in cli(*arguments, "--recover", own).error
@@ -211,6 +216,7 @@ def test_few_samples_are_noted_and_layers_stay_dense_on_request(cli: Cli, run: P
         (("--ratio", "0.5", "--recover", "digits/resnet9"), "digits/resnet8"),
         (("--ratio", "0.5", "--recover", "language/tiny"), "--recover language/tiny trains on text, and"),
         (("--ratio", "0.5", "--exclude", "nothing"), "nothing"),
+        (("--ratio", "0.5", "--multiple-of", "0"), "Invalid value for '--multiple-of': "),
         (("--ratio", "0.5", "--data", "nowhere"), "there is no file or folder nowhere"),
         (("--ratio", "0.5", "--device", "tpu"), "--device must be cpu, cuda or cuda:NUMBER"),
     ],
@@ -364,6 +370,7 @@ def test_a_run_on_text_is_compressed_recovered_and_composed(
     assert state["recovered"]["recipe"]["decay"]["kind"] == decay
     assert cli("evaluate", f"{run}/compressed-0.9/recovered/seed-0", "--data", "texts", "--device", "cpu").code == 0
     assert "cannot be written as lowered" in cli("compress", run, *given, "--to", "lowered").error
+    assert not [line for line in EXAMPLES.splitlines() if "language/" in line and "lowered" in line]
     assert "is for images" in cli("compress", run, *given, "--recover", "digits/resnet8").error
 
 
@@ -376,6 +383,8 @@ def test_a_hugging_face_folder_is_compressed_by_text_files_and_recovered_by_a_re
     said = cli("compress", folder, *given)
     assert said.code == 0, said.err
     assert "recovered" not in state_of(Path("small"))
+    said = cli("compress", folder, "--ratio", "0.9", "--data", "nowhere")
+    assert "there is no folder nowhere; give the folder of .txt files" in said.error
     Path("own.toml").write_text(
         'extends = "language/tiny"\n[schedule]\nupdates = 2\n'
         "[run]\nbatch = 4\nevaluate_every = 2\ncheckpoint_every = 2\n"

@@ -196,7 +196,7 @@ def test_the_page_shows_scores_layers_losses_and_what_was_won_back(tmp_path: Pat
         assert shown in page.replace("\n", "")
     state["recovered"]["scores"]["loss"] = after + 0.25
     assert "<dt>lost in recovery</dt><dd>0.25</dd>" in compress_page(state)
-    assert "loss while recovering" in page
+    assert "Loss while recovering" in page
     assert "digits/resnet8-recovery" in page
     for form in ("lowered", "composed"):
         assert f"<td>{form}</td>" in page
