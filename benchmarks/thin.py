@@ -3,8 +3,8 @@
     python -m benchmarks.thin --out benchmarks/results/thin-h200.json
 
 First the kernels are compared with float64. Then come single layers of the paper's networks, forward and backward, each
-as one CUDA graph: bf16, channels-last, batch 128. Times are medians of interleaved rounds, in milliseconds. ``factorized
-bench training`` times whole steps, which run by the kernels.
+as one CUDA graph: bf16, channels-last, batch 128. Times are medians of interleaved rounds, in milliseconds.
+``factorized bench training`` times whole steps, which run by the kernels.
 """
 
 from __future__ import annotations
