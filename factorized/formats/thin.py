@@ -8,7 +8,6 @@ forward and ten backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,31 +18,12 @@ from torch.nn import Parameter
 from factorized._torch import is_exporting, is_known, is_traced, is_transformed, kept_by_compiler
 from factorized.formats.convolution import Geometry, convolve
 from factorized.formats.kernel import KernelShape, to_kernel
+from factorized.formats.thin_launches import TAPS, count_splits, launch_backward, launch_forward
 
 PLAIN = (Tensor, Parameter)  # distributed tensors and other subclasses have operators of their own
-TAPS = 3
 LARGEST_RANK = 32  # above it, the compiler's matrix products were faster
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)  # of GPUs whose tensor cores support bfloat16
-PACKED_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """What one program of the kernels handles."""
-
-    positions: int = 128
-    outputs: int = 64
-    inputs: int = 64
-    sum_positions: int = 64  # at a time
-    sum_wide: int = 64
-    sum_thin: int = 64
-    programs: int = 132  # at least, where possible; not the GPU's number, so that sums have one order on all GPUs
-    warps: int = 4
-    stages: int = 3
-
-
-TILES = Tiles()
 
 
 def applies(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
@@ -113,19 +93,8 @@ def _thin_convolution(
     x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the convolution, the thin tensor, and both factors as the kernels read them."""
-    from factorized.formats.thin_kernels import convolve_kernel, pack_kernel
-
     y, thin, packed = _empty_results(x, U, V, stride, padding)
-    x = x.contiguous(memory_format=torch.channels_last)
-    own_U, own_V = packed.split([len(U), len(V)])
-    first = _Line(x, own_V, thin, _by_thin(own_V), stride[1], padding[2], along_height=False)
-    second = _Line(thin, own_U, y, _by_wide(own_U), stride[0], padding[0], along_height=True)
-    with _device(x):
-        grid = (-(-packed.numel() // PACKED_AT_ONCE),)
-        sizes = (len(U), len(packed), U.shape[1], packed.shape[1])
-        pack_kernel[grid](U.contiguous(), V.contiguous(), packed, *sizes, SIZE=PACKED_AT_ONCE)
-        for line in (first, second):
-            convolve_kernel[(line.programs,)](*line.arguments, **line.constants, **_launching())
+    launch_forward(x.contiguous(memory_format=torch.channels_last), U, V, y, thin, packed, stride, padding)
     return y, thin, packed
 
 
@@ -158,26 +127,9 @@ def _thin_backward(
     padding: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of ``x`` and parts to be added up: the gradients of ``U`` and ``V``, one after the other."""
-    from factorized.formats.thin_kernels import gradients_kernel
-
+    x_gradient, sums = _empty_gradients(gradient, x, thin, packed, rank, stride, padding)
     x, gradient = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, gradient))
-    thin_gradient, x_gradient = torch.empty_like(thin), torch.empty_like(x)
-    own_U, own_V = packed.split([gradient.shape[1] * TAPS, x.shape[1] * TAPS])
-    splits = max(_splits(gradient, rank), _splits(x, rank))
-    sums = x.new_empty((splits, len(packed) * rank), dtype=torch.float32)
-    lines = [
-        _Line(gradient, own_U, thin_gradient, _by_thin(own_U), stride[0], padding[0], True, transposed=True),
-        _Line(thin_gradient, own_V, x_gradient, _by_wide(own_V), stride[1], padding[2], False, transposed=True),
-    ]
-    sides = [
-        _Sum(gradient, thin, sums, rank, transposed=False),
-        _Sum(x, thin_gradient, sums[:, len(own_U) * rank :], rank, transposed=True),
-    ]
-    with _device(x):
-        for line, side in zip(lines, sides, strict=True):
-            grid = (line.programs + side.programs,)
-            arguments = (*line.arguments, *side.arguments)
-            gradients_kernel[grid](*arguments, **line.constants, **side.constants, **_launching())
+    launch_backward(gradient, x, thin, packed, x_gradient, sums, rank, stride, padding)
     return x_gradient, sums
 
 
@@ -193,8 +145,8 @@ def _empty_gradients(
 ) -> tuple[Tensor, Tensor]:
     batch, channels, height, width = x.shape
     x_gradient = x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)
-    splits = max(_splits(gradient, rank), _splits(x, rank))
-    return x_gradient, x.new_empty((splits, packed.shape[0] * rank), dtype=torch.float32)
+    parts = max(count_splits(gradient, rank), count_splits(x, rank))
+    return x_gradient, x.new_empty((parts, packed.shape[0] * rank), dtype=torch.float32)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -224,128 +176,3 @@ def _composed_gradients(x: Tensor, U: Tensor, V: Tensor, gradient: Tensor, ctx: 
 
 
 _thin_convolution.register_autograd(_backward, setup_context=_remember)
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One launch of a convolution along the height or the width."""
-
-    x: Tensor
-    weight: Tensor
-    y: Tensor
-    strides: tuple[int, int, int]  # of the weight, by tap, input and output
-    stride: int
-    padding: int
-    along_height: bool
-    transposed: bool = False
-
-    @property
-    def positions(self) -> int:
-        return self.y.numel() // self.y.shape[1]
-
-    @property
-    def programs(self) -> int:
-        constants = self.constants
-        return -(-self.positions // constants["BM"]) * -(-self.y.shape[1] // constants["BN"])
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return (
-            *(self.x, self.weight, self.y),
-            *(self.positions, *self.y.shape[2:], *self.x.shape[2:], self.x.shape[1], self.y.shape[1]),
-            *(*self.strides, self.stride, self.padding),
-        )
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        outputs, positions = _power(self.y.shape[1], TILES.outputs), TILES.positions
-        while positions > 32 and -(-self.positions // positions) * -(-self.y.shape[1] // outputs) < TILES.programs:
-            positions //= 2
-        return {
-            "ALONG_HEIGHT": self.along_height,
-            "TRANSPOSED": self.transposed,
-            "TAPS": TAPS,
-            "BM": positions,
-            "BN": outputs,
-            "BC": _power(self.x.shape[1], TILES.inputs),
-        }
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """The part of a launch that computes a factor's gradient."""
-
-    wide: Tensor
-    thin: Tensor
-    sums: Tensor  # (splits, at least the entries of the factor)
-    rank: int
-    transposed: bool
-
-    @property
-    def tiles(self) -> int:
-        constants = self.constants
-        return -(-self.wide.shape[1] // constants["GW"]) * -(-self.rank // constants["GR"])
-
-    @property
-    def programs(self) -> int:
-        return len(self.sums) * self.tiles
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        positions = self.wide.numel() // self.wide.shape[1]
-        at_a_time = TILES.sum_positions
-        span = -(-positions // (len(self.sums) * at_a_time)) * at_a_time
-        return (
-            *(
-                self.wide,
-                self.thin,
-                self.sums,
-                self.programs,
-                span,
-                positions,
-                *self.wide.shape[2:],
-                *self.thin.shape[2:],
-            ),
-            *(self.wide.shape[1], self.thin.shape[1], self.rank, self.sums.stride(0), self.rank, TAPS * self.rank),
-        )
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {
-            "SEEN_TRANSPOSED": self.transposed,
-            "GM": TILES.sum_positions,
-            "GW": _power(self.wide.shape[1], TILES.sum_wide),
-            "GR": _power(self.rank, TILES.sum_thin),
-        }
-
-
-def _splits(wide: Tensor, rank: int) -> int:
-    """Return into how many parts the positions of ``wide`` are split for the sums of a factor's gradient."""
-    tiles = _Sum(wide, wide, wide, rank, transposed=False).tiles
-    positions = wide.numel() // wide.shape[1]
-    return max(1, min(TILES.programs // tiles, positions // TILES.sum_positions))
-
-
-def _by_thin(factor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of a factor (wide·taps, rank) by tap, input and output if its outputs are thin."""
-    rank = factor.shape[1]
-    return rank, TAPS * rank, 1
-
-
-def _by_wide(factor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of a factor (wide·taps, rank) by tap, input and output if its inputs are thin."""
-    rank = factor.shape[1]
-    return rank, 1, TAPS * rank
-
-
-def _power(extent: int, largest: int) -> int:
-    """Return the smallest power of two that spans ``extent``, from 16 up to ``largest``."""
-    return min(largest, max(16, 1 << (extent - 1).bit_length()))
-
-
-def _launching() -> dict[str, int]:
-    return {"num_warps": TILES.warps, "num_stages": TILES.stages}
-
-
-def _device(x: Tensor) -> Any:
-    return torch.cuda.device(x.device) if x.is_cuda else torch.autograd.profiler.record_function("interpreted")
