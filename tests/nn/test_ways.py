@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from factorized import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d, FactorizedLinear
@@ -180,6 +181,26 @@ def test_another_device_does_not_look_at_the_layout() -> None:
     layer, x = FactorizedConv2d(64, 64, 3, 9, init=None, device="meta"), many_positions(64).to("meta")
     assert layer.chosen_execution() == "composed"
     assert layer.chosen_execution(x) == "composed"
+
+
+def test_compiled_code_needs_no_guard_on_the_layout_or_the_batch() -> None:
+    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), many_positions(64)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    run = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for extent in (32, 5):
+            y = x.repeat(3, 1, 1, 1)[:, :, :extent, :extent].contiguous(memory_format=torch.channels_last)
+            torch.testing.assert_close(run(y), layer(y))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_does_not_look_at_the_layout() -> None:
+    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), many_positions(64)
+    traced = torch.jit.trace(layer, x)
+    assert "aten::_convolution" not in str(traced.inlined_graph)  # products, as for an input with channels first
+    torch.testing.assert_close(traced(x[:1]), layer(x[:1]))
 
 
 def test_a_program_does_not_depend_on_the_layout_or_the_batch() -> None:
