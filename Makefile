@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # bf16 on some hosts dies with an illegal instruction above this instruction set.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test nightly lint format types docs env clean
+.PHONY: demo test nightly interpreted lint format types docs env clean
 
 demo: $(STAMP)
 	$(BIN)/factorized demo
@@ -20,6 +20,12 @@ test: $(STAMP)
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
+	$(MAKE) interpreted
+
+# GPU kernels on the CPU: Triton and the NumPy that its interpreter needs, beside the environment.
+interpreted: $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/interpreted triton==3.6.0 numpy==2.3.5
+	PYTHONPATH=$(VENV)/interpreted $(BIN)/python -m pytest -k interpreted tests/formats/test_thin.py tests/nn/test_one_row.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

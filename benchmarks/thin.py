@@ -43,7 +43,7 @@ ROUNDS, REPEATS = 9, 20  # of each layer
 
 def check(case: Case, batch: int, device: torch.device) -> float:
     """Return the largest error of outputs and gradients against float64, relative to their norm."""
-    layer, x = _layer(case, batch, device), _input(case, batch, device)
+    layer, x = _layer(case, device), _input(case, batch, device)
     with torch.autocast(device.type, torch.bfloat16):
         found = _gradients(layer, x)
     layer.execution = "composed"
@@ -55,7 +55,7 @@ def time_layer(case: Case, batch: int, device: torch.device) -> dict[str, Any]:
     """Return the milliseconds of each way."""
     i, o, stride, _, _ = case
     dense = nn.Conv2d(i, o, 3, stride, 1, bias=False, device=device).to(memory_format=torch.channels_last)
-    layer, x = _layer(case, batch, device), _input(case, batch, device)
+    layer, x = _layer(case, device), _input(case, batch, device)
     autocast = partial(torch.autocast, device.type, torch.bfloat16, cache_enabled=False)
     run = capture if device.type == "cuda" else (lambda step: step)
     with autocast():
@@ -68,7 +68,7 @@ def time_layer(case: Case, batch: int, device: torch.device) -> dict[str, Any]:
     return {"case": list(case), **{name: round(time, 4) for name, time in times.items()}}
 
 
-def _layer(case: Case, batch: int, device: torch.device) -> fz.FactorizedConv2d:
+def _layer(case: Case, device: torch.device) -> fz.FactorizedConv2d:
     i, o, stride, _, rank = case
     return fz.FactorizedConv2d(i, o, 3, rank, stride, 1, bias=False, execution="products", device=device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -87,6 +88,16 @@ def is_known(condition: bool) -> bool:
 def is_exporting() -> bool:
     """Return whether ``torch.export`` runs; in compiled code, torch 2.11's own function always says so."""
     return bool(torch.compiler._is_exporting_flag)
+
+
+def triton_capability(device: torch.device | int) -> tuple[int, int]:
+    """Return the compute capability of a GPU for which Triton builds kernels; (0, 0) where there is none.
+
+    AMD's numbers mean other GPUs.
+    """
+    if find_spec("triton") is None or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 def saving_hooks() -> tuple[Any, Any] | None:

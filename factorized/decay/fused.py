@@ -6,13 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from factorized._torch import computable
+from factorized._torch import computable, triton_capability
 from factorized.decay.forms import Factor, Form
 from factorized.formats.frobenius import frobenius_gradients
 
@@ -124,9 +123,7 @@ def is_fusible(form: Form) -> bool:
 @cache
 def can_build_kernels(device: torch.device) -> bool:
     """Return whether the kernels can be built for ``device``, by building them; this needs Triton and a C compiler."""
-    if find_spec("triton") is None or torch.version.hip is not None:
-        return False
-    if torch.cuda.get_device_capability(device) < CAPABILITY:
+    if triton_capability(device) < CAPABILITY:
         return False
     number = torch.ones(1, device=device)
     trial = _Alike(

@@ -8,14 +8,20 @@ forward and ten backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from factorized._torch import is_exporting, is_known, is_traced, is_transformed, kept_by_compiler
+from factorized._torch import (
+    is_exporting,
+    is_known,
+    is_traced,
+    is_transformed,
+    kept_by_compiler,
+    triton_capability,
+)
 from factorized.formats.convolution import Geometry, convolve
 from factorized.formats.kernel import KernelShape, to_kernel
 from factorized.formats.thin_launches import TAPS, count_splits, launch_backward, launch_forward
@@ -67,9 +73,7 @@ def computing_type(x: Tensor) -> torch.dtype:
 @kept_by_compiler
 def can_build_kernels(device: torch.device) -> bool:
     """Return whether there is Triton, and a GPU that has what the kernels need."""
-    if find_spec("triton") is None or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= CAPABILITY
+    return triton_capability(device) >= CAPABILITY
 
 
 def thin_convolution(

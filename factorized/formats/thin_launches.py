@@ -47,7 +47,7 @@ def launch_forward(
     own_U, own_V = packed.split([len(U), len(V)])
     first = _Line(x, own_V, thin, _by_thin(own_V), stride[1], padding[2], along_height=False)
     second = _Line(thin, own_U, y, _by_wide(own_U), stride[0], padding[0], along_height=True)
-    with _device(x):
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
         grid = (-(-packed.numel() // PACKED_AT_ONCE),)
         sizes = (len(U), len(packed), U.shape[1], packed.shape[1])
         pack_kernel[grid](U.contiguous(), V.contiguous(), packed, *sizes, SIZE=PACKED_AT_ONCE)
@@ -79,7 +79,7 @@ def launch_backward(
         _Sum(gradient, thin, sums, rank, transposed=False),
         _Sum(x, thin_gradient, sums[:, len(own_U) * rank :], rank, transposed=True),
     ]
-    with _device(x):
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
         for line, side in zip(lines, sides, strict=True):
             grid = (line.programs + side.programs,)
             arguments = (*line.arguments, *side.arguments)
@@ -205,7 +205,3 @@ def _power(extent: int, largest: int) -> int:
 
 def _launching() -> dict[str, int]:
     return {"num_warps": TILES.warps, "num_stages": TILES.stages}
-
-
-def _device(x: Tensor) -> Any:
-    return torch.cuda.device(x.device) if x.is_cuda else torch.autograd.profiler.record_function("interpreted")

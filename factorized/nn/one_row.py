@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from factorized._torch import kept_by_compiler, triton_capability
 
 CAPABILITY = (9, 0)  # of the GPUs on which the kernel was measured
 DTYPES = (torch.bfloat16, torch.float16)
@@ -66,10 +67,9 @@ def _has_kernel(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
     return INTERPRETED or (x.is_cuda and x.dtype == weight.dtype and x.dtype in DTYPES and _is_capable(x.device.index))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@kept_by_compiler
 def _is_capable(device: int) -> bool:
-    nvidia = torch.version.cuda is not None and find_spec("triton") is not None  # AMD's numbers mean other GPUs
-    return nvidia and torch.cuda.get_device_capability(device) == CAPABILITY
+    return triton_capability(device) == CAPABILITY
 
 
 @torch.library.custom_op("factorized::multiply_row", mutates_args=())

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +16,7 @@ from factorized.formats import shifted
 from factorized.formats.convolution import Geometry
 from factorized.formats.kernel import KernelShape
 from factorized.formats.thin import applies, suits
+from tests.interpreted import needs_interpreter, run_interpreted
 
 INTERPRETED = """
 import random
@@ -53,12 +49,9 @@ for dtype, most in [(torch.float32, 1e-6), (torch.float16, 2e-3)] * 6:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs an older NumPy")
+@needs_interpreter
 def test_interpreted_kernels_compute_outputs_and_gradients_of_float64() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", INTERPRETED], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    run_interpreted(INTERPRETED)
 
 
 SHAPE = KernelShape.of((6, 4, 3, 3))

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +9,7 @@ from torch import Tensor
 
 from factorized.nn import one_row
 from factorized.nn.one_row import multiply, tile_sizes
+from tests.interpreted import needs_interpreter, run_interpreted
 
 INTERPRETED = """
 import torch
@@ -120,9 +115,6 @@ def test_tiles_are_large_but_keep_all_programs_busy_and_parts_apart(
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs an older NumPy")
+@needs_interpreter
 def test_the_interpreted_kernel_computes_the_same() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", INTERPRETED], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    run_interpreted(INTERPRETED)
