@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 # Sizes for which no kernel of its own is built: layers of a network share kernels.
-SIZES = ("positions", "height", "width", "seen_height", "seen_width")
+SIZES = ("positions", "height", "width", "seen_height", "seen_width", "others")
 SUM_SIZES = (
     *("programs", "span", "wide_positions", "wide_height", "wide_width", "thin_height", "thin_width"),
-    *("rank", "split_size", "sum_by_tap", "sum_by_wide"),
+    *("rank", "split_size"),
 )
 
 
@@ -40,7 +40,6 @@ def pack_kernel(
 
 @triton.jit(do_not_specialize=[*SIZES])
 def convolve_kernel(
-    # of the convolution
     x,  # (seen positions, inputs)
     weight,
     y,  # (positions, outputs), written
@@ -51,7 +50,7 @@ def convolve_kernel(
     seen_width,
     inputs,
     outputs,
-    by_tap,
+    by_tap,  # strides of the weight
     by_input,
     by_output,
     stride,
@@ -62,23 +61,41 @@ def convolve_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BC: tl.constexpr,
+    others=0,  # programs that come first in this launch and do something else
 ):
     """Write the convolution of ``x`` along one dimension, or the transposed one."""
-    # fmt: off
-    _convolve(
-        tl.program_id(0), x, weight, y, positions, height, width, seen_height, seen_width, inputs, outputs,
-        by_tap, by_input, by_output, stride, padding,
-        ALONG_HEIGHT, TRANSPOSED, TAPS, BM, BN, BC,
+    program = tl.program_id(0) - others
+    tiles = tl.cdiv(outputs, BN)
+    m = (program // tiles) * BM + tl.arange(0, BM)
+    j = (program % tiles) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    chunks = tl.cdiv(inputs, BC)
+    for turn in range(TAPS * chunks):
+        tap = turn // chunks
+        c = (turn % chunks) * BC + tl.arange(0, BC)
+        # fmt: off
+        part = _load_seen(x, m, c, tap, positions, inputs, height, width, seen_height, seen_width, stride, padding,
+                          ALONG_HEIGHT, TRANSPOSED)
+        # fmt: on
+        matrix = tl.load(
+            weight + tap * by_tap + c[:, None] * by_input + j[None, :] * by_output,
+            mask=(c[:, None] < inputs) & (j[None, :] < outputs),
+            other=0.0,
+        )
+        total = tl.dot(part, matrix.to(part.dtype), total)
+    tl.store(
+        y + m[:, None] * outputs + j[None, :],
+        total.to(y.dtype.element_ty),
+        mask=(m[:, None] < positions) & (j[None, :] < outputs),
     )
-    # fmt: on
 
 
 @triton.jit(do_not_specialize=[*SIZES, *SUM_SIZES])
 def gradients_kernel(
-    # of the convolution
-    x,  # (seen positions, inputs)
+    # of the convolution, see ``convolve_kernel``
+    x,
     weight,
-    y,  # (positions, outputs), written
+    y,
     positions,
     height,
     width,
@@ -105,9 +122,7 @@ def gradients_kernel(
     wide_channels,
     thin_channels,
     rank,
-    split_size,
-    sum_by_tap,
-    sum_by_wide,
+    split_size,  # entries of sums from one split to the next
     ALONG_HEIGHT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     SEEN_TRANSPOSED: tl.constexpr,
@@ -122,160 +137,45 @@ def gradients_kernel(
     """Do what ``convolve_kernel`` does, and in other programs write sums of wide times thin channels for every tap."""
     program = tl.program_id(0)
     # fmt: off
-    if program < programs:
-        _correlate(
-            program, wide, thin, sums, span, wide_positions, wide_height, wide_width, thin_height,
-            thin_width, wide_channels, thin_channels, rank, split_size, sum_by_tap, sum_by_wide, stride, padding,
-            ALONG_HEIGHT, SEEN_TRANSPOSED, GM, GW, GR,
-        )
+    if program >= programs:
+        convolve_kernel(x, weight, y, positions, height, width, seen_height, seen_width, inputs, outputs,
+                        by_tap, by_input, by_output, stride, padding, ALONG_HEIGHT, TRANSPOSED, TAPS, BM, BN, BC,
+                        programs)
     else:
-        _convolve(
-            program - programs, x, weight, y, positions, height, width, seen_height, seen_width, inputs, outputs,
-            by_tap, by_input, by_output, stride, padding,
-            ALONG_HEIGHT, TRANSPOSED, TAPS, BM, BN, BC,
-        )
+        wide_tiles, thin_tiles = tl.cdiv(wide_channels, GW), tl.cdiv(rank, GR)
+        split = program // (wide_tiles * thin_tiles)
+        i = (program // thin_tiles % wide_tiles) * GW + tl.arange(0, GW)
+        r = (program % thin_tiles) * GR + tl.arange(0, GR)
+        total0 = tl.zeros((GW, GR), dtype=tl.float32)
+        total1 = tl.zeros((GW, GR), dtype=tl.float32)
+        total2 = tl.zeros((GW, GR), dtype=tl.float32)
+        end = tl.minimum((split + 1) * span, wide_positions)
+        for start in range(split * span, end, GM):
+            m = start + tl.arange(0, GM)
+            mask = (m[:, None] < end) & (i[None, :] < wide_channels)
+            a = tl.trans(tl.load(wide + m[:, None] * wide_channels + i[None, :], mask=mask, other=0.0))
+            total0 = tl.dot(a, _load_seen(thin, m, r, 0, end, thin_channels, wide_height, wide_width, thin_height,
+                                          thin_width, stride, padding, ALONG_HEIGHT, SEEN_TRANSPOSED), total0)
+            total1 = tl.dot(a, _load_seen(thin, m, r, 1, end, thin_channels, wide_height, wide_width, thin_height,
+                                          thin_width, stride, padding, ALONG_HEIGHT, SEEN_TRANSPOSED), total1)
+            total2 = tl.dot(a, _load_seen(thin, m, r, 2, end, thin_channels, wide_height, wide_width, thin_height,
+                                          thin_width, stride, padding, ALONG_HEIGHT, SEEN_TRANSPOSED), total2)
+        place = sums + split * split_size + i[:, None] * (TAPS * rank) + r[None, :]
+        known = (i[:, None] < wide_channels) & (r[None, :] < rank)
+        tl.store(place, total0, mask=known)
+        tl.store(place + rank, total1, mask=known)
+        tl.store(place + 2 * rank, total2, mask=known)
     # fmt: on
 
 
 @triton.jit
-def _convolve(
-    program,
-    x,
-    weight,
-    y,
-    positions,
-    height,
-    width,
-    seen_height,
-    seen_width,
-    inputs,
-    outputs,
-    by_tap,
-    by_input,
-    by_output,
-    stride,
-    padding,
-    ALONG_HEIGHT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TAPS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BC: tl.constexpr,
-):
-    tiles = tl.cdiv(outputs, BN)
-    m = (program // tiles) * BM + tl.arange(0, BM)
-    j = (program % tiles) * BN + tl.arange(0, BN)
-    n, h, w = m // (height * width), m // width % height, m % width
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    chunks = tl.cdiv(inputs, BC)
-    for turn in range(TAPS * chunks):
-        tap = turn // chunks
-        c = (turn % chunks) * BC + tl.arange(0, BC)
-        place, inside = _seen(n, h, w, tap, seen_height, seen_width, stride, padding, ALONG_HEIGHT, TRANSPOSED)
-        inside = inside & (m < positions)
-        part = tl.load(
-            x + place[:, None] * inputs + c[None, :], mask=inside[:, None] & (c[None, :] < inputs), other=0.0
-        )
-        matrix = tl.load(
-            weight + tap * by_tap + c[:, None] * by_input + j[None, :] * by_output,
-            mask=(c[:, None] < inputs) & (j[None, :] < outputs),
-            other=0.0,
-        )
-        total = tl.dot(part, matrix.to(part.dtype), total)
-    tl.store(
-        y + m[:, None] * outputs + j[None, :],
-        total.to(y.dtype.element_ty),
-        mask=(m[:, None] < positions) & (j[None, :] < outputs),
-    )
-
-
-@triton.jit
-def _correlate(
-    program,
-    wide,
-    thin,
-    sums,
-    span,
-    positions,
-    height,
-    width,
-    thin_height,
-    thin_width,
-    wide_channels,
-    thin_channels,
-    rank,
-    split_size,
-    by_tap,
-    by_wide,
-    stride,
-    padding,
-    ALONG_HEIGHT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    GM: tl.constexpr,
-    GW: tl.constexpr,
-    GR: tl.constexpr,
-):
-    wide_tiles, thin_tiles = tl.cdiv(wide_channels, GW), tl.cdiv(rank, GR)
-    split = program // (wide_tiles * thin_tiles)
-    i = (program // thin_tiles % wide_tiles) * GW + tl.arange(0, GW)
-    r = (program % thin_tiles) * GR + tl.arange(0, GR)
-    total0 = tl.zeros((GW, GR), dtype=tl.float32)
-    total1 = tl.zeros((GW, GR), dtype=tl.float32)
-    total2 = tl.zeros((GW, GR), dtype=tl.float32)
-    end = tl.minimum((split + 1) * span, positions)
-    for start in range(split * span, end, GM):
-        m = start + tl.arange(0, GM)
-        n, h, w = m // (height * width), m // width % height, m % width
-        a = tl.load(
-            wide + m[:, None] * wide_channels + i[None, :],
-            mask=(m[:, None] < end) & (i[None, :] < wide_channels),
-            other=0.0,
-        )
-        a = tl.trans(a)
-        # fmt: off
-        total0 = tl.dot(a, _thin_part(thin, m, n, h, w, r, 0, end, thin_height, thin_width, thin_channels, stride,
-                                      padding, ALONG_HEIGHT, TRANSPOSED), total0)
-        total1 = tl.dot(a, _thin_part(thin, m, n, h, w, r, 1, end, thin_height, thin_width, thin_channels, stride,
-                                      padding, ALONG_HEIGHT, TRANSPOSED), total1)
-        total2 = tl.dot(a, _thin_part(thin, m, n, h, w, r, 2, end, thin_height, thin_width, thin_channels, stride,
-                                      padding, ALONG_HEIGHT, TRANSPOSED), total2)
-        # fmt: on
-    place = sums + split * split_size + i[:, None] * by_wide + r[None, :]
-    known = (i[:, None] < wide_channels) & (r[None, :] < rank)
-    tl.store(place, total0, mask=known)
-    tl.store(place + by_tap, total1, mask=known)
-    tl.store(place + 2 * by_tap, total2, mask=known)
-
-
-@triton.jit
-def _thin_part(
-    thin,
-    m,
-    n,
-    h,
-    w,
-    r,
-    tap,
-    end,
-    thin_height,
-    thin_width,
-    thin_channels,
-    stride,
-    padding,
-    ALONG_HEIGHT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    place, inside = _seen(n, h, w, tap, thin_height, thin_width, stride, padding, ALONG_HEIGHT, TRANSPOSED)
-    mask = (inside & (m < end))[:, None] & (r[None, :] < thin_channels)
-    return tl.load(thin + place[:, None] * thin_channels + r[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _seen(
-    n, h, w, tap, height, width, stride, padding, ALONG_HEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr
+def _load_seen(
+    x, m, c, tap, end, channels, height, width, seen_height, seen_width, stride, padding,
+    ALONG_HEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Return the position that a tap sees from (n, h, w), in a tensor of this height and width, and if there is one."""
-    own, extent = (h, height) if ALONG_HEIGHT else (w, width)
+    """Return the channels ``c`` of what a tap sees of ``x`` from the positions ``m`` below ``end``; zeros outside."""
+    n, h, w = m // (height * width), m // width % height, m % width
+    own, extent = (h, seen_height) if ALONG_HEIGHT else (w, seen_width)
     if TRANSPOSED:
         steps = own + padding - tap
         other = steps // stride
@@ -283,5 +183,6 @@ def _seen(
     else:
         other = own * stride + tap - padding
         inside = (other >= 0) & (other < extent)
-    place = (n * height + other) * width + w if ALONG_HEIGHT else (n * height + h) * width + other
-    return place, inside
+    place = (n * seen_height + other) * seen_width + w if ALONG_HEIGHT else (n * seen_height + h) * seen_width + other
+    mask = (inside & (m < end))[:, None] & (c[None, :] < channels)
+    return tl.load(x + place[:, None] * channels + c[None, :], mask=mask, other=0.0)

@@ -10,25 +10,12 @@ import torch
 from torch import Tensor
 
 TAPS = 3
-PACKED_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """What one program of the kernels handles."""
-
-    positions: int = 128
-    outputs: int = 64
-    inputs: int = 64
-    sum_positions: int = 64  # at a time
-    sum_wide: int = 64
-    sum_thin: int = 64
-    programs: int = 132  # at least, where possible; not the GPU's number, so that sums have one order on all GPUs
-    warps: int = 4
-    stages: int = 3
-
-
-TILES = Tiles()
+PACKED_AT_ONCE = 1024  # entries of both factors
+MOST_POSITIONS = 128  # of a tile; fewer where there would be too few programs
+SUMMED_AT_ONCE = 64  # positions, in sums for a factor's gradient
+MOST_CHANNELS = 64  # of a tile
+PROGRAMS = 132  # at least, where possible; not the GPU's number, so that sums have one order on all GPUs
+SETTINGS = {"num_warps": 4, "num_stages": 3}
 
 
 def launch_forward(
@@ -45,14 +32,14 @@ def launch_forward(
     from factorized.formats.thin_kernels import convolve_kernel, pack_kernel
 
     own_U, own_V = packed.split([len(U), len(V)])
-    first = _Line(x, own_V, thin, _by_thin(own_V), stride[1], padding[2], along_height=False)
-    second = _Line(thin, own_U, y, _by_wide(own_U), stride[0], padding[0], along_height=True)
+    first = _Line(x, own_V, thin, stride[1], padding[2], to_thin=True, along_height=False)
+    second = _Line(thin, own_U, y, stride[0], padding[0], to_thin=False, along_height=True)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         grid = (-(-packed.numel() // PACKED_AT_ONCE),)
         sizes = (len(U), len(packed), U.shape[1], packed.shape[1])
         pack_kernel[grid](U.contiguous(), V.contiguous(), packed, *sizes, SIZE=PACKED_AT_ONCE)
         for line in (first, second):
-            convolve_kernel[(line.programs,)](*line.arguments, **line.constants, **_launching())
+            convolve_kernel[(line.programs,)](*line.arguments, **line.constants, **SETTINGS)
 
 
 def launch_backward(
@@ -72,8 +59,10 @@ def launch_backward(
     thin_gradient = torch.empty_like(thin)
     own_U, own_V = packed.split([gradient.shape[1] * TAPS, x.shape[1] * TAPS])
     lines = [
-        _Line(gradient, own_U, thin_gradient, _by_thin(own_U), stride[0], padding[0], True, transposed=True),
-        _Line(thin_gradient, own_V, x_gradient, _by_wide(own_V), stride[1], padding[2], False, transposed=True),
+        _Line(gradient, own_U, thin_gradient, stride[0], padding[0], to_thin=True, along_height=True, transposed=True),
+        _Line(
+            thin_gradient, own_V, x_gradient, stride[1], padding[2], to_thin=False, along_height=False, transposed=True
+        ),
     ]
     sides = [
         _Sum(gradient, thin, sums, rank, transposed=False),
@@ -83,7 +72,7 @@ def launch_backward(
         for line, side in zip(lines, sides, strict=True):
             grid = (line.programs + side.programs,)
             arguments = (*line.arguments, *side.arguments)
-            gradients_kernel[grid](*arguments, **line.constants, **side.constants, **_launching())
+            gradients_kernel[grid](*arguments, **line.constants, **side.constants, **SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -91,11 +80,11 @@ class _Line:
     """One launch of a convolution along the height or the width."""
 
     x: Tensor
-    weight: Tensor
+    weight: Tensor  # (wide channels·taps, thin channels)
     y: Tensor
-    strides: tuple[int, int, int]  # of the weight, by tap, input and output
     stride: int
     padding: int
+    to_thin: bool  # the outputs are the thin channels; else the inputs are
     along_height: bool
     transposed: bool = False
 
@@ -105,29 +94,39 @@ class _Line:
 
     @property
     def programs(self) -> int:
-        constants = self.constants
-        return -(-self.positions // constants["BM"]) * -(-self.y.shape[1] // constants["BN"])
+        return self._count(*self.tile)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Positions and outputs of one program."""
+        outputs, positions = _span(self.y.shape[1]), MOST_POSITIONS
+        while positions > 32 and self._count(positions, outputs) < PROGRAMS:
+            positions //= 2
+        return positions, outputs
+
+    def _count(self, positions: int, outputs: int) -> int:
+        return -(-self.positions // positions) * -(-self.y.shape[1] // outputs)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
+        by_tap = self.weight.shape[1]
+        by_input, by_output = (TAPS * by_tap, 1) if self.to_thin else (1, TAPS * by_tap)
         return (
             *(self.x, self.weight, self.y),
             *(self.positions, *self.y.shape[2:], *self.x.shape[2:], self.x.shape[1], self.y.shape[1]),
-            *(*self.strides, self.stride, self.padding),
+            *(by_tap, by_input, by_output, self.stride, self.padding),
         )
 
     @property
     def constants(self) -> dict[str, Any]:
-        outputs, positions = _power(self.y.shape[1], TILES.outputs), TILES.positions
-        while positions > 32 and -(-self.positions // positions) * -(-self.y.shape[1] // outputs) < TILES.programs:
-            positions //= 2
+        positions, outputs = self.tile
         return {
             "ALONG_HEIGHT": self.along_height,
             "TRANSPOSED": self.transposed,
             "TAPS": TAPS,
             "BM": positions,
             "BN": outputs,
-            "BC": _power(self.x.shape[1], TILES.inputs),
+            "BC": _span(self.x.shape[1]),
         }
 
 
@@ -142,66 +141,41 @@ class _Sum:
     transposed: bool
 
     @property
-    def tiles(self) -> int:
-        constants = self.constants
-        return -(-self.wide.shape[1] // constants["GW"]) * -(-self.rank // constants["GR"])
-
-    @property
     def programs(self) -> int:
-        return len(self.sums) * self.tiles
+        return len(self.sums) * _count_tiles(self.wide, self.rank)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         positions = self.wide.numel() // self.wide.shape[1]
-        at_a_time = TILES.sum_positions
-        span = -(-positions // (len(self.sums) * at_a_time)) * at_a_time
+        span = -(-positions // (len(self.sums) * SUMMED_AT_ONCE)) * SUMMED_AT_ONCE
         return (
-            *(
-                self.wide,
-                self.thin,
-                self.sums,
-                self.programs,
-                span,
-                positions,
-                *self.wide.shape[2:],
-                *self.thin.shape[2:],
-            ),
-            *(self.wide.shape[1], self.thin.shape[1], self.rank, self.sums.stride(0), self.rank, TAPS * self.rank),
+            *(self.wide, self.thin, self.sums, self.programs, span),
+            *(positions, *self.wide.shape[2:], *self.thin.shape[2:]),
+            *(self.wide.shape[1], self.thin.shape[1], self.rank, self.sums.stride(0)),
         )
 
     @property
     def constants(self) -> dict[str, Any]:
         return {
             "SEEN_TRANSPOSED": self.transposed,
-            "GM": TILES.sum_positions,
-            "GW": _power(self.wide.shape[1], TILES.sum_wide),
-            "GR": _power(self.rank, TILES.sum_thin),
+            "GM": SUMMED_AT_ONCE,
+            "GW": _span(self.wide.shape[1]),
+            "GR": _span(self.rank),
         }
 
 
 def count_splits(wide: Tensor, rank: int) -> int:
     """Return into how many parts the positions of ``wide`` are split for the sums of a factor's gradient."""
-    tiles = _Sum(wide, wide, wide, rank, transposed=False).tiles
     positions = wide.numel() // wide.shape[1]
-    return max(1, min(TILES.programs // tiles, positions // TILES.sum_positions))
+    return max(1, min(PROGRAMS // _count_tiles(wide, rank), positions // SUMMED_AT_ONCE))
 
 
-def _by_thin(factor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of a factor (wide·taps, rank) by tap, input and output if its outputs are thin."""
-    rank = factor.shape[1]
-    return rank, TAPS * rank, 1
+def _count_tiles(wide: Tensor, rank: int) -> int:
+    """Return into how many tiles a factor's gradient is cut."""
+    channels = wide.shape[1]
+    return -(-channels // _span(channels)) * -(-rank // _span(rank))
 
 
-def _by_wide(factor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of a factor (wide·taps, rank) by tap, input and output if its inputs are thin."""
-    rank = factor.shape[1]
-    return rank, 1, TAPS * rank
-
-
-def _power(extent: int, largest: int) -> int:
-    """Return the smallest power of two that spans ``extent``, from 16 up to ``largest``."""
-    return min(largest, max(16, 1 << (extent - 1).bit_length()))
-
-
-def _launching() -> dict[str, int]:
-    return {"num_warps": TILES.warps, "num_stages": TILES.stages}
+def _span(channels: int) -> int:
+    """Return the channels of a tile: the smallest power of two that spans them, within 16..``MOST_CHANNELS``."""
+    return min(MOST_CHANNELS, max(16, 1 << (channels - 1).bit_length()))
