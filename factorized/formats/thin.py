@@ -25,15 +25,15 @@ DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)  # of GPUs whose tensor cores support bfloat16
 
 
-def applies(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
+def kernels_apply(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
     """Return whether the kernels can run a convolution: 3×3, channels-last, in half precision, on a recent GPU.
 
     A size that is not known while compiling is not one for the kernels, so that it needs no guard.
     """
-    return x.is_cuda and suits(x, U, V, shape, geometry) and not is_transformed() and can_build_kernels(x.device)
+    return x.is_cuda and kernels_suit(x, U, V, shape, geometry) and not is_transformed() and can_build_kernels(x.device)
 
 
-def suits(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
+def kernels_suit(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
     """Return whether a convolution is one for the kernels, on whatever device."""
     return (
         all(type(tensor) in PLAIN for tensor in (x, U, V))
