@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 
 from factorized._torch import is_jit_tracing
 from factorized.formats.convolution import Geometry
@@ -317,10 +316,10 @@ class FactorizedLayer(nn.Module):
         weight = dense_weight(dense)
         if init is not None:
             check_init(init)
-        if init == "spectral" and not weight.is_meta:
-            self.set_weight(weight)
-        elif init is not None and not weight.is_meta:
-            self.draw_factors(init)
+            if init == "spectral" and not weight.is_meta:
+                self.set_weight(weight)
+            elif not weight.is_meta:
+                self.draw_factors(init)
         for name, factor in zip(self.format.cores, self.factors, strict=True):
             factor.requires_grad_(weight.requires_grad and name not in self.format.frozen)
         bias = getattr(dense, "bias", None)
@@ -331,8 +330,7 @@ class FactorizedLayer(nn.Module):
     def carry(self, dense: nn.Module) -> None:
         """Copy the attributes set on a dense layer, and those set on its weight to every factor."""
         self.dense_class = type(dense)
-        plain = type(self.dense_skeleton())
-        added = added_attributes(dense, plain, *(1,) * (3 if issubclass(plain, _ConvNd) else 2))
+        added = added_attributes(dense, self.dense_skeleton())
         taken = sorted(name for name in added if hasattr(self, name))
         if taken:
             raise ValueError(
