@@ -16,6 +16,7 @@ from factorized.formats.cost import POSITIONS, Device, dense_cost, two_convoluti
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import (
+    KINDS,
     KernelShape,
     Kind,
     column_kernel,
@@ -312,7 +313,7 @@ class LowRank(_Products):
     by_spectrum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, ("spatial", "channel"))
+        check_choice("kind", self.kind, KINDS)
 
     def at_scale(self, shape: KernelShape, scale: float) -> Product:
         """Return the product at the paper's rank for ``scale``, at most full."""
@@ -359,7 +360,7 @@ class Overcomplete(_Products):
 
     def __post_init__(self) -> None:
         check_choice("variant", self.variant, ("full", "deep", "wide"))
-        check_choice("kind", self.kind, ("spatial", "channel"))
+        check_choice("kind", self.kind, KINDS)
         if not 1 <= self.width <= LARGEST_SCALE:
             raise ValueError(f"width must be in 1..{LARGEST_SCALE} (it multiplies full rank), got {self.width!r}")
 

@@ -22,6 +22,10 @@ from factorized.nn.init import Init, check_init, draw_bias, draw_dense, fill_of
 from factorized.nn.weight import owner_of, read_weight
 
 Execution = Literal["auto"] | Way
+MACHINES: tuple[tuple[Device, bool], ...] = (  # devices, and whether programs are compiled for them
+    *(("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)),
+    ("cpu, channels last", False),
+)
 # A plain layer on the meta device, which part of the format its weight is (None: it has none), and that weight.
 Lowered = tuple[nn.Module, tuple[int, bool] | None, Tensor | None]
 
@@ -75,11 +79,9 @@ class FactorizedLayer(nn.Module):
 
     def _find_ways(self) -> None:
         """Store the ways in which this layer can run; a cached property would break a trace that reads it."""
-        machines: list[tuple[Device, bool]] = [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)]
-        machines += [("cpu, channels last", False)]
         costs = {
             machine: {w: cost for w, cost in self.format.ways(self.stride, *machine).items() if w in self.known_ways}
-            for machine in machines
+            for machine in MACHINES
         }
         self.executions: tuple[Way, ...] = tuple(costs["cpu", False])
         self._cheapest: dict[tuple[Device, bool], Way] = {
