@@ -253,12 +253,13 @@ class Product(Format):
         bias: Tensor | None,
         geometry: Geometry | None,
         adjust: Adjust | None = None,
+        transposed: bool = False,
     ) -> Tensor:
         """Apply the weight to an input."""
         if way == "products" and geometry is not None:
             U, *inner, V = cores
             return two_products(x, U, V, inner, bias, self.shape, geometry)
-        return super().run(way, x, cores, bias, geometry, adjust)
+        return super().run(way, x, cores, bias, geometry, adjust, transposed)
 
     def raised(self) -> list[Product]:
         """Return the next rank up."""

@@ -72,8 +72,8 @@ class FactorizedConvTranspose(AnyConvolution):
             extents = (self.stride, self.padding, self.kernel_size, self.dims, self.dilation)
             added = output_padding(self, input, output_size, *extents)
             geometry = replace(geometry, output_padding=tuple(added))
-        way, factors = self.chosen_execution(), self.factors
-        return self.format.run_transposed(way, input, factors, self.bias, geometry, self.adjust)
+        way = self.chosen_execution()
+        return self.format.run(way, input, self.factors, self.bias, geometry, self.adjust, transposed=True)
 
     def lowered(self) -> list[Lowered]:
         """Return one plain transposed convolution for each step of the chain, the last first."""

@@ -107,8 +107,8 @@ class FactorizedLinear(FactorizedLayer):
         input: Tensor,  # (..., in)
     ) -> Tensor:  # (..., out)
         """Apply the layer."""
-        run = self.format.run_transposed if self.transposed else self.format.run
-        return run(self.chosen_execution(), input, self.factors, self.bias, None, self.adjust)
+        way = self.chosen_execution()
+        return self.format.run(way, input, self.factors, self.bias, None, self.adjust, self.transposed)
 
     def lowered(self) -> list[Lowered]:
         """Return one plain linear for each step of the chain."""
