@@ -78,7 +78,7 @@ class KroneckerFormat(Format):
 
     def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
         """Return the best sum of fewer products, without forming the weight."""
-        U, V = truncated_factors(*self._as_product(cores), [], target.height)
+        U, V = truncated_factors(*self._as_product(cores), target.height)
         lead = U.shape[:-2]
         return tuple(
             factor.mT.reshape(*lead, *extents) for factor, extents in zip((U, V), target.cores.values(), strict=True)

@@ -113,7 +113,7 @@ class Product(Format):
             errors = [output_error(exact - plain.compose(start), moments, self.shape) for start in starts]
             best = starts[int(torch.stack(errors).argmin())]
             U, V = plain.products(refined(plain.compose, best, exact, moments, self.shape))
-            U, V = (factor.flatten(-3, -2) for factor in truncated_factors(U, V, (), self.rank))
+            U, V = (factor.flatten(-3, -2) for factor in truncated_factors(U, V, self.rank))
         return self.with_inner(U.to(weight.dtype), V.to(weight.dtype))
 
     def _whitened(
@@ -159,7 +159,7 @@ class Product(Format):
         if not isinstance(target, Product):
             return super().truncate(cores, target)
         U, *inner, V = self.products(cores)
-        U, V = truncated_factors(U, V, inner, target.rank)  # (..., groups, long, rank)
+        U, V = truncated_factors(U, V, target.rank, inner)  # (..., groups, long, rank)
         return target.with_inner(U.flatten(-3, -2), V.flatten(-3, -2))
 
     def with_inner(self, U: Tensor, V: Tensor) -> Cores:
