@@ -354,6 +354,12 @@ class FactorizedLayer(nn.Module):
         for name in CALL_HOOKS:
             plain.__dict__[name] = self.__dict__[name]
 
+    def hand_over(self, other: FactorizedLayer) -> None:
+        """Give another factorized layer, which replaces this one, all that is not part of its weight."""
+        self.hand_back(other)
+        other.carried, other.dense_class = self.carried, self.dense_class
+        other.execution, other.drop_connect = self.execution, self.drop_connect
+
     def extra_repr(self) -> str:
         """Show the dense layer's settings, how it runs, the format and the parameters saved."""
         used = sum(factor.numel() for factor in self.factors)
