@@ -180,8 +180,8 @@ class FactorizedConv(AnyConvolution):
         made: list[Lowered] = []
         for place, (step, weight) in enumerate(self.worthwhile(self.format.plain(self.factors))):
             plain = self.plain_convolution(step.inputs, step.outputs, step.spans, step.groups, bias=False)
-            made.append((plain, (place, False), weight))
-            made += [(nn.ChannelShuffle(step.shuffle), None, None)] if step.shuffle > 1 else []
+            made.append(Lowered(plain, (place, False), weight))
+            made += [Lowered(nn.ChannelShuffle(step.shuffle))] if step.shuffle > 1 else []
         return made
 
 

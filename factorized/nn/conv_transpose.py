@@ -80,9 +80,9 @@ class FactorizedConvTranspose(AnyConvolution):
         made: list[Lowered] = []
         for place, (step, weight) in reversed(list(enumerate(self.worthwhile(self.format.plain(self.factors))))):
             # undoes the shuffle after the step
-            made += [(nn.ChannelShuffle(step.outputs // step.shuffle), None, None)] if step.shuffle > 1 else []
+            made += [Lowered(nn.ChannelShuffle(step.outputs // step.shuffle))] if step.shuffle > 1 else []
             plain = self.plain_convolution(step.outputs, step.inputs, step.spans, step.groups, bias=False)
-            made.append((plain, (place, False), weight))
+            made.append(Lowered(plain, (place, False), weight))
         return made
 
 

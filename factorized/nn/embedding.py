@@ -188,9 +188,10 @@ class FactorizedEmbedding(FactorizedLayer):
         if not plain:
             return []
         *rest, (step, thin) = plain
-        made: list[Lowered] = [(self.plain_table(step.inputs), (len(rest), False), thin)]
+        made = [Lowered(self.plain_table(step.inputs), (len(rest), False), thin)]
         for place, (step, weight) in reversed(list(enumerate(rest))):
-            made.append((nn.Linear(step.outputs, step.inputs, bias=False, device="meta"), (place, True), weight.mT))
+            linear = nn.Linear(step.outputs, step.inputs, bias=False, device="meta")
+            made.append(Lowered(linear, (place, True), weight.mT))
         return made
 
     def settings_repr(self) -> list[str]:

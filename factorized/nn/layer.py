@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,14 @@ MACHINES: tuple[tuple[Device, bool], ...] = (  # devices, and whether programs a
     *(("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)),
     ("cpu, channels last", False),
 )
-# A plain layer on the meta device, which part of the format its weight is (None: it has none), and that weight.
-Lowered = tuple[nn.Module, tuple[int, bool] | None, Tensor | None]
+
+
+class Lowered(NamedTuple):
+    """A plain layer that computes one step of a format's chain, or shuffles channels between two."""
+
+    layer: nn.Module  # on the meta device
+    role: tuple[int, bool] | None = None  # which step's weight it gets, and whether transposed; None: it has no weight
+    weight: Tensor | None = None
 
 
 class FactorizedLayer(nn.Module):

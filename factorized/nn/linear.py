@@ -118,9 +118,9 @@ class FactorizedLinear(FactorizedLayer):
         made: list[Lowered] = []
         for place, (step, weight) in enumerate(plain):
             if self.transposed:
-                made.insert(0, (_linear(step.outputs, step.inputs), (place, True), weight.mT))
+                made.insert(0, Lowered(_linear(step.outputs, step.inputs), (place, True), weight.mT))
             else:
-                made.append((_linear(step.inputs, step.outputs), (place, False), weight))
+                made.append(Lowered(_linear(step.inputs, step.outputs), (place, False), weight))
         return made
 
     def settings_repr(self) -> list[str]:

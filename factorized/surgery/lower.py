@@ -113,12 +113,12 @@ class _Lowering:
             self._note(names[0], before, after, reason or layer.why_composed)
             return plain
         for part, role, weight in chain:
-            if role is not None and weight is not None:
+            if weight is not None:
                 part.weight = shared.parameter(layer, role, weight)
-        last = chain[-1][0]
+        last = chain[-1].layer
         if layer.bias is not None:
             last.bias = layer.bias
-        sequence = nn.Sequential(*(part for part, _, _ in chain)).train(layer.training)
+        sequence = nn.Sequential(*(part.layer for part in chain)).train(layer.training)
         _describe(sequence, layer.dense_skeleton())
         read = {what for name in names for what in self.read.get(name, ())}
         if read and "" not in read:  # only its type or device, which every factor has
