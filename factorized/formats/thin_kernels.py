@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 # Sizes for which no kernel of its own is built: layers of a network share kernels.
-SIZES = ("positions", "height", "width", "seen_height", "seen_width", "others")
+SIZES = ("positions", "height", "width", "seen_height", "seen_width")
 SUM_SIZES = (
     *("programs", "span", "wide_positions", "wide_height", "wide_width", "thin_height", "thin_width"),
     *("rank", "split_size"),
@@ -38,7 +38,7 @@ def pack_kernel(
     tl.store(packed + place, tl.where(in_U, left, right).to(packed.dtype.element_ty), mask=row < rows)
 
 
-@triton.jit(do_not_specialize=[*SIZES])
+@triton.jit(do_not_specialize=[*SIZES, "others"])
 def convolve_kernel(
     x,  # (seen positions, inputs)
     weight,
