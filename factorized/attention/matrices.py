@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from factorized.attention.unit import AttentionUnit, FormName, Projection
 from factorized.formats.kernel import KernelShape
@@ -141,8 +141,7 @@ def write_matrices(unit: AttentionUnit, matrices: Matrices) -> None:
 
 def check_finite(unit: AttentionUnit, name: str) -> None:
     """Raise if any weight of ``unit`` is not finite."""
-    tensors: Sequence[nn.Parameter | None] = [t for p in unit.projections for t in (p.weight, p.bias)]
-    if not all(torch.isfinite(tensor).all() for tensor in tensors if tensor is not None):
+    if not all(torch.isfinite(parameter).all() for parameter in unit.parameters):
         raise ValueError(f"{name}: attention weights hold NaN or infinite values; nothing was changed")
 
 
