@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
+from factorized._checks import check_choice
 from factorized._torch import computable, rounds_products, without_autocast
 from factorized.formats.frobenius import partial_products, summed_like
 
@@ -66,8 +67,7 @@ def truncated_svd(
         method = _fastest(m, n, rank, W.dtype)
     if method == "exact":
         return _exact_svd(W, rank)
-    if method not in METHODS:
-        raise ValueError(f'method must be "auto", "exact", "gram" or "randomized", got {method!r}')
+    check_choice("method", method, ("auto", "exact", *METHODS))
     tall, scale = _tall(W, largest)
     with without_autocast(W.device):
         long, S, short = (part.to(W.dtype) for part in METHODS[method](tall, rank))

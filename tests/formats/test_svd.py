@@ -220,7 +220,12 @@ def test_a_decomposition_that_does_not_converge_in_float32_is_done_in_float64(mo
         (torch.tensor([[1.0, float("inf")]]), 1, "exact", "NaN or infinite"),
         (torch.tensor([[1.0, -float("inf")]]).half(), 1, "randomized", "NaN or infinite"),
         (torch.ones(6, 4, device="meta"), 2, "auto", "meta device.*real device"),
-        (torch.ones(6, 4), 2, "lanczos", r'method must be "auto", "exact", "gram" or "randomized", got \'lanczos\''),
+        (
+            torch.ones(6, 4),
+            2,
+            "lanczos",
+            r'method must be one of "auto", "exact", "gram", "randomized", got \'lanczos\'',
+        ),
     ],
 )
 def test_a_wrong_decomposition_says_what_is_allowed(W: Tensor, rank: int, method: str, message: str) -> None:
