@@ -12,9 +12,11 @@ from factorized.experiments.cli.console import console, plain_table, progress_ba
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from factorized.experiments.recipes.text import TextRecipe
     from factorized.experiments.text.corpus import Corpus
+    from factorized.planning.plan import Plan
 
 ALLOWED = 0.01  # of the recorded score: what other devices and precisions may change
 ROUNDING = 1e-3  # of the loss: what multiplying the factors out may change
@@ -83,30 +85,19 @@ def _report(recipe: TextRecipe, results: Sequence[dict[str, Any]], folder: Path)
     say(f"{recipe.name}: {score} {mean} (n = {mean.n}), {results[0]['parameters']:,} parameters")
 
 
-def plan_recipe(recipe: TextRecipe, html: Path | None) -> None:
-    """Show the plan of a recipe of text; nothing is read but the size of the vocabulary."""
+def plan_recipe(recipe: TextRecipe) -> tuple[nn.Module, Plan | None]:
+    """Return the network of a recipe of text and its plan, without reading more than the size of the vocabulary."""
     import torch
 
-    from factorized.experiments.cli.console import write_page
     from factorized.experiments.text.network import plan_text, starting_network
     from factorized.experiments.text.tokenizer import stand_in_tokenizer
-    from factorized.nn.running import count_parameters
     from factorized.surgery.compose import is_factorized
     from factorized.surgery.describe import describe
 
     needs_weights = bool(recipe.model.name or recipe.model.from_run) or recipe.factorize.depends_on_weights
     with torch.device("cpu" if needs_weights else "meta"):
         dense = starting_network(recipe, stand_in_tokenizer(recipe.data), seed=0)
-    plan = describe(dense) if is_factorized(dense) else plan_text(recipe, dense)
-    if plan is None and html is not None:
-        raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")
-    if plan is None:
-        say(f"{recipe.name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
-        return
-    say(str(plan))
-    if html is not None:
-        write_page(html, plan.to_html(), "--html")
-        say(f"drawn on {html}")
+    return dense, describe(dense) if is_factorized(dense) else plan_text(recipe, dense)
 
 
 def evaluate_run(run: Path, data: str | None, device: torch.device) -> None:
