@@ -12,8 +12,9 @@ from factorized.experiments.cli.arguments import Data, Device, Quiet, TrustModel
 from factorized.experiments.cli.console import console, plain_table, progress_bar, say
 
 if TYPE_CHECKING:
-    from factorized.experiments.compress.subject import AnyRecipe, Subject
+    from factorized.experiments.compress.subject import Subject
     from factorized.experiments.recipes.recipe import Factorize
+    from factorized.experiments.recipes.text import AnyRecipe
 
 EXAMPLES = examples(
     "factorized compress out/digits/resnet8/seed-0 --ratio 0.3",

@@ -93,8 +93,8 @@ def plan(
     from factorized.experiments.cli.images import load_data
     from factorized.experiments.recipes.find import (
         change_table,
+        check_any_recipe,
         check_recipe,
-        check_text_recipe,
         load_any_recipe,
         merge,
     )
@@ -128,12 +128,11 @@ def plan(
         recipe, images = _without_data(recipe, shape) if data is None else load_data(recipe, data)
     else:
         read = load_any_recipe(name, changes or ())
+        read = check_any_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
         if isinstance(read, TextRecipe):
-            changed = merge(read.to_dict(), {"factorize": given})
-            _show(read.name, *plan_recipe(check_text_recipe(changed, name) if given else read), html)
+            _show(read.name, *plan_recipe(read), html)
             return
-        recipe = check_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
-        recipe, images = _images_of(recipe, data)
+        recipe, images = _images_of(read, data)
     if variant is not None and recipe.factorize.scheme != "overcomplete":
         raise ValueError(
             f"--variant {variant} is for --scheme overcomplete, and the scheme is {recipe.factorize.scheme}; drop it"

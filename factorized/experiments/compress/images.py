@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.experiments.compress.subject import AnyRecipe, Subject
+from factorized.experiments.compress.subject import Subject
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.data.images import Images
 from factorized.experiments.models.build import build_model
 from factorized.experiments.recipes.recipe import Model, Recipe
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.evaluate import Evaluator
 from factorized.experiments.training.export import describe_network
 from factorized.experiments.training.network import Start

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from factorized.experiments.recipes.recipe import LINEAR_WARMUP, Factorize, Recipe, Schedule
 from factorized.experiments.recipes.shorten import length_of, shorten
-from factorized.experiments.recipes.text import TextRecipe, TextSchedule
+from factorized.experiments.recipes.text import AnyRecipe, TextSchedule
 from factorized.experiments.training.progress import Reporter
 from factorized.nn.running import ExampleInput
 from factorized.planning.plan import Plan
 
-AnyRecipe = Recipe | TextRecipe
 Plain = Literal["lowered", "composed"]
 RECOVERY = 0.1  # of the training of a run: how long it is trained to recover, unless a recipe is given
 RATE = 0.2  # of its learning rate, at its highest: docs/log.md has what others do

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorized.experiments.compress.subject import AnyRecipe, Subject
+from factorized.experiments.compress.subject import Subject
 from factorized.experiments.data.extras import need
 from factorized.experiments.models.hugging_face import quiet
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.models import AUTO
 from factorized.experiments.text.task import IGNORED, TextTask, in_batches

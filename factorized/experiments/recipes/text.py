@@ -7,7 +7,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
-from factorized.experiments.recipes.recipe import Factorize, Line, Named, Section, Share, Strength, Word, portable
+from factorized.experiments.recipes.recipe import (
+    Factorize,
+    Line,
+    Named,
+    Recipe,
+    Section,
+    Share,
+    Strength,
+    Word,
+    portable,
+)
 
 Task = Literal["language", "masked", "translation", "questions"]
 TASKS: tuple[Task, ...] = ("language", "masked", "translation", "questions")
@@ -224,3 +234,6 @@ class TextRecipe(Named):
                 f"run.batch = {self.run.batch} must be a multiple of run.accumulate = {self.run.accumulate}"
             )
         return self
+
+
+AnyRecipe = Recipe | TextRecipe
