@@ -79,12 +79,12 @@ def figure_of(report: Report) -> Figure:
     return figure
 
 
-def bars(groups: Mapping[str, Rows], title: str, width: float = 7.5) -> Figure:
+def bars(groups: Mapping[str, Rows], title: str) -> Figure:
     """Return horizontal bars, a panel for each group: times as shares of the first row's, or in seconds alone."""
     from matplotlib.figure import Figure
 
     heights = [len(rows) + 1.6 for rows in groups.values()]
-    figure = Figure(figsize=(width, 0.24 * sum(heights) + 0.5), layout="constrained")
+    figure = Figure(figsize=(7.5, 0.24 * sum(heights) + 0.5), layout="constrained")
     figure.suptitle(title, fontsize=SMALL)
     panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)
     for axes, (group, rows) in zip(panels[:, 0], groups.items(), strict=True):
