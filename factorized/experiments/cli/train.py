@@ -125,6 +125,6 @@ def _report(recipe: Recipe, results: Sequence[dict[str, Any]], folder: Path) -> 
         table.add_row(*row, str(folder / f"seed-{result['seed']}"))
     console().print(table)
     accuracy = Summary.of([result["accuracy"] for result in results])
-    where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
+    where, figure = paper_figure(recipe.paper)
     beside = f"; paper, {where}: {figure} %" if figure else ""
     say(f"{recipe.name}: {accuracy} % (n = {accuracy.n}), {results[0]['parameters']:,} parameters{beside}")
