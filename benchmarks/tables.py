@@ -109,15 +109,6 @@ def sparsity() -> str:
     return table(["network", "method", *columns], rows, note, names=2)
 
 
-def epoch() -> str:
-    """Return the table of whole epochs."""
-    report = _read("epoch-h200")
-    rows = [[f"`{row['recipe']}`", f"{row['seconds']:.2f}", f"{row['ms_per_step']:.2f}"] for row in report["rows"]]
-    what = "50,000 images on the device; augmentation, forward, backward, decay and SGD"
-    note = _captured(report, f", {what}", f"{report['epochs']} interleaved epochs")
-    return table(["recipe", "seconds per epoch", "ms per step"], rows, note)
-
-
 def together() -> str:
     """Return the table of runs that take turns on one GPU."""
     report = _read("together-h200")
@@ -207,12 +198,6 @@ def _cpu_time(report: dict[str, Any]) -> str:
     return f"{_machine(report)}, CPU time on a machine shared with other work; medians of n = {rounds}, interleaved."
 
 
-def _captured(report: dict[str, Any], what: str, rounds: str) -> str:
-    return (
-        f"{_machine(report)}, bf16, batch {report['batch']}{what} compiled, as one CUDA graph; medians of n = {rounds}."
-    )
-
-
 def monarch() -> str:
     """Return the table of the errors of Monarch matrices and low rank."""
     report = _read("monarch-cpu")
@@ -300,7 +285,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "low-rank": low_rank,
     "distillation": distillation,
     "sparsity": sparsity,
-    "epoch": epoch,
     "together": together,
     "training-step": training_step,
     "decomposition": decomposition,
