@@ -9,13 +9,10 @@ it with operations on lists of tensors, also compiled. "Graph" is the update as 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import factorized as fz
-from factorized.experiments.training.record import describe_machine
+from benchmarks.script import parser_of, write
 from factorized.nn.timing import capture
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -204,22 +201,16 @@ def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> lis
 
 def main() -> None:
     """Parse the command line, time every optimizer and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--compiled", nargs="*", choices=list(SIZES), default=["BERT-small"])
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "machine": describe_machine(arguments.device),
-        "rounds": arguments.rounds,
-        "rows": [],
-    }
+    rows: list[dict[str, Any]] = []
     for name in arguments.models:
-        report["rows"] += measure(name, arguments.device, arguments.rounds, name in arguments.compiled)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        rows += measure(name, arguments.device, arguments.rounds, name in arguments.compiled)
+        write(arguments.out, arguments.device, rows, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":
