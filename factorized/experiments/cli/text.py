@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+from factorized.experiments.cli.console import console, progress_bar, say
 
 if TYPE_CHECKING:
     import torch
@@ -52,37 +52,35 @@ def load_text(recipe: TextRecipe, data: str | None, *, quiet: bool = False, toke
 def train_recipe(
     recipe: TextRecipe,
     data: str | None,
-    out: Path,
-    device: torch.device,
+    folder: Path,
     *,
-    quiet: bool,
     seeds: Sequence[int],
-    **how: Any,
-) -> None:
-    """Train a recipe of text and show its scores."""
+    device: torch.device,
+    resume: bool | Literal["auto"],
+    overwrite: bool,
+    allow_other_devices: bool,
+    quiet: bool,
+) -> list[dict[str, Any]]:
+    """Train a recipe of text and return the results."""
     from factorized.experiments.text.train import train_text
     from factorized.experiments.training.progress import Reporter
 
-    folder, results = out / recipe.name, []
+    results = []
     apart = recipe.of_seed(0) != recipe  # each seed goes on from a run of its own
     for together in [(seed,) for seed in seeds] if apart else [tuple(seeds)]:
         of_seed = recipe.of_seed(together[0])
-        corpus, reporter = load_text(of_seed, data, quiet=quiet), Reporter(console(quiet=quiet), quiet=quiet)
-        results += train_text(of_seed, corpus, folder, seeds=together, device=device, reporter=reporter, **how)
-    _report(recipe, results, folder)
-
-
-def _report(recipe: TextRecipe, results: Sequence[dict[str, Any]], folder: Path) -> None:
-    from factorized.experiments.reproduce.summary import Summary
-
-    score = results[0]["score"]
-    table = plain_table("seed", score, "seconds", "run", numbers=("seed", score, "seconds"))
-    for result in results:
-        row = (str(result["seed"]), f"{result['scores'][score]:.2f}", f"{result['seconds']:.1f}")
-        table.add_row(*row, str(folder / f"seed-{result['seed']}"))
-    console().print(table)
-    mean = Summary.of([result["scores"][score] for result in results])
-    say(f"{recipe.name}: {score} {mean} (n = {mean.n}), {results[0]['parameters']:,} parameters")
+        results += train_text(
+            of_seed,
+            load_text(of_seed, data, quiet=quiet),
+            folder,
+            seeds=together,
+            device=device,
+            resume=resume,
+            overwrite=overwrite,
+            allow_other_devices=allow_other_devices,
+            reporter=Reporter(console(quiet=quiet), quiet=quiet),
+        )
+    return results
 
 
 def plan_recipe(recipe: TextRecipe) -> tuple[nn.Module, Plan | None]:
