@@ -10,7 +10,6 @@ it with operations on lists of tensors, also compiled. "Graph" is the update as 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import factorized as fz
 from benchmarks.script import parser_of, write
+from factorized.experiments.bench.measure import milliseconds
 from factorized.nn.timing import capture
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -142,19 +142,6 @@ def updates(model: nn.Module, compiled: bool) -> Iterator[tuple[str, Update]]:
         yield "FLAMBé, graph", capture(flambe(capturable=True).step)
 
 
-def seconds_of(update: Update, device: torch.device, repeats: int = 1) -> float:
-    """Return how long a call takes, of several in a row; on a CPU, how long this process computed."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = clock()
-    for _ in range(repeats):
-        update()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (clock() - began) / repeats
-
-
 def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> list[dict[str, Any]]:
     """Return a row for every optimizer on one model."""
     from transformers import BertConfig, BertForMaskedLM
@@ -168,14 +155,13 @@ def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> lis
     found: dict[str, Update] = {}
     first, counted = {}, {}
     for optimizer, update in updates(model, compiled):
-        found[optimizer], first[optimizer] = update, seconds_of(update, device)
+        found[optimizer], first[optimizer] = update, milliseconds(update, device) / 1e3
         hidden = "graph" in optimizer or "compiled" in optimizer
         counted[optimizer] = None if hidden else passes(update, parameters)
     times: dict[str, list[float]] = {optimizer: [] for optimizer in found}
-    repeats = REPEATS if device.type == "cuda" else 1
     for _ in range(rounds):
         for optimizer, update in found.items():
-            times[optimizer].append(1000 * seconds_of(update, device, repeats))
+            times[optimizer].append(milliseconds(update, device, REPEATS))
     size = sum(parameter.nbytes for parameter in parameters)
     rows = []
     for optimizer, ms in times.items():

@@ -10,7 +10,6 @@ transformers have random weights: nothing is downloaded.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import factorized as fz
 from benchmarks.script import parser_of, write
+from factorized.experiments.bench.measure import milliseconds
 from factorized.formats.svd import Method, truncated_svd
 from factorized.surgery.factorize import build_layers
 
@@ -30,23 +30,17 @@ Row = dict[str, Any]
 Ways = dict[str, Callable[[], Any]]
 
 
-def clock(device: torch.device) -> float:
-    """Return the seconds that this process computed, or on a GPU those that passed."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
 def timed(ways: Ways, device: torch.device, rounds: int) -> tuple[Row, dict[str, Any]]:
     """Return the median, least and largest seconds of every way, measured in turn, and what each returned."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     results: dict[str, Any] = {}
+
+    def run(name: str) -> None:
+        results[name] = ways[name]()
+
     for _ in range(rounds):
-        for name, way in ways.items():
-            start = clock(device)
-            results[name] = way()
-            times[name].append(clock(device) - start)
+        for name in ways:
+            times[name].append(milliseconds(partial(run, name), device) / 1e3)
     spread = {
         name: {"median": round(statistics.median(t), 4), "least": round(min(t), 4), "largest": round(max(t), 4)}
         for name, t in times.items()

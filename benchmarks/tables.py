@@ -127,15 +127,18 @@ def training_step() -> str:
     """Return the table of the time that decaying the products adds to a training step."""
     report = speed.read("h200", "decay") or {}
     rows = [row for row in report["rows"] if row["group"].startswith("decay in the training step")]
-    lines = ["| decay | ms per training step | added | MiB |", "| --- | ---: | ---: | ---: |"]
-    for row in rows:
-        name, added = row["way"].replace("fz.FrobeniusDecay", "`fz.FrobeniusDecay`"), f"{row['over'] - 1:.1%}"
-        lines.append(
-            f"| {name} | {row['ms']['median']:.3f} | {'' if row is rows[0] else added} | {row['memory'] / 2**20:,.0f} |"
-        )
+    cells = [
+        [
+            row["way"].replace("fz.FrobeniusDecay", "`fz.FrobeniusDecay`"),
+            f"{row['ms']['median']:.3f}",
+            "" if row is rows[0] else f"{row['over'] - 1:.1%}",
+            f"{row['memory'] / 2**20:,.0f}",
+        ]
+        for row in rows
+    ]
     what = rows[0]["group"].removeprefix("decay in the ")
     note = f"The {what}, bf16, forward and backward compiled, with SGD as one CUDA graph. {speed.conditions(report)}"
-    return "\n".join([*lines, "", note])
+    return table(["decay", "ms per training step", "added", "MiB"], cells, note)
 
 
 def decomposition() -> str:

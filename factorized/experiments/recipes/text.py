@@ -20,7 +20,6 @@ from factorized.experiments.recipes.recipe import (
 )
 
 Task = Literal["language", "masked", "translation", "questions"]
-TASKS: tuple[Task, ...] = ("language", "masked", "translation", "questions")
 Updates = Annotated[int, Field(gt=0, le=100_000_000)]
 Size = Annotated[int, Field(gt=0, le=1_000_000)]
 # which tasks use a field that others do not
