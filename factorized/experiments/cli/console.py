@@ -1,4 +1,4 @@
-"""What a verb prints on: plain lines that survive a pipe, and a bar for work that takes a while."""
+"""Printing for the verbs: plain lines and tables, also into a pipe, and a progress bar."""
 
 from __future__ import annotations
 

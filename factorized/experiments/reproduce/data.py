@@ -1,4 +1,4 @@
-"""The data of a recipe, and their checksum, which tells whether two runs were trained on the same."""
+"""Loads the data of a recipe, and computes their checksum."""
 
 from __future__ import annotations
 
