@@ -26,22 +26,9 @@ from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PAGES = (
-    ROOT / "README.md",
-    *(ROOT / "docs" / "guide" / f"{name}.md" for name in ("images", "limits")),
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in (
-            "calibrated",
-            "frobenius_decay",
-            "low_rank",
-            "monarch",
-            "overcomplete",
-            "speed",
-            "spectral_initialization",
-        )
-    ),
-)
+CARDS = ("calibrated", "frobenius_decay", "low_rank", "monarch", "overcomplete", "speed", "spectral_initialization")
+OTHERS = ("README", "docs/guide/images", "docs/guide/limits")
+PAGES = [ROOT / f"{page}.md" for page in (*OTHERS, *(f"docs/{card}" for card in CARDS))]
 
 
 def accuracy() -> str:
