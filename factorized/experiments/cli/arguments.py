@@ -130,7 +130,7 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.FIELD=VALUE",
-        help="Change a field of the recipe; may be given several times.",
+        help="Change a field of the recipe, or of every recipe; may be given several times.",
         autocompletion=complete_change,
         show_default=False,
     ),
