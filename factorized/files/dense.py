@@ -41,49 +41,61 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
         )
     inside = unwrapped(model)
     state = {plain_name(key): value for key, value in state_dict.items()}
-    layers = {
-        plain_name(name): module
-        for name, module in inside.named_modules(remove_duplicate=False)
-        if isinstance(module, FactorizedLayer)
-    }
-    places = module_names(inside)
-    attention = [
-        DenseAttention(unit, [plain_name(name) for name in places[unit.module]]) for unit in shrunk_attention(inside)
-    ]
-    if not (layers or attention):
-        raise ValueError(f"{type(inside).__name__} has no factorized layer; use its own load_state_dict")
+    slots = _Slots(inside)
     _check_real(inside)
-    factors = {factor for layer in layers.values() for factor in layer.factors}
-    plain = {
-        name: tensor
-        for name, _, _, tensor in named_slots(inside)
-        if not (tensor in factors or any(unit.owns(tensor) for unit in attention))
-    }
-    weights = {layer.weight_key(name): layer for name, layer in layers.items()}
-    expected: Shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
-    expected |= {key: layer.dense_shape for key, layer in weights.items()}
-    optional = _given_elsewhere(plain, weights, state)
-    for unit in attention:
-        expected |= unit.shapes
-        optional += unit.given_elsewhere(state)
-    found = {key: tuple(value.shape) for key, value in state.items()}
-    check_same("the dense checkpoint", expected, found, optional=optional)
-
-    leaders: dict[nn.Parameter, str] = {}
+    slots.check(state)
+    weights, heads = slots.weights, [unit.best(state) for unit in slots.attention]
+    given: dict[nn.Parameter, str] = {}  # tied layers once, under the first of their names
     for key, layer in weights.items():
         if key in state:
-            leaders.setdefault(layer.factors[0], key)
-    dense = {key: state[key].to(weights[key].factors[0].device) for key in leaders.values()}
-    heads = [unit.best(state) for unit in attention]
+            given.setdefault(layer.factors[0], key)
+    dense = {key: state[key].to(factor.device) for factor, key in given.items()}
     for key, values in decompose_all(dense, {key: weights[key] for key in dense}, Count(None, len(dense))).items():
         weights[key].set_factors(*values)
-    for unit, matrices in zip(attention, heads, strict=True):
+    for unit, matrices in zip(slots.attention, heads, strict=True):
         write_matrices(unit.unit, matrices)
     with torch.no_grad():
-        for name, tensor in plain.items():
+        for name, tensor in slots.plain.items():
             if name in state:
                 tensor.copy_(state[name])
     return model
+
+
+class _Slots:
+    """What a dense checkpoint fills: weights of factorized layers, shrunk attention, and all other tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        places = module_names(model)
+        layers = {
+            plain_name(name): module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, FactorizedLayer)
+        }
+        self.weights = {layer.weight_key(name): layer for name, layer in layers.items()}
+        self.attention = [
+            DenseAttention(unit, [plain_name(name) for name in places[unit.module]]) for unit in shrunk_attention(model)
+        ]
+        if not (layers or self.attention):
+            raise ValueError(f"{type(model).__name__} has no factorized layer; use its own load_state_dict")
+        factors = {factor for layer in layers.values() for factor in layer.factors}
+        self.plain = {
+            name: tensor
+            for name, _, _, tensor in named_slots(model)
+            if not (tensor in factors or any(unit.owns(tensor) for unit in self.attention))
+        }
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raise unless a state dict has their names and shapes; of tied tensors one name is enough."""
+        expected: Shapes = {name: tuple(tensor.shape) for name, tensor in self.plain.items()}
+        expected |= {key: layer.dense_shape for key, layer in self.weights.items()}
+        held = {**self.plain, **{key: layer.factors[0] for key, layer in self.weights.items()}}
+        given = {tensor for name, tensor in held.items() if name in state}
+        optional = [name for name, tensor in held.items() if tensor in given]
+        for unit in self.attention:
+            expected |= unit.shapes
+            optional += unit.given_elsewhere(state)
+        found = {key: tuple(value.shape) for key, value in state.items()}
+        check_same("the dense checkpoint", expected, found, optional=optional)
 
 
 def _check_real(model: nn.Module) -> None:
@@ -98,14 +110,3 @@ def _check_real(model: nn.Module) -> None:
             f"{type(model).__name__} is sharded over processes, but loading needs whole factors; load before "
             "fully_shard. Nothing was changed"
         )
-
-
-def _given_elsewhere(
-    plain: Mapping[str, Tensor], weights: Mapping[str, FactorizedLayer], state: Mapping[str, Tensor]
-) -> list[str]:
-    """Return the names that may be missing, because the state dict gives the same tensor under another name."""
-    given = {tensor for name, tensor in plain.items() if name in state}
-    factors = {layer.factors[0] for key, layer in weights.items() if key in state}
-    return [name for name, tensor in plain.items() if tensor in given] + [
-        key for key, layer in weights.items() if layer.factors[0] in factors
-    ]

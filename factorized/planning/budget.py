@@ -46,8 +46,7 @@ def read_budget(
     if not isinstance(scheme, Scheme):
         known = ", ".join(f"{known.__name__}()" for known in SCHEMES)
         raise ValueError(f"scheme must be one of {known}, got {scheme!r}")
-    if allocate not in ("uniform", "spectrum"):
-        raise ValueError(f'allocate must be "uniform" or "spectrum", got {allocate!r}')
+    check_choice("allocate", allocate, ("uniform", "spectrum"))
     check_choice("of", of, ("model", "selected"))
     if multiple_of is not None:
         check_whole("multiple_of", multiple_of)
