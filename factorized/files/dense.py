@@ -15,13 +15,16 @@ from factorized.surgery.heads import DenseAttention, shrunk_attention
 from factorized.surgery.progress import Count
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
+WRAPPER = "module."  # the prefix of DistributedDataParallel
+
 
 def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the
-    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
-    accepted; tied weights need only one of their names. Names, shapes and values are checked before anything changes.
+    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` or
+    ``DistributedDataParallel`` are accepted; tied weights need only one of their names. Names, shapes and values are
+    checked before anything changes.
 
     Raises:
         ValueError: the model has no factorized layer, is sharded or on the meta device, or ``state_dict`` does not fit.
@@ -37,10 +40,10 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     if not isinstance(state_dict, Mapping):
         raise ValueError(
             f"state_dict must map names to tensors, got {type(state_dict).__name__}; of a model, pass "
-            "model.state_dict()"
+            "model.state_dict(), and of a file, torch.load(path)"
         )
     inside = unwrapped(model)
-    state = {plain_name(key): value for key, value in state_dict.items()}
+    state = _plain(state_dict, inside)
     layers = {
         plain_name(name): module
         for name, module in inside.named_modules(remove_duplicate=False)
@@ -66,6 +69,12 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     for unit in attention:
         expected |= unit.shapes
         optional += unit.given_elsewhere(state)
+    names = {name for name, _, _, tensor in named_slots(inside) if tensor in factors}
+    if (held := sorted(state.keys() & names)) and not state.keys() & weights.keys():
+        raise ValueError(
+            f"state_dict holds factors ({held[0]}), so it is of a factorized model; use model.load_state_dict. Nothing "
+            "was changed"
+        )
     found = {key: tuple(value.shape) for key, value in state.items()}
     check_same("the dense checkpoint", expected, found, optional=optional)
 
@@ -84,6 +93,20 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
             if name in state:
                 tensor.copy_(state[name])
     return model
+
+
+def _plain(state_dict: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict without the prefixes of wrappers; raise if it holds anything but tensors."""
+    for key, value in state_dict.items():
+        if not isinstance(value, Tensor):
+            inside = f"; the weights may be in state_dict[{key!r}]" if isinstance(value, Mapping) else ""
+            raise ValueError(
+                f"state_dict must map names to tensors, got {type(value).__name__} for {key!r}{inside}. Nothing was "
+                "changed"
+            )
+    own = any(name.startswith(WRAPPER) for name, _, _, _ in named_slots(model))
+    wrapped = not own and all(key.startswith(WRAPPER) for key in state_dict)
+    return {plain_name(key.removeprefix(WRAPPER) if wrapped else key): value for key, value in state_dict.items()}
 
 
 def _check_real(model: nn.Module) -> None:

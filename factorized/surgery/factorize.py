@@ -218,7 +218,8 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
             f"the plan was made for another model ({plan.model}): {'; '.join(wrong[:3])}{more}. "
-            f"Make a plan for this {type(model).__name__}; nothing was changed"
+            f"Pass the dense model that it was made for, or make a plan for this {type(model).__name__}; nothing was "
+            "changed"
         )
     sharded = [
         entry.name

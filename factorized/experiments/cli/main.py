@@ -121,7 +121,7 @@ def _command_to_resume(given: Sequence[str]) -> str:
     if "reproduce" in given:  # which always goes on
         return f"factorized {shlex.join(given)}"
     again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
-    started_by = "torchrun … -m factorized.experiments.cli" if "LOCAL_RANK" in os.environ else "factorized"
+    started_by = "torchrun … -m factorized" if "LOCAL_RANK" in os.environ else "factorized"
     return f"{started_by} {shlex.join([*again, '--resume'])}"
 
 

@@ -213,6 +213,7 @@ def test_few_samples_are_noted_and_layers_stay_dense_on_request(cli: Cli, run: P
         (("--ratio", "1.5"), "--ratio must be above 0 and below 1, the share of parameters to keep, got 1.5"),
         (("--ratio", "0"), "--ratio must be above 0 and below 1"),
         (("--ratio", "0.001"), "ratio=0.001 is out of reach for ResNet"),
+        (("--ratio", "0.001"), "factorize more layers: --first-and-last would reach 0."),
         (("--ratio", "0.5", "--recover", "digits/resnet9"), "digits/resnet8"),
         (("--ratio", "0.5", "--recover", "language/tiny"), "--recover language/tiny trains on text, and"),
         (("--ratio", "0.5", "--exclude", "nothing"), "nothing"),
@@ -230,6 +231,7 @@ def test_wrong_arguments_are_one_line(
 def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path: Path, npz: Path) -> None:
     assert f"did you mean {run}?" in cli("compress", run.parents[1], "--ratio", "0.5").error
     assert "MODEL must be the folder of a finished run" in cli("compress", tmp_path, "--ratio", "0.5").error
+    assert "write a function that builds the network and loads" in cli("compress", "net.pt", "--ratio", "0.5").error
     assert "classifies images; name them by --data" in cli("compress", "a:b", "--ratio", "0.5").error
     assert "there is no module 'nowhere'" in cli("compress", "nowhere:b", "--ratio", "0.5", "--data", npz).error
 
