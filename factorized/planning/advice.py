@@ -87,8 +87,9 @@ def starved(
         _written(change) for change, low in _reached(problem, changes, pose) if low < problem.lowest - WORTH_NAMING
     ]
     spread = f"{' or '.join(helps)} spends it on more layers; " if helps else ""
+    layers = "1 layer" if len(tiny) == 1 else f"{len(tiny)} layers"
     return (
-        f"{problem.budget} leaves {len(tiny)} layers of {type(model).__name__} below {STARVED:.0%} of full rank, such "
+        f"{problem.budget} leaves {layers} of {type(model).__name__} below {STARVED:.0%} of full rank, such "
         f"as {tied[0].name!r} at rank {rank} of {item.reference}, because {dense / plan.params:.0%} of the model stays "
         f'dense. {spread}of="selected" counts it over the factorized layers only{_unregistered(problem)}'
     )
