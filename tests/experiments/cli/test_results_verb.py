@@ -83,7 +83,7 @@ def test_a_shortened_result_is_kept_apart_from_the_whole_one(cli: Cli, copy: Pat
             "its optimizer.lr is 0.2, and digits/resnet8-wide-fd has 0.1",
         ),
         (lambda r: r["recipe"]["schedule"].update(epochs=3), "its schedule.epochs is 3, and .* has 12"),
-        (lambda r: r["recipe"].update(name="digits/resnet9"), "there is no recipe 'digits/resnet9' (did you mean"),
+        (lambda r: r["recipe"].update(name="digits/resnet9"), "there is no recipe 'digits/resnet9' .did you mean"),
         (
             lambda r: r["data"].update(checksum="0" * 64),
             "it was trained on other data: checksum 000000000000…, and those",
