@@ -1,4 +1,4 @@
-"""The verbs put together."""
+"""The command-line application: all verbs, ``--debug`` and ``--version``."""
 
 from __future__ import annotations
 

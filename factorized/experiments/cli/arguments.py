@@ -130,7 +130,7 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="Change a field of the recipe, such as schedule.epochs=30; may be given several times.",
+        help="Change a field of the recipe, or of every recipe, such as schedule.epochs=30; repeat it for others.",
         autocompletion=complete_change,
         show_default=False,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,8 +12,9 @@ from factorized.experiments.cli.arguments import Data, Device, Quiet, TrustModel
 from factorized.experiments.cli.console import console, plain_table, progress_bar, say
 
 if TYPE_CHECKING:
-    from factorized.experiments.compress.subject import AnyRecipe, Subject
+    from factorized.experiments.compress.subject import Subject
     from factorized.experiments.recipes.recipe import Factorize
+    from factorized.experiments.recipes.text import AnyRecipe
 
 EXAMPLES = examples(
     "factorized compress out/digits/resnet8/seed-0 --ratio 0.3",
@@ -25,26 +26,11 @@ EXAMPLES = examples(
 NO_RECOVERY = "none"
 
 
-class Ranks(StrEnum):
-    """What ranks are chosen by."""
-
-    loss = "loss"
-    outputs = "outputs"
-    uniform = "uniform"
-
-
-class Form(StrEnum):
+class Form(StrEnum):  # typer takes no list of a Literal
     """What the compressed network can be written as, beside its factors."""
 
     lowered = "lowered"
     composed = "composed"
-
-
-class Kind(StrEnum):
-    """How a convolution is factorized."""
-
-    spatial = "spatial"
-    channel = "channel"
 
 
 def compress(
@@ -78,9 +64,12 @@ def compress(
         ),
     ] = None,
     ranks: Annotated[
-        Ranks, typer.Option(help="Spend the ratio by the effect on the loss, by outputs, or on equal rank scales.")
-    ] = Ranks.loss,
-    kind: Annotated[Kind, typer.Option(help="Two one-dimensional convolutions, or k×k and 1×1.")] = Kind.spatial,
+        Literal["loss", "outputs", "uniform"],
+        typer.Option(help="Spend the ratio by the effect on the loss, by outputs, or on equal rank scales."),
+    ] = "loss",
+    kind: Annotated[
+        Literal["spatial", "channel"], typer.Option(help="Two one-dimensional convolutions, or k×k and 1×1.")
+    ] = "spatial",
     exclude: Annotated[
         list[str] | None,
         typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.", show_default=False),
@@ -120,8 +109,8 @@ def compress(
 
     settings = Settings(
         ratio=ratio,
-        ranks=ranks.value,
-        kind=kind.value,
+        ranks=ranks,
+        kind=kind,
         exclude=tuple(exclude or ()),
         keep_first_and_last=not first_and_last,
         multiple_of=multiple_of,

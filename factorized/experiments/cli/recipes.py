@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from factorized.experiments.cli.arguments import RecipeName, examples
 from factorized.experiments.cli.console import console, plain_table, say
 from factorized.experiments.cli.verb import Group, Verb
+
+if TYPE_CHECKING:
+    from factorized.experiments.recipes.recipe import Paper
 
 app = typer.Typer(
     cls=Group,
@@ -39,7 +42,7 @@ def list_recipes(
     table = plain_table("recipe", *titles, "paper", "%", numbers=("%",))
     for name in found:
         recipe = load_any_recipe(name)
-        where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
+        where, figure = paper_figure(recipe.paper)
         table.add_row(name, *(recipe.title for _ in titles), where, figure)
     out.print(table)
 
@@ -59,12 +62,12 @@ def show_recipe(
     say(to_toml(recipe.to_dict()) if whole else recipe_text(name))
 
 
-def paper_figure(paper: dict[str, float | None] | None) -> tuple[str, str]:
-    """Return the table and the figure of the paper that a recipe aims at; two empty strings where there is none."""
+def paper_figure(paper: Paper | None) -> tuple[str, str]:
+    """Return the table and the accuracy of the paper that a recipe aims at; empty strings where there is none."""
     if paper is None:
         return "", ""
-    where = next((f"{kind} {paper[kind]}" for kind in ("table", "figure") if paper[kind] is not None), "")
-    if paper["accuracy"] is None:
+    where = f"table {paper.table}" if paper.table is not None else f"figure {paper.figure}" if paper.figure else ""
+    if paper.accuracy is None:
         return where, ""
-    spread = f" ± {paper['deviation']:.2f}" if paper["deviation"] is not None else ""
-    return where, f"{paper['accuracy']:.2f}{spread}"
+    spread = f" ± {paper.deviation:.2f}" if paper.deviation is not None else ""
+    return where, f"{paper.accuracy:.2f}{spread}"

@@ -66,7 +66,7 @@ def _image_run(run: Path, data: str | None, device: torch.device, trust_model: b
 
     identity = [*result["files"].values(), images.checksum]
     name, seed = f"{recipe.name} seed {result['seed']}", result["seed"]
-    return ImageSubject(name, identity, device, make, recipe.model.name, images, recipe, seed)
+    return ImageSubject(name, identity, device, make, recipe, seed, model=recipe.model.name, images=images)
 
 
 def _text_run(run: Path, data: str | None, device: torch.device) -> Subject:
@@ -82,7 +82,7 @@ def _text_run(run: Path, data: str | None, device: torch.device) -> Subject:
 
     identity = [*result["files"].values(), corpus.checksum]
     name, seed = f"{recipe.name} seed {result['seed']}", result["seed"]
-    return TextSubject(name, identity, device, make, recipe, corpus, seed)
+    return TextSubject(name, identity, device, make, recipe, seed, reads=recipe, corpus=corpus)
 
 
 def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subject:
@@ -121,7 +121,7 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
             found: nn.Module = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return found
 
-    return TextSubject(folder.name, [*identity, corpus.checksum], device, make, recipe, corpus, own=False)
+    return TextSubject(folder.name, [*identity, corpus.checksum], device, make, reads=recipe, corpus=corpus)
 
 
 def _task(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
@@ -168,4 +168,4 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     for tensor in network.state_dict().values():
         held.update(f"{tuple(tensor.shape)} {tensor.double().sum().item()!r}".encode())
     identity = [*identity, held.hexdigest(), images.checksum]
-    return ImageSubject(name, identity, device, make, model, images)
+    return ImageSubject(name, identity, device, make, model=model, images=images)

@@ -15,10 +15,11 @@ from typing import Any, Literal
 from torch import nn
 
 from factorized.experiments.compress.layers import differences, layer_calls, layer_rows, losses_alone, output_spectra
-from factorized.experiments.compress.subject import AnyRecipe, Plain, Subject
+from factorized.experiments.compress.subject import Plain, Subject
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.progress import Progress, silent
 from factorized.experiments.recipes.recipe import Factorize
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
 from factorized.files.checksum import is_sealed

@@ -17,9 +17,9 @@ from factorized.experiments.reproduce.values import (
     whole_value,
 )
 from factorized.experiments.reproduce.variant import Variant
+from factorized.experiments.training.record import NORMS
 
 VERSIONS = ("factorized", "torch", "cuda", "python")
-NORMS = ("frobenius", "spectral", "nuclear", "nuclear_bound", "stable_rank")
 
 
 def variant_table(variants: Sequence[Variant]) -> Table:

@@ -183,15 +183,23 @@ def test_ctrl_c_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (said.code, said.err) == (130, "factorized: stopped by Ctrl-C\n")
 
 
-def test_the_command_to_go_on_with_is_the_one_that_was_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(line: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("train digits/resnet8 --overwrite", "train digits/resnet8 --resume"),
+        ("compress out/run --ratio 0.5 --overwrite", "compress out/run --ratio 0.5"),  # which always goes on
+    ],
+)
+def test_the_command_to_go_on_with_is_the_one_that_was_given(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, given: str, expected: str
+) -> None:
+    def stop(name: str | None) -> None:
         raise Interrupted(signal.SIGTERM)
 
-    monkeypatch.setattr(plan, "say", stop)
-    assert cli("plan", "digits/resnet8").err.endswith("go on with: factorized plan digits/resnet8 --resume\n")
+    monkeypatch.setattr("factorized.experiments.cli.device.pick_device", stop)
+    assert cli(*given.split()).err.endswith(f"go on with: factorized {expected}\n")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    said = cli("plan", "digits/resnet8")
-    assert said.err.endswith("go on with: torchrun … -m factorized plan digits/resnet8 --resume\n")
+    assert cli(*given.split()).err.endswith(f"go on with: torchrun … -m factorized {expected}\n")
 
 
 def test_the_version_is_told(cli: Cli) -> None:
