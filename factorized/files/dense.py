@@ -15,13 +15,16 @@ from factorized.surgery.heads import DenseAttention, shrunk_attention
 from factorized.surgery.progress import Count
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
+WRAPPER = "module."  # the prefix of DistributedDataParallel
+
 
 def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the
-    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` are
-    accepted; tied weights need only one of their names. Names, shapes and values are checked before anything changes.
+    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` or
+    ``DistributedDataParallel`` are accepted; tied weights need only one of their names. Names, shapes and values are
+    checked before anything changes.
 
     Raises:
         ValueError: the model has no factorized layer, is sharded or on the meta device, or ``state_dict`` does not fit.
@@ -37,10 +40,10 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     if not isinstance(state_dict, Mapping):
         raise ValueError(
             f"state_dict must map names to tensors, got {type(state_dict).__name__}; of a model, pass "
-            "model.state_dict()"
+            "model.state_dict(), and of a file, torch.load(path)"
         )
     inside = unwrapped(model)
-    state = {plain_name(key): value for key, value in state_dict.items()}
+    state = _plain(state_dict, inside)
     slots = _Slots(inside)
     _check_real(inside)
     slots.check(state)
@@ -61,6 +64,20 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     return model
 
 
+def _plain(state_dict: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict without the prefixes of wrappers; raise if it holds anything but tensors."""
+    for key, value in state_dict.items():
+        if not isinstance(value, Tensor):
+            inside = f"; the weights may be in state_dict[{key!r}]" if isinstance(value, Mapping) else ""
+            raise ValueError(
+                f"state_dict must map names to tensors, got {type(value).__name__} for {key!r}{inside}. Nothing was "
+                "changed"
+            )
+    own = any(name.startswith(WRAPPER) for name, _, _, _ in named_slots(model))
+    wrapped = not own and all(key.startswith(WRAPPER) for key in state_dict)
+    return {plain_name(key.removeprefix(WRAPPER) if wrapped else key): value for key, value in state_dict.items()}
+
+
 class _Slots:
     """What a dense checkpoint fills: weights of factorized layers, shrunk attention, and all other tensors."""
 
@@ -78,19 +95,26 @@ class _Slots:
         if not (layers or self.attention):
             raise ValueError(f"{type(model).__name__} has no factorized layer; use its own load_state_dict")
         factors = {factor for layer in layers.values() for factor in layer.factors}
+        tensors = [(name, tensor) for name, _, _, tensor in named_slots(model)]
+        self.factors = {name for name, tensor in tensors if tensor in factors}
         self.plain = {
             name: tensor
-            for name, _, _, tensor in named_slots(model)
-            if not (tensor in factors or any(unit.owns(tensor) for unit in self.attention))
+            for name, tensor in tensors
+            if not (name in self.factors or any(unit.owns(tensor) for unit in self.attention))
         }
 
     def check(self, state: Mapping[str, Tensor]) -> None:
         """Raise unless a state dict has their names and shapes; of tied tensors one name is enough."""
+        if (held := sorted(state.keys() & self.factors)) and not state.keys() & self.weights.keys():
+            raise ValueError(
+                f"state_dict holds factors ({held[0]}), so it is of a factorized model; use model.load_state_dict. "
+                "Nothing was changed"
+            )
         expected: Shapes = {name: tuple(tensor.shape) for name, tensor in self.plain.items()}
         expected |= {key: layer.dense_shape for key, layer in self.weights.items()}
-        held = {**self.plain, **{key: layer.factors[0] for key, layer in self.weights.items()}}
-        given = {tensor for name, tensor in held.items() if name in state}
-        optional = [name for name, tensor in held.items() if tensor in given]
+        tensors = {**self.plain, **{key: layer.factors[0] for key, layer in self.weights.items()}}
+        given = {tensor for name, tensor in tensors.items() if name in state}
+        optional = [name for name, tensor in tensors.items() if tensor in given]
         for unit in self.attention:
             expected |= unit.shapes
             optional += unit.given_elsewhere(state)

@@ -148,7 +148,7 @@ def plan(
         raise ValueError(_nothing_selected(model, problem.candidates))
     changes = _changes(scheme, options)
     if budget.is_share and problem.target < lowest_cost(problem.items):
-        raise ValueError(out_of_reach(model, problem, changes, posed))
+        raise out_of_reach(model, problem, changes, posed)
     precise = budget.name == "energy"  # other spectra are compared with one another: five digits are enough
     spectra = spectra_of(model, problem.weights, calibration, precise=precise) if by_spectrum else None
     if spectra is not None and allocate == "spectrum" and calibration is not None and calibration.loss is not None:

@@ -217,7 +217,8 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     if wrong:
         raise ValueError(
             f"the plan was made for another model ({plan.model}): {listed(wrong, 3, '; ')}. "
-            f"Make a plan for this {type(model).__name__}; nothing was changed"
+            f"Pass the dense model that it was made for, or make a plan for this {type(model).__name__}; nothing was "
+            "changed"
         )
     sharded = [
         entry.name

@@ -61,8 +61,10 @@ ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
         ),
         (
             {"scheme": LowRank, "ratio": 0.5},
-            "got <class 'factorized.formats.product.LowRank'>",
+            "got <class 'factorized.formats.product.LowRank'>; make one: LowRank()",
         ),
+        ({"scheme": 0.1}, "got 0.1; a budget has a name: ratio=0.1"),
+        ({"ratio": 10}, "ratio=10 is above 1; for 10 %, ratio=0.1; ratio must be in (0, 1]"),
         ({"rank_scale": 5}, "rank_scale=5 leaves every layer of Mlp dense"),
         ({"ratio": 1}, "ratio=1 leaves every layer of Mlp dense"),
     ],

@@ -20,7 +20,7 @@ EXAMPLES = examples(
     "factorized compress out/digits/resnet8/seed-0 --ratio 0.3",
     "factorized compress out/cifar10/resnet32x2/seed-0 --ratio 0.1 --data DIR --recover cifar10/resnet32x2",
     "factorized compress out/language/tiny/seed-0 --ratio 0.5 --to composed",
-    "factorized compress models/gpt2 --ratio 0.7 --data DIR     a folder of transformers, and one of .txt files",
+    "factorized compress models/gpt2 --ratio 0.7 --data TEXTS      folders of transformers, and of .txt files",
     "factorized compress mymodels:trained --ratio 0.5 --data images.npz",
 )
 NO_RECOVERY = "none"
@@ -38,8 +38,8 @@ def compress(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="The folder of a finished run, a folder of a Hugging Face model, or module:function, which returns a "
-            "trained classifier of images.",
+            help="The folder of a finished run, a folder of a Hugging Face model, or module:function, which is called "
+            "with classes= and returns a trained classifier of images.",
             show_default=False,
         ),
     ],
@@ -57,7 +57,11 @@ def compress(
     ] = None,
     to: Annotated[
         list[Form] | None,
-        typer.Option(help="Write the network as plain modules too: still low-rank, or dense.", show_default=False),
+        typer.Option(
+            metavar="lowered|composed",
+            help="Write the network as plain modules, too: still low-rank, or dense.",
+            show_default=False,
+        ),
     ] = None,
     ranks: Annotated[
         Literal["loss", "outputs", "uniform"],
@@ -70,6 +74,9 @@ def compress(
         list[str] | None,
         typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.", show_default=False),
     ] = None,
+    first_and_last: Annotated[
+        bool, typer.Option("--first-and-last", help="Factorize the first and the last layer, too.")
+    ] = False,
     multiple_of: Annotated[
         int | None, typer.Option(min=1, help="Round ranks to multiples.", show_default=False)
     ] = None,
@@ -105,6 +112,7 @@ def compress(
         ranks=ranks,
         kind=kind,
         exclude=tuple(exclude or ()),
+        keep_first_and_last=not first_and_last,
         multiple_of=multiple_of,
         samples=samples,
         layers_per_pass=layers_per_pass,
@@ -124,7 +132,7 @@ def compress(
         work.run(recipe, [form.value for form in to or ()])
         page = write_page(work.state, folder)
     _report(work.state)
-    say(f"{folder}; drawn on {page}")
+    say(f"written to {folder}; open {page}")
 
 
 def _recovery(subject: Subject, name: str | None, factorize: Factorize) -> AnyRecipe | None:

@@ -121,7 +121,7 @@ def _command_to_resume(given: Sequence[str]) -> str:
     again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
     if _verb(given) == ["train"]:  # others go on by themselves
         again.append("--resume")
-    started_by = "torchrun … -m factorized.experiments.cli" if "LOCAL_RANK" in os.environ else "factorized"
+    started_by = "torchrun … -m factorized" if "LOCAL_RANK" in os.environ else "factorized"
     return f"{started_by} {shlex.join(again)}"
 
 

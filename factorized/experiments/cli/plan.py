@@ -18,7 +18,7 @@ from factorized.experiments.cli.arguments import (
 )
 from factorized.experiments.cli.console import say
 from factorized.experiments.cli.text import plan_recipe
-from factorized.experiments.models.names import MOST_CLASSES, MOST_VALUES
+from factorized.experiments.models.names import MODELS, MOST_CLASSES, MOST_VALUES
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +126,10 @@ def plan(
         recipe = check_recipe(table, f"--model {model}")
         shape = (classes or 10, size or 32, channels or 3)
         recipe, images = _without_data(recipe, shape) if data is None else load_data(recipe, data)
+    elif name in MODELS:
+        raise ValueError(
+            f"{name} is a model, not a recipe; plan it by --model {name}, with a budget such as --ratio 0.1"
+        )
     else:
         read = load_any_recipe(name, changes or ())
         read = check_any_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
@@ -182,8 +186,6 @@ def _weights_if_needed(recipe: Recipe) -> torch.device:
     Somebody else's function may look at numbers it made, and weights in a folder can only be read into memory.
     """
     import torch
-
-    from factorized.experiments.models.names import MODELS
 
     without = recipe.model.name in MODELS and not recipe.factorize.depends_on_weights
     return torch.device("meta" if without else "cpu")

@@ -8,18 +8,22 @@ import typer
 
 from factorized.experiments.cli.arguments import RecipeName, examples
 from factorized.experiments.cli.console import console, plain_table, say
+from factorized.experiments.cli.verb import Group, Verb
 
 if TYPE_CHECKING:
     from factorized.experiments.recipes.recipe import Paper
 
 app = typer.Typer(
+    cls=Group,
     help="List and show recipes.",
     epilog=examples("factorized recipes ls", "factorized recipes show digits/resnet8-lowrank-0.1-si-fd"),
 )
 ROOM_FOR_TITLES = 120  # columns below which the paper's column is left out
 
 
-@app.command("ls", epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q"))
+@app.command(
+    "ls", cls=Verb, epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q")
+)
 def list_recipes(
     part: Annotated[str, typer.Argument(metavar="[PART]", help="Only names that hold this.", show_default=False)] = "",
     names_only: Annotated[bool, typer.Option("--quiet", "-q", help="Only the names, one on a line.")] = False,
@@ -43,7 +47,9 @@ def list_recipes(
     out.print(table)
 
 
-@app.command("show", epilog=examples("factorized recipes show cifar10/resnet32x2", "factorized recipes show own.toml"))
+@app.command(
+    "show", cls=Verb, epilog=examples("factorized recipes show cifar10/resnet32x2", "factorized recipes show own.toml")
+)
 def show_recipe(
     name: RecipeName,
     whole: Annotated[bool, typer.Option("--whole", help="With what it extends and every default.")] = False,

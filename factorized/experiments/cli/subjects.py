@@ -35,8 +35,15 @@ def open_subject(model: str, data: str | None, device: torch.device, *, trust_mo
     hint = f"; did you mean {within[0]}?" if within else ""
     raise ValueError(
         f"MODEL must be the folder of a finished run (with {RESULT}) or of a Hugging Face model (with {CONFIG}), or "
-        f"module:function, got {model}{hint}"
+        f"module:function, got {model}{hint or _checkpoint_hint(path)}"
     )
+
+
+def _checkpoint_hint(path: Path) -> str:
+    """Return how a file of weights alone is compressed, if the path is one."""
+    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
+        return ""
+    return "; write a function that builds the network and loads this file, and name it as module:function"
 
 
 def default_folder(model: str, ratio: float) -> Path:

@@ -30,7 +30,7 @@ EXAMPLES = examples(
     "factorized train cifar10/resnet32 --data DIR --seeds 3 --at-once 3",
     "factorized train cifar10/resnet32x2 --data cifar.npz --set schedule.epochs=30 --set optimizer.lr=0.05",
     "factorized train cifar10/resnet32x2 --data DIR --resume",
-    "torchrun --nproc-per-node 4 -m factorized.experiments.cli train tiny-imagenet/resnet32x2 --data DIR",
+    "torchrun --nproc-per-node 4 -m factorized train tiny-imagenet/resnet32x2 --data DIR",
 )
 
 
@@ -42,7 +42,7 @@ def train(
         int | None, typer.Option(min=1, max=MOST_SEEDS, help="Train seeds 0 to N-1.", show_default=False)
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Train this seed; 0 unless given.", show_default=False)
+        int | None, typer.Option(min=0, help="Train this seed; 0 unless given.", show_default=False)
     ] = None,
     at_once: Annotated[
         int,
@@ -69,6 +69,8 @@ def train(
     """Train a recipe, with one seed or several; checkpoints, curves and the result lie in OUT/NAME/seed-SEED."""
     if seeds is not None and seed is not None:
         raise ValueError(f"give --seeds {seeds} for seeds 0 to {seeds - 1}, or --seed {seed} for one, not both")
+    if seed is not None and seed > LARGEST_SEED:
+        raise ValueError(f"--seed must be at most {LARGEST_SEED}, the largest that torch takes, got {seed}")
     ways = [
         option
         for option, given in (("--resume", resume), ("--auto-resume", auto_resume), ("--overwrite", overwrite))

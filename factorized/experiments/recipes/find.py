@@ -241,4 +241,4 @@ def _fields(recipe: type[Named], tables: Sequence[Any]) -> list[str]:
 
 def _nearest(word: str, known: Sequence[str]) -> str:
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f" (did you mean {found[0]!r}?)" if found else ""

@@ -167,7 +167,7 @@ def machine_table(runs: Sequence[Run]) -> Table:
         )
         for key, count in counted.items()
     ]
-    columns = (*(Column(name, long=name == "system") for name in names), Column("runs", number=True))
+    columns = (*(Column(name.replace("_", " "), long=name == "system") for name in names), Column("runs", number=True))
     return Table("machines", "Hardware and versions", columns, rows)
 
 

@@ -73,7 +73,7 @@ def train_text(
         if recipe.run.shard and processes.count == 1:
             raise ValueError(
                 "run.shard = true splits a network over several processes, and this is the only one; start it with "
-                "torchrun --nproc-per-node N -m factorized.experiments.cli train ..., or set run.shard = false"
+                "torchrun --nproc-per-node N -m factorized train ..., or set run.shard = false"
             )
         model = build_text_network(recipe, corpus.tokenizer, seeds[0]) if start is None else start
         needed = 6 * sum(parameter.nbytes for parameter in model.parameters()) + 2**20

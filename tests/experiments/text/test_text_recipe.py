@@ -32,7 +32,7 @@ def test_a_recipe_of_text_is_none_of_images() -> None:
         (["decay.kind=frobenius", "decay.forms=[]"], "at least 1 item"),
         (['decay.forms=["qk"]'], 'is for kind = "frobenius"'),
         (["model.name=bert"], "expected hf:FOLDER"),
-        (["schedule.update=3"], "there is no field 'schedule.update'; did you mean 'updates'"),
+        (["schedule.update=3"], "there is no field 'schedule.update' (did you mean 'updates'"),
     ],
 )
 def test_a_wrong_recipe_of_text_says_what_is_allowed(changes: list[str], message: str) -> None:
