@@ -52,11 +52,14 @@ class FrobeniusDecay(AttachedDecay):
         >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8), nn.Linear(64, 10))
         >>> optimizer = torch.optim.SGD(fz.parameter_groups(model, weight_decay=1e-4), lr=0.1)
         >>> decay = fz.FrobeniusDecay(model, 1e-4).attach(optimizer)
+        >>> decay
+        FrobeniusDecay(products=1, strength=0.0001, decoupled=False)
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()  # decays the product, too
     """
 
     noun = "decay"
+    shown = ("strength", "decoupled")
     penalizes = "the squared Frobenius norm"
 
     def __init__(

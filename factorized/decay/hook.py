@@ -71,6 +71,7 @@ class AttachedDecay(DecaysProducts):
     """Acts on products just before every step of the optimizer it is attached to. Abstract."""
 
     noun: ClassVar[str]  # what errors call it
+    shown: ClassVar[tuple[str, ...]]  # the attributes that the repr shows
     changes_parameters: bool = False  # rather than gradients
 
     def __init__(self, decayed: Sequence[Form]) -> None:
@@ -110,6 +111,10 @@ class AttachedDecay(DecaysProducts):
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` is a factor that this object acts on."""
         return any(factor.parameter is parameter for form in self._decayed for factor in form.factors)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={_in_short(getattr(self, name))}" for name in self.shown)
+        return f"{type(self).__name__}(products={len(self._decayed)}, {shown})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, which are not attached to an optimizer."""
@@ -152,6 +157,11 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
+
+
+def _in_short(value: object) -> str:
+    """Return the name of a function, and the repr of other values."""
+    return getattr(value, "__name__", type(value).__name__) if callable(value) else repr(value)
 
 
 def _own_decays(optimizer: Optimizer) -> list[object]:

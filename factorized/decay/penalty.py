@@ -39,6 +39,7 @@ class ProductPenalty(AttachedDecay):
     """
 
     noun = "penalty"
+    shown = ("fn",)
     penalizes = "a function of the product"
 
     def __init__(self, model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -113,6 +114,7 @@ class NuclearDecay(ProductPenalty):
     """
 
     penalizes = "the nuclear norm"
+    shown = ("strength",)
 
     def __init__(self, model: nn.Module, strength: float) -> None:
         check_number("strength", strength)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from inspect import signature
+from difflib import get_close_matches
 from typing import Any, Unpack, cast
 
 from torch import Tensor, nn
@@ -102,6 +102,7 @@ def factorize(
         )
     """
     check_model(model)
+    _refuse_unknown(options)
     if isinstance(plan, Plan):
         _refuse_options(options)
     else:
@@ -120,9 +121,18 @@ def factorize(
     return cast(Model, install(model, plan, build_layers(model, plan, init, progress, exact=exact)))
 
 
+def _refuse_unknown(options: PlanOptions) -> None:
+    """Raise as Python does if a keyword argument is not one of ``factorize``, and name the nearest."""
+    known = [*(factorize.__kwdefaults__ or ()), *PlanOptions.__annotations__]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+            raise TypeError(f"factorize() got an unexpected keyword argument {name!r}; {hint}")
+
+
 def _refuse_options(options: PlanOptions) -> None:
     """Raise if options for planning are given together with a finished plan."""
-    signature(make_plan).bind_partial(**options)  # a misspelt name is a TypeError, with or without a plan
     given = {name for name, value in options.items() if value is not None}
     if given.intersection(BUDGETS):
         raise ValueError("the plan already holds the budget: pass a plan, or a scheme with a budget, not both")

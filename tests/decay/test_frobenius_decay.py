@@ -256,6 +256,30 @@ class TestAttached:
         assert set(asked) == {0, 1, 2}
 
 
+def warm_up(step: int) -> float:
+    return min(step / 100, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("decay", "text"),
+    [
+        (lambda model: fz.FrobeniusDecay(model, 1e-4), "FrobeniusDecay(products=2, strength=0.0001, decoupled=False)"),
+        (
+            lambda model: fz.FrobeniusDecay(model, {"1": 0.5}, decoupled=True),
+            "FrobeniusDecay(products=1, strength={'1': 0.5}, decoupled=True)",
+        ),
+        (
+            lambda model: fz.FrobeniusDecay(model, warm_up),
+            "FrobeniusDecay(products=2, strength=warm_up, decoupled=False)",
+        ),
+        (lambda model: fz.NuclearDecay(model, 0.5), "NuclearDecay(products=2, strength=0.5)"),
+        (lambda model: fz.ProductPenalty(model, torch.sum), "ProductPenalty(products=2, fn=sum)"),
+    ],
+)
+def test_a_notebook_shows_how_many_products_are_decayed_and_how(decay: Callable[[nn.Module], Any], text: str) -> None:
+    assert repr(decay(nn.Sequential(fz.FactorizedLinear(8, 8, 2), fz.FactorizedLinear(8, 4, 2)))) == text
+
+
 def test_a_schedule_goes_on_after_a_restart() -> None:
     model = fz.FactorizedLinear(9, 7, 2).double()
     decay = fz.FrobeniusDecay(nn.Sequential(model), lambda step: 0.1 * (step + 1))

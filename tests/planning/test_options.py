@@ -26,9 +26,17 @@ def test_every_option_is_documented_where_it_is_planned() -> None:
 
 
 @pytest.mark.parametrize("made", [None, fz.LowRank(), fz.plan(Mlp(), ratio=0.5)])
-def test_an_unknown_option_is_named(made: Any) -> None:
-    with pytest.raises(TypeError, match="'ration'"):
-        fz.factorize(Mlp(), made, ration=0.5)
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("ratoi", r"did you mean 'ratio'\?"),
+        ("inti", r"did you mean 'init'\?"),
+        ("zzz", "it takes init, exact, progress, ratio, rank_scale, .*, attention"),
+    ],
+)
+def test_a_mistyped_keyword_is_reported_as_one_of_factorize_with_the_nearest(made: Any, wrong: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"^factorize\(\) got an unexpected keyword argument '{wrong}'; {hint}$"):
+        fz.factorize(Mlp(), made, **{wrong: 0.5})
 
 
 GIVEN: dict[str, Any] = {
