@@ -18,7 +18,7 @@ from typing import Any
 from factorized.experiments.cli.processes import process_number
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.extras import not_installed
-from factorized.experiments.training.interrupt import Interrupted, OneInterrupt
+from factorized.experiments.training.interrupt import CannotWrite, Interrupted, OneInterrupt
 
 LONGEST = 4096  # characters of an argument: as long as a path can be
 STOPPED = 128 + signal.SIGINT
@@ -102,8 +102,8 @@ def _checked_words(given: Sequence[str]) -> list[str]:
 def _explain(error: Exception, given: Sequence[str]) -> int:
     if "--debug" in given:
         traceback.print_exception(error)
-    if isinstance(error, Interrupted):
-        _complain(f"{error}; its state is saved, go on with: {_command_to_resume(given)}")
+    if isinstance(error, (Interrupted, CannotWrite)):
+        _complain(f"{error}; {_how_to_go_on(error.kept, given)}")
         return error.exit_code
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS and "pip install" not in str(error):
@@ -117,12 +117,15 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     return 2
 
 
-def _command_to_resume(given: Sequence[str]) -> str:
+def _how_to_go_on(kept: str, given: Sequence[str]) -> str:
+    """Return the command to type after a run that ended early, and what it finds there."""
     again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
-    if _verb(given) == ["train"]:  # others go on by themselves
+    verb = _verb(given)
+    if verb == ["train"]:  # others go on by themselves
         again.append("--resume")
     started_by = "torchrun … -m factorized" if "LOCAL_RANK" in os.environ else "factorized"
-    return f"{started_by} {shlex.join(again)}"
+    what = "begin anew" if verb == ["demo"] else f"{kept}, go on"
+    return f"{what} with: {started_by} {shlex.join(again)}"
 
 
 def _misuse(error: Exception) -> str | None:

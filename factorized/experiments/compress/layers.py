@@ -13,7 +13,7 @@ from factorized.formats.calibration import output_spectrum
 from factorized.nn.dense import dense_weight
 from factorized.nn.held_weight import named_layers
 from factorized.nn.model import named
-from factorized.nn.running import run_once
+from factorized.nn.running import removing, run_once
 from factorized.planning.calibration import Calibrated, collect
 from factorized.planning.plan import Plan
 
@@ -83,11 +83,8 @@ def layer_calls(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str,
 
     modules = dict(model.named_modules())
     hooks = [modules[name].register_forward_hook(keep(name), with_kwargs=True) for name in names if name in modules]
-    try:
+    with removing(hooks):
         run_once(model, batch[0] if isinstance(batch, (tuple, list)) else batch, "the first batch")
-    finally:
-        for hook in hooks:
-            hook.remove()
     return seen
 
 

@@ -1,4 +1,4 @@
-"""One self-contained page about a compression: the scores, the layers, their spectra, what was lost and won back."""
+"""One self-contained page about a compression: its scores, layers, spectra, and what recovery changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compress_page(state: Mapping[str, Any]) -> str:
         score=state["score"],
         lower_is_better=state["lower_is_better"],
         stages=stages,
-        won_back=_won_back(state),
+        improved=_improved(state),
         rows=rows,
         dense_layers=[entry for entry in state["plan"]["plan"]["entries"] if entry["reason"]],
         networks={**stages, **{form: state[form] for form in ("lowered", "composed") if form in state}},
@@ -61,7 +61,7 @@ def _with_differences(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _won_back(state: Mapping[str, Any]) -> float | None:
+def _improved(state: Mapping[str, Any]) -> float | None:
     """Return how much better the score is after recovery; None without it."""
     if "recovered" not in state:
         return None

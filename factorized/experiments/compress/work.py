@@ -20,6 +20,7 @@ from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.progress import Progress, silent
 from factorized.experiments.recipes.recipe import Factorize
 from factorized.experiments.recipes.text import AnyRecipe
+from factorized.experiments.training.folder import writing
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
 from factorized.files.checksum import is_sealed
@@ -110,6 +111,8 @@ class Work:
                     f"{self.subject.name} cannot be written as {form}: transformers would not open it. Ask for "
                     f"{' or '.join(self.subject.forms)}, or lower it in Python: fz.lower(fz.from_pretrained(...))"
                 )
+        if "plan" not in self.state:
+            self._check_reach()
         self._stage("before", self._evaluate_dense)
         self._stage("plan", self._plan)
         self._stage("compressed", self._factorize)
@@ -187,10 +190,8 @@ class Work:
             self.say(f"note: {note}")
         self.state["notes"] = [*self.state["notes"], *notes]
         self.state["seconds"][name] = time.perf_counter() - began
-        try:
+        with writing(self.folder):
             write_json(self.folder / STATE, self.state)
-        except OSError as error:
-            raise ValueError(f"cannot write to {self.folder}: {in_words(error, named=False)}; make room") from error
 
     def _evaluate_dense(self) -> dict[str, Any]:
         scores = self.subject.evaluate(self.dense)
@@ -202,16 +203,28 @@ class Work:
         watched = Watched(self.batches, self.progress, stage)
         return Calibrated(watched, layers_per_pass=self.settings.layers_per_pass, loss=loss)
 
+    def _check_reach(self) -> None:
+        """Raise if the settings allow no plan: a uniform one shows it before anything is tested or calibrated."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plan itself gives them
+            self._make_plan(None)
+
     def _plan(self) -> dict[str, Any]:
-        settings, dense = self.settings, self.dense
-        by_spectrum = settings.ranks != "uniform"
+        made = self._make_plan(None if self.settings.ranks == "uniform" else self._calibration("choosing ranks"))
+        spectra = output_spectra(self.dense, made, self._calibration("reading spectra"))
+        self.say(f"plan: {len(made.layers)} layers factorized, {made.params_after:,} of {made.params:,} parameters")
+        return {"plan": made.to_dict(), "layers": layer_rows(made, spectra)}
+
+    def _make_plan(self, calibration: Calibrated | None) -> Plan:
+        """Return a plan of the dense network as asked: by the spectra that a calibration shows, or uniform."""
+        settings = self.settings
         try:
-            made = make_plan(
-                dense,
+            return make_plan(
+                self.dense,
                 LowRank(settings.kind),
                 ratio=settings.ratio,
-                allocate="spectrum" if by_spectrum else "uniform",
-                calibration=self._calibration("choosing ranks") if by_spectrum else None,
+                allocate="uniform" if calibration is None else "spectrum",
+                calibration=calibration,
                 exclude=settings.exclude,
                 keep_first_and_last=settings.keep_first_and_last,
                 multiple_of=settings.multiple_of,
@@ -219,9 +232,6 @@ class Work:
             )
         except OutOfReach as error:
             raise ValueError(error.told(_as_options, "none of its layers is left out by an option")) from None
-        spectra = output_spectra(dense, made, self._calibration("reading spectra"))
-        self.say(f"plan: {len(made.layers)} layers factorized, {made.params_after:,} of {made.params:,} parameters")
-        return {"plan": made.to_dict(), "layers": layer_rows(made, spectra)}
 
     @cached_property
     def plan(self) -> Plan:

@@ -12,9 +12,9 @@ from factorized.experiments.data.extras import need
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
 from factorized.experiments.text.models import AUTO
-from factorized.experiments.text.tokenizer import load_tokenizer
+from factorized.experiments.text.tokenizer import TOKENIZER, load_tokenizer
 from factorized.experiments.text.trained import load_text_run, read_text_result
-from factorized.experiments.training.trained import FOLDER, RESULT
+from factorized.experiments.training.trained import FOLDER, RESULT, check_file
 from factorized.surgery.compose import is_factorized
 
 PRETRAINED = "masked"  # the task of the runs that others go on from
@@ -47,7 +47,9 @@ def build_from_run(recipe: TextRecipe, run: str, seed: int) -> nn.Module:
 def tokenizer_of_run(run: str) -> Any:
     """Return the tokenizer of a finished run."""
     _recipe_of(run)
-    return load_tokenizer(_folder(run) / FOLDER)
+    folder = _folder(run)
+    check_file(folder / FOLDER / TOKENIZER, read_text_result(folder)["files"][TOKENIZER])
+    return load_tokenizer(folder / FOLDER)
 
 
 def origin(run: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from factorized.nn.running import removing
+
 
 def take_positions(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
     """Let ``model`` take ``positions``, (batch, predicted), and return the logits at these only.
@@ -37,12 +39,8 @@ def take_positions(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
 @contextmanager
 def taking_positions(model: nn.Module) -> Iterator[None]:
     """Let ``model`` take ``positions`` within this context, also if it takes them already."""
-    handles = take_positions(model)
-    try:
+    with removing(take_positions(model)):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def output_layer(model: Any) -> nn.Module:

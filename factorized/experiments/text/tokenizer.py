@@ -13,6 +13,7 @@ from factorized.experiments.data.extras import need
 from factorized.experiments.recipes.text import Task, TextData
 from factorized.files.atomic import write_whole
 
+TOKENIZER = "tokenizer.json"  # in the folder of a model
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 BERT_PIECES = 30_522  # of the published uncased vocabulary
@@ -146,14 +147,16 @@ def stand_in_tokenizer(data: TextData) -> StandIn:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a model's folder holds a tokenizer that can be loaded."""
-    return (folder / "tokenizer.json").is_file()
+    return (folder / TOKENIZER).is_file()
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer that was saved beside a model."""
     if not has_tokenizer(folder):
         raise ValueError(
-            f"{folder / 'tokenizer.json'} is missing; train the run again, or save the model's tokenizer there"
+            f"{folder / TOKENIZER} is missing; write the model's tokenizer there by transformers.AutoTokenizer."
+            f"from_pretrained(NAME).save_pretrained({str(folder)!r}), where NAME is the model on the hub, or a folder "
+            "that holds its vocabulary"
         )
     return need("transformers", "transformers", "text", "text").PreTrainedTokenizerFast.from_pretrained(folder)
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.training import norms, state, trained
 from factorized.experiments.training.export import COMPOSED, LOWERED, SUFFIXES
+from factorized.experiments.training.interrupt import CannotWrite
 from factorized.files.atomic import lock
 
 METRICS = "metrics.jsonl"
@@ -111,10 +112,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"cannot write to {folder}: {in_words(error, named=False)}; the checkpoint before it is kept. Make room, "
-            "then go on with --resume"
-        ) from error
+        raise CannotWrite(f"cannot write to {folder}: {in_words(error, named=False)}; make room") from error
 
 
 def _probe(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Graceful stops: SIGTERM and Ctrl-C are remembered, and the loop stops between two steps."""
+"""Runs that end early: on SIGTERM and Ctrl-C they stop between two steps; or their folder cannot be written."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ PATIENCE = 2.0  # seconds within which several processes ignore a repeated signa
 class Interrupted(Exception):
     """A run that was asked to stop, and has saved itself."""
 
+    kept = "its state is saved"
+
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number, self.exit_code = number, 128 + number
 
     def __reduce__(self) -> tuple[type[Interrupted], tuple[int]]:
         return type(self), (self.number,)  # from one process to another
+
+
+class CannotWrite(ValueError):
+    """A run that could not write to its folder, where the checkpoint before is whole."""
+
+    kept, exit_code = "the last checkpoint is kept", 2
 
 
 class StopRequest:

@@ -174,9 +174,9 @@ def test_recovery_can_be_added_later_and_another_one_is_refused(cli: Cli, run: P
     assert "recovered" not in before
     assert before["lowered"]["scores"] == before["compressed"]["scores"]
     page = (tmp_path / "out/compress.html").read_text()
-    assert "won back" not in page
+    assert "by recovery" not in page
     assert cli(*arguments).code == 0
-    assert "won back" in (tmp_path / "out/compress.html").read_text()
+    assert "by recovery" in (tmp_path / "out/compress.html").read_text()
     after = state_of(tmp_path / "out")
     assert after["lowered"]["scores"]["loss"] == pytest.approx(after["recovered"]["scores"]["loss"], rel=1e-3)
     own = tmp_path / "own.toml"
@@ -291,7 +291,7 @@ def test_the_page_loads_nothing_fits_the_screen_and_draws_every_layer(
         "accuracy, dense",
         "accuracy, compressed",
         "accuracy, recovered",
-        "won back by recovery",
+        "improved by recovery",
     ]
 
 

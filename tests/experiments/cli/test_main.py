@@ -18,7 +18,7 @@ from factorized.experiments.cli.app import app
 from factorized.experiments.cli.main import main
 from factorized.experiments.data.extras import install_command
 from factorized.experiments.recipes.recipe import Factorize
-from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.interrupt import CannotWrite, Interrupted
 from factorized.version import __version__
 from tests.experiments.cli.conftest import Cli
 
@@ -184,22 +184,34 @@ def test_ctrl_c_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("error", "what", "kept"),
     [
-        ("train digits/resnet8 --overwrite", "train digits/resnet8 --resume"),
-        ("compress out/run --ratio 0.5 --overwrite", "compress out/run --ratio 0.5"),  # which always goes on
+        (Interrupted(signal.SIGTERM), "stopped by SIGTERM; ", "its state is saved, "),
+        (CannotWrite("the disk is full; make room"), "the disk is full; make room; ", "the last checkpoint is kept, "),
     ],
 )
-def test_the_command_to_go_on_with_is_the_one_that_was_given(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, given: str, expected: str
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("train digits/resnet8 --overwrite", "go on with: factorized train digits/resnet8 --resume"),
+        # which always goes on
+        ("compress out/run --ratio 0.5 --overwrite", "go on with: factorized compress out/run --ratio 0.5"),
+        ("demo --seeds 1", "begin anew with: factorized demo --seeds 1"),  # which never does
+    ],
+)
+def test_a_run_that_ended_early_says_which_command_goes_on(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, given: str, expected: str, error: Exception, what: str, kept: str
 ) -> None:
-    def stop(name: str | None) -> None:
-        raise Interrupted(signal.SIGTERM)
+    def stop(*arguments: object, **options: object) -> None:
+        raise error
 
     monkeypatch.setattr("factorized.experiments.cli.device.pick_device", stop)
-    assert cli(*given.split()).err.endswith(f"go on with: factorized {expected}\n")
+    monkeypatch.setattr("factorized.experiments.reproduce.demonstration.run_variants", stop)
+    told = f"factorized: {what}{kept if 'go on' in expected else ''}{expected}\n"
+    said = cli(*given.split())
+    assert (said.code, said.err) == (143 if isinstance(error, Interrupted) else 2, told)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert cli(*given.split()).err.endswith(f"go on with: torchrun … -m factorized {expected}\n")
+    assert cli(*given.split()).err == told.replace("with: ", "with: torchrun … -m ")
 
 
 def test_the_version_is_told(cli: Cli) -> None:

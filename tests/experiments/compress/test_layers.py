@@ -51,6 +51,14 @@ def test_differences_add_up_along_the_network_and_are_zero_where_nothing_changed
     assert found["square"] > 0 == alone["square"]
 
 
+def test_a_network_is_not_watched_any_more_after_its_calls_even_if_it_fails() -> None:
+    model = Mlp()
+    layer_calls(model, NAMES, torch.randn(2, 20))
+    with pytest.raises(ValueError, match="the first batch"):
+        layer_calls(model, NAMES, torch.randn(2, 21))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_layers_that_share_a_weight_share_a_spectrum_and_layers_that_never_run_have_none() -> None:
     model, ids = TiedReader(), torch.randint(200, (16, 8))
     plan = fz.plan(model, ratio=0.5, keep_first_and_last=False)

@@ -139,6 +139,14 @@ def test_another_network_or_setting_in_the_folder_is_named(tmp_path: Path, chang
         Work(other, settings, tmp_path)
 
 
+@pytest.mark.parametrize("wrong", [{"ratio": 0.02}, {"ratio": 0.5, "exclude": ("nothing",)}])
+def test_settings_that_allow_no_plan_are_refused_before_anything_is_tested(tmp_path: Path, wrong: Any) -> None:
+    subject = Points()
+    with pytest.raises(ValueError, match=r"is out of reach|matches no layer"):
+        Work(subject, Settings(**wrong), tmp_path, say=lambda line: None).run(None)
+    assert subject.done == ["dense"]
+
+
 def test_other_settings_are_taken_as_long_as_there_is_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="matches no layer"):
         Work(Points(), Settings(ratio=0.02, exclude=("nothing",)), tmp_path, say=lambda line: None).run(None)
@@ -191,7 +199,7 @@ def test_warnings_become_notes_that_stay(tmp_path: Path) -> None:
     assert note in compress_page(work.state)
 
 
-def test_the_page_shows_scores_layers_losses_and_what_was_won_back(tmp_path: Path) -> None:
+def test_the_page_shows_scores_layers_losses_and_what_recovery_changed(tmp_path: Path) -> None:
     _, work = compressed(tmp_path)
     state = work.state
     before, after, now = (state[stage]["scores"]["loss"] for stage in ("before", "compressed", "recovered"))
@@ -199,7 +207,7 @@ def test_the_page_shows_scores_layers_losses_and_what_was_won_back(tmp_path: Pat
     assert f"<dt>loss, dense</dt><dd>{before:.2f}</dd>" in page
     assert f"<dt>loss, compressed</dt><dd>{after:.2f}</dd>" in page
     assert f"<dt>loss, recovered</dt><dd>{now:.2f}</dd>" in page
-    assert f"<dt>won back by recovery</dt><dd>{after - now:.2f}</dd>" in page  # lower is better
+    assert f"<dt>improved by recovery</dt><dd>{after - now:.2f}</dd>" in page  # lower is better
     for row in state["plan"]["layers"]:
         assert f"<code>{row['name']}</code>" in page
         assert f"{row['name']}: rank {row['rank']} of {row['full_rank']}" in page
@@ -207,7 +215,12 @@ def test_the_page_shows_scores_layers_losses_and_what_was_won_back(tmp_path: Pat
         shown = "".join(f'<td class="number">{share:.1f} %</td>' for share in shares)
         assert shown in page.replace("\n", "")
     state["recovered"]["scores"]["loss"] = after + 0.25
-    assert "<dt>lost in recovery</dt><dd>0.25</dd>" in compress_page(state)
+    assert "<dt>worsened by recovery</dt><dd>0.25</dd>" in compress_page(state)
+    state["compressed"]["scores"]["loss"] = before - 0.5  # nothing was lost, so that nothing could be won back
+    state["recovered"]["scores"]["loss"] = before - 0.75
+    page = compress_page(state)
+    assert "<dt>improved by recovery</dt><dd>0.25</dd>" in page
+    assert "won back" not in page
     assert "Loss while recovering" in page
     assert "digits/resnet8-recovery" in page
     for form in ("lowered", "composed"):

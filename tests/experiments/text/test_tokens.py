@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from factorized.experiments.recipes.text import TextData
 from factorized.experiments.text import tokenizer as tokenizer_module
 from factorized.experiments.text import tokens as tokens_module
-from factorized.experiments.text.tokenizer import learn_tokenizer
+from factorized.experiments.text.tokenizer import learn_tokenizer, load_tokenizer
 from factorized.experiments.text.tokens import pack
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the cat, ünïcode!", "a mat and a cat"]
@@ -33,6 +34,20 @@ def test_a_tokenizer_is_learned_once(tmp_path: Path) -> None:
     again = learn_tokenizer("translation", TextData(vocabulary=300), [], tmp_path / "tokenizer.json")
     assert again.get_vocab() == first.get_vocab()
     assert again(TEXTS[0])["input_ids"][-1] == again.eos_token_id
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_write_one_there_and_that_works(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "the"]))
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json is missing; write the model's tokenizer there by "
+    ) as caught:
+        load_tokenizer(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    command = re.search(r"transformers\.(AutoTokenizer\..*\)), where NAME", str(caught.value))
+    assert command is not None
+    eval(command[1], {"AutoTokenizer": transformers.AutoTokenizer, "NAME": tmp_path})
+    assert load_tokenizer(tmp_path)("the cat")["input_ids"] == [2, 6, 5, 3]
 
 
 def test_byte_pairs_of_a_language_model_know_every_text(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from factorized.experiments.training import state as state_module
 from factorized.experiments.training.folder import claimed, prepare_folders
-from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.interrupt import CannotWrite, Interrupted
 from factorized.experiments.training.state import FILE, RunState, load_state, save_state
 from factorized.experiments.training.step import TrainingStep
 from factorized.experiments.training.train import train
@@ -148,7 +148,7 @@ def test_a_write_that_fails_in_the_middle_of_a_run_is_a_readable_error(tmp_path:
         train(recipe(), digits(), tmp_path, device="cpu", reporter=Signals(signal.SIGTERM, epoch=0, step=None))
     before = (tmp_path / "seed-0" / FILE).read_bytes()
     with (
-        pytest.raises(ValueError, match=r"cannot write to .*seed-0: File too large; the checkpoint before it is kept"),
+        pytest.raises(ValueError, match=r"cannot write to .*seed-0: File too large; make room"),
         files_of_at_most(20_000),
     ):
         train(recipe(), digits(), tmp_path, device="cpu", resume=True)
@@ -167,7 +167,7 @@ def test_a_result_that_cannot_be_written_is_a_readable_error(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(f"factorized.experiments.training.train.{name}", fail)
-    with pytest.raises(ValueError, match=r"cannot write to .*seed-0: No space left on device; .* --resume"):
+    with pytest.raises(CannotWrite, match=r"cannot write to .*seed-0: No space left on device; make room$"):
         train(recipe("schedule.epochs=1", "decay.record_norms=true"), digits(), tmp_path, device="cpu")
     assert not (tmp_path / "seed-0" / "result.json").exists()
 
