@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.text import Task, TextData
 from factorized.experiments.text import sources
 from factorized.experiments.text.sources import Part, find_parts, find_vocabulary, survey
@@ -120,3 +123,25 @@ def test_a_vocabulary_is_found_by_its_path_and_in_the_folder_of_the_text(tmp_pat
         ValueError, match=r"there is no nothing\.txt nor .*; expected a file with one word piece a line"
     ):
         find_vocabulary("nothing.txt", tmp_path)
+
+
+def test_the_page_names_the_files_that_translators_read_and_its_command_makes_them(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/guide/text.md").read_text()
+    section = page.partition("## German to English")[2].partition("\n## ")[0]
+    for name in ("translation/iwslt14", "translation/tatoeba"):
+        data = load_any_recipe(name).data
+        assert isinstance(data, TextData)
+        told = re.search(f"`{name}`\\s+reads (.*?)[;.]\\s", section, re.DOTALL)
+        assert told is not None
+        assert re.findall("`(.*?)`", told[1]) == [*data.train, *data.validation, *data.test]
+    made, folder = tmp_path / "iwslt14.tokenized.de-en/tmp", tmp_path / "DIR"
+    for path in (made, folder):
+        path.mkdir(parents=True)
+    for part in ("train", "valid", "test"):
+        (made / f"{part}.de").write_text(f"das {part}\nund\n")
+        (made / f"{part}.en").write_text(f"the {part}\nand\n")
+    command = section[section.index("        for part in") : section.index("- **tatoeba**")]
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    parts = find_parts(load_any_recipe("translation/iwslt14").data, "translation", folder)  # type: ignore[arg-type]
+    assert list(parts["iwslt14-test"].read()) == [("das test", "the test"), ("und", "and")]
+    assert [len(list(part.read())) for part in parts.values()] == [2, 2, 2]
