@@ -35,7 +35,7 @@ def translation_panels(results: Path) -> list[Panel]:
 
     def points(recipe: str, x: float | None = None, rows: Sequence[Row] = alike) -> Points:
         """Return BLEU of a recipe's rows at ``x``, or by their strength."""
-        return [(x or row.strength or 0.0, mean(row.scores("bleu"))) for row in rows if row.recipe == recipe]
+        return [(x or row.strength or 0.0, mean(row.scores("bleu"))) for row in rows if row.name == recipe]
 
     dense = points(TATOEBA, 1.0)
     decays = {label: points(TATOEBA + way) for label, way in DECAYS.items()}
@@ -60,9 +60,9 @@ def language_panels(results: Path) -> list[Panel]:
     rows = [lowest(some, "perplexity") for some in by_series(rows_of("language", DECODER, results)).values()]
     panels = []
     for ratio in ("0.5", "0.25"):
-        some = [row for row in rows if row.recipe == DECODER or f"-{ratio}" in row.recipe]
+        some = [row for row in rows if row.name == DECODER or f"-{ratio}" in row.name]
         curves = {" ".join(row.series): row.curve("perplexity") for row in some}
-        lines = {label: curve for label, curve in curves.items() if curve}
+        lines = {label: list(curve.points) for label, curve in curves.items() if curve is not None}
         panels.append(Panel("update", "perplexity per word, held-out text", lines, log="y"))
     return panels
 
@@ -82,8 +82,8 @@ def strength_panels(results: Path) -> list[Panel]:
 
 def sweeps(results: Path) -> dict[tuple[str, ...], list[Row]]:
     """Return the rows with Frobenius decay and spectral initialization, by recipe: the tiny ones first."""
-    found = [row for row in read_rows("language", results) if row.recipe.endswith("-si-fd")]
-    return by_series(sorted(found, key=lambda row: (not row.recipe.startswith(TINY), row.series, row.strength or 0.0)))
+    found = [row for row in read_rows("language", results) if row.name.endswith("-si-fd")]
+    return by_series(sorted(found, key=lambda row: (not row.name.startswith(TINY), row.series, row.strength or 0.0)))
 
 
 FIGURES: dict[str, Callable[[Path], list[Panel]]] = {

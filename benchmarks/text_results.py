@@ -35,7 +35,6 @@ from benchmarks.text_runs import (
     strength,
 )
 from factorized.experiments.recipes.find import paper_cells
-from factorized.experiments.reproduce.changes import folder_of
 
 PAGE = ROOT / "docs" / "text_results.md"
 SPEEDS = ROOT / "benchmarks" / "results" / "language-h200.json"
@@ -74,20 +73,20 @@ def translation(results: Path = RESULTS) -> str:
     columns += ["n", "updates", "seconds", "peak memory (GiB)"]
     body = [
         [
-            row.name,
+            row.cell,
             strength(row),
             f"{row.parameters:,}",
             figure(row.scores("bleu")),
             figure(row.scores("bleu_iwslt14-test")),
             figure(row.scores("loss"), 3),
             str(len(row.runs)),
-            f"{row.updates:,}",
+            f"{row.runs[0].length:,}",
             figure(row.measured("seconds"), 0),
             memory(row),
         ]
         for row in rows
     ]
-    signatures = sorted({run["scores"]["bleu_signature"] for row in rows for run in row.runs})
+    signatures = sorted({run.result["scores"]["bleu_signature"] for row in rows for run in row.runs})
     note = f"{machines(rows)}; BLEU by sacrebleu, {', '.join(f'`{signature}`' for signature in signatures)}."
     lacking = missing(EXPECTED["translation"], rows)
     return block(
@@ -113,7 +112,7 @@ def bert_loss(results: Path = RESULTS) -> str:
         seeds = ", ".join(str(len(row.runs)) for row in some)
         first = some[0]
         body.append(
-            [first.name, f"{first.parameters:,}", *cells, seeds, f"{first.updates:,}", speed(some), memory(best)]
+            [first.cell, f"{first.parameters:,}", *cells, seeds, f"{first.runs[0].length:,}", speed(some), memory(best)]
         )
     note = f"n is that of each strength. {machines(rows)}." if rows else ""
     return block(table(columns, body), rows, note, missing(EXPECTED["masked"], rows))
@@ -134,15 +133,15 @@ def bert_squad(results: Path = RESULTS) -> str:
         "the paper's F1",
         "the paper's EM",
     ]
-    body, lacking = [], [name for name in EXPECTED["masked"] if not any(row.recipe == name for row in rows)]
+    body, lacking = [], [name for name in EXPECTED["masked"] if not any(row.name == name for row in rows)]
     scored: dict[tuple[str, ...], dict[str, tuple[float, float]]] = {}  # by settings of the fine-tuning
     for row in rows:
         best = row is lowest(by_series(rows)[row.series], "loss")
-        fine = [one for one in tuned if f"{FROM_RUN}={folder_of(row.recipe, list(row.changes))}" in one.changes]
-        label = PAPER_ROWS.get(row.recipe.removeprefix(BERT), "")
+        fine = [one for one in tuned if one.changes.get(FROM_RUN) == row.folder]
+        label = PAPER_ROWS.get(row.name.removeprefix(BERT), "")
         published = [paper.get((label, name)) for name in ("F1", "EM")]
         for one in fine:
-            name = " ".join([row.name, *(f"`{change}`" for change in one.others)])
+            name = " ".join([row.cell, *(f"`{change}`" for change in one.others)])
             figures = [figure(row.scores(score), 3) for score in ("loss", "loss_wikitext2-valid")]
             figures += [figure(one.scores(score)) for score in ("f1", "exact_match")]
             theirs = ["–" if value is None else f"{value:.2f}" for value in published]
@@ -150,7 +149,7 @@ def bert_squad(results: Path = RESULTS) -> str:
             if best and published[0] is not None:
                 scored.setdefault(one.others, {})[label] = (mean(one.scores("f1")), published[0])
         if best and not any(one.others == () for one in fine):
-            lacking.append(f"{row.recipe} at {strength(row)}")
+            lacking.append(f"{row.name} at {strength(row)}")
     told = f"Missing: {', '.join(f'`{name}`' for name in lacking)}." if lacking else "Nothing is missing."
     bold = "The strength with the lowest loss on held-out Wikipedia is bold." if body else ""
     return block(table(columns, body), body, bold, machines(tuned) and f"{machines(tuned)}.", _orders(scored), told)
@@ -177,18 +176,18 @@ def _orders(scored: dict[tuple[str, ...], dict[str, tuple[float, float]]]) -> st
 def language(results: Path = RESULTS) -> str:
     """Return the table of the decoders."""
     order = {name: number for number, name in enumerate(EXPECTED["language"])}
-    rows = sorted(rows_of("language", DECODER, results), key=lambda row: order.get(row.recipe, len(order)))
+    rows = sorted(rows_of("language", DECODER, results), key=lambda row: order.get(row.name, len(order)))
     columns = ["recipe", "strength", "parameters", "loss", *(f"perplexity, {text}" for text in HELD_OUT)]
     columns += ["n", "tokens read"]
     body = [
         [
-            row.name,
+            row.cell,
             strength(row),
             f"{row.parameters:,}",
             figure(row.scores("loss"), 3),
             *(figure(row.scores(score)) for score in HELD_OUT.values()),
             str(len(row.runs)),
-            f"{row.runs[0]['tokens']:,}",
+            f"{row.runs[0].result['tokens']:,}",
         ]
         for row in rows
     ]
@@ -223,7 +222,7 @@ def sweep(results: Path = RESULTS) -> str:
     series = sweeps(results)
     rows = [row for some in series.values() for row in some]
     best = {key: lowest(some, "perplexity") for key, some in series.items() if len(some) > 1}
-    columns = ["strength", *(some[0].name for some in series.values())]
+    columns = ["strength", *(some[0].cell for some in series.values())]
     body = []
     for value in sorted({row.strength for row in rows if row.strength is not None}):
         at = {
@@ -232,8 +231,8 @@ def sweep(results: Path = RESULTS) -> str:
             if row.strength == value
         }
         body.append([f"{value:g}", *(at.get(key, "") for key in series)])
-    plain = [row for row in read_rows("language", results) if row.recipe.endswith("-si")]
-    beside = [f"{row.name} {figure(row.scores('perplexity'))} (weight decay {strength(row)})" for row in plain]
+    plain = [row for row in read_rows("language", results) if row.name.endswith("-si")]
+    beside = [f"{row.cell} {figure(row.scores('perplexity'))} (weight decay {strength(row)})" for row in plain]
     note = f"Perplexity per word of held-out text, the lowest one bold. {machines(rows)}." if rows else ""
     without = f"Without Frobenius decay: {', '.join(beside)}." if beside else ""
     lacking = missing(EXPECTED["sweep"], rows)

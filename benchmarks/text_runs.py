@@ -2,98 +2,81 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from benchmarks.markdown import figure
 from factorized.experiments.reproduce.changes import folder_of
+from factorized.experiments.reproduce.runs import Run, read_run
+from factorized.experiments.reproduce.variant import Variant
 
-Run = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "results"
 TATOEBA, BERT, DECODER, TINY = "translation/tatoeba", "bert/small", "language/small", "language/tiny"
 STRENGTH, FROM_RUN = "decay.strength", "model.from_run"
 
 
-@dataclass(frozen=True)
-class Row:
-    """The runs of one recipe with the same settings, one for each seed."""
-
-    recipe: str
-    changes: tuple[str, ...]  # settings that differ from the recipe, as --set takes them
-    runs: tuple[Run, ...]
+class Row(Variant):
+    """The runs of one recipe with the same changes to it, one for each seed, as a row of a table."""
 
     @property
     def strength(self) -> float | None:
         """The strength of the decay; None where nothing is decayed."""
-        decay = self.runs[0]["recipe"]["decay"]
+        decay = self.recipe["decay"]
         return None if decay["kind"] == "none" else decay["strength"]
 
     @property
     def others(self) -> tuple[str, ...]:
         """The changes, without that of the decay's strength and without the run it goes on from."""
-        return tuple(c for c in self.changes if c.partition("=")[0] not in (STRENGTH, FROM_RUN))
+        return tuple(f"{key}={value}" for key, value in self.changes.items() if key not in (STRENGTH, FROM_RUN))
 
     @property
     def series(self) -> tuple[str, ...]:
         """What rows share that differ by the strength of the decay alone."""
-        return (self.recipe, *self.others)
+        return (self.name, *self.others)
 
     @property
-    def name(self) -> str:
-        """The recipe and the changes to it, as a cell."""
-        return " ".join([f"`{self.recipe}`", *(f"`{change}`" for change in self.others)])
+    def cell(self) -> str:
+        """The recipe and the changes to it."""
+        return " ".join(f"`{part}`" for part in self.series)
 
     @property
-    def parameters(self) -> int:
-        """The number of parameters in training."""
-        return int(self.runs[0]["parameters"])
-
-    @property
-    def updates(self) -> int:
-        """The number of updates."""
-        return int(self.runs[0]["recipe"]["schedule"]["updates"])
+    def folder(self) -> str:
+        """The folder of its results."""
+        return folder_of(self.name, [f"{key}={value}" for key, value in self.changes.items()])
 
     def scores(self, name: str) -> list[float]:
         """Return a score of every run that has it."""
-        return [run["scores"][name] for run in self.runs if name in run["scores"]]
+        return [score for run in self.runs if (score := run.figure(name)) is not None]
 
     def measured(self, name: str) -> list[float]:
-        """Return a time or speed of every run that had its machine to itself, which is one without a note."""
-        return [run[name] for run in self.runs if "note" not in run and run.get(name) is not None]
-
-    def curve(self, name: str) -> list[tuple[float, float]]:
-        """Return a column of the history by update, averaged over the runs."""
-        columns = [{row["update"]: row[name] for row in run["history"] if name in row} for run in self.runs]
-        shared = sorted(set.intersection(*(set(column) for column in columns)))
-        return [(update, mean(column[update] for column in columns)) for update in shared]
+        """Return a time or speed of every run that had its machine to itself."""
+        return [run.result[name] for run in self.runs if run.timed and run.result.get(name) is not None]
 
 
 def read_rows(task: str, results: Path = RESULTS) -> list[Row]:
     """Return the results of one task, sorted by recipe, then strength of the decay."""
-    found: dict[tuple[str, tuple[str, ...]], list[Run]] = {}
+    found: dict[tuple[str, ...], list[Run]] = {}
     for path in sorted(results.glob("*/*/seed-*.json")):
-        run = json.loads(path.read_text())
-        if run.get("task") == task:
-            found.setdefault((run["recipe"]["name"], _settings(run)), []).append(run)
-    rows = [Row(recipe, changes, tuple(runs)) for (recipe, changes), runs in found.items()]
+        run = read_run(path)
+        if run.result.get("task") == task:
+            found.setdefault((run.name, *map("=".join, _changes(run).items())), []).append(run)
+    rows = [Row(runs, runs[0].name, _changes(runs[0])) for runs in found.values()]
     return sorted(rows, key=lambda row: (row.series, row.strength or 0.0))
 
 
-def _settings(run: Run) -> tuple[str, ...]:
+def _changes(run: Run) -> dict[str, str]:
     """Return the changes of a run. The run that it goes on from is named without its seed."""
-    own = [change for change in run.get("changes", ()) if not change.startswith(FROM_RUN)]
-    began = run.get("from_run")
-    return (*([f"{FROM_RUN}={folder_of(began['recipe'], began['changes'])}"] if began else []), *own)
+    began = run.result.get("from_run")
+    own = dict(change.split("=", 1) for change in run.result.get("changes", ()))
+    before = {FROM_RUN: folder_of(began["recipe"], began["changes"])} if began else {}
+    return {**before, **{key: value for key, value in own.items() if key != FROM_RUN}}
 
 
 def rows_of(task: str, recipe: str, results: Path) -> list[Row]:
     """Return the rows of a task whose recipe is ``recipe``, or that with a suffix."""
-    return [row for row in read_rows(task, results) if row.recipe == recipe or row.recipe.startswith(f"{recipe}-")]
+    return [row for row in read_rows(task, results) if row.name == recipe or row.name.startswith(f"{recipe}-")]
 
 
 def by_series(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
@@ -127,21 +110,21 @@ def strength(row: Row) -> str:
 
 def memory(row: Row) -> str:
     """Return the peak memory of a row in GiB."""
-    peak = [run["peak_memory"] for run in row.runs if run["peak_memory"] is not None]
+    peak = [run.result["peak_memory"] for run in row.runs if run.result["peak_memory"] is not None]
     return f"{max(peak) / 2**30:.2f}" if peak else "–"
 
 
 def machines(rows: Sequence[Row]) -> str:
     """Return the hardware and versions of all runs."""
-    runs = [run["machine"] for row in rows for run in row.runs]
-    return "; ".join(sorted({f"{m['device']}, torch {m['torch']}, transformers {m['transformers']}" for m in runs}))
+    found = [run.result["machine"] for row in rows for run in row.runs]
+    return "; ".join(sorted({f"{m['device']}, torch {m['torch']}, transformers {m['transformers']}" for m in found}))
 
 
 def missing(expected: dict[str, int], rows: Sequence[Row]) -> str:
     """Return which recipes have no run, or runs at fewer strengths than expected, as a sentence."""
     lacking = []
     for recipe, wanted in expected.items():
-        held = len({row.strength for row in comparable(rows) if row.recipe == recipe})
+        held = len({row.strength for row in comparable(rows) if row.name == recipe})
         if held < wanted:
             more = "more " if held else ""
             count = f" at {wanted - held} {more}strength{'s' if wanted - held > 1 else ''}" if wanted > 1 else ""
