@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from math import prod
 from typing import Any, ClassVar, Literal, Self
 
@@ -122,9 +122,11 @@ class Format(ABC):
     def raised(self) -> Sequence[Self]:
         """Return the formats of the next higher ranks; empty at the highest."""
 
-    @abstractmethod
     def lowered(self) -> Sequence[Self]:
-        """Return the formats of the next lower ranks; empty at the lowest."""
+        """Return the formats of the next lower ranks; empty at the lowest. The default is for formats of one rank."""
+        if isinstance(self.rank, tuple):
+            raise NotImplementedError(f"{self.name} has several ranks; define lowered() for it")
+        return [replace(self, rank=self.rank - 1)] if self.rank > 1 else []
 
     def adjusted(self, cores: Sequence[Tensor], adjust: Adjust | None) -> Tensor:  # (..., out, in/groups, *size)
         """Return the weight, with ``adjust`` applied to the part that decay acts on. Differentiable."""

@@ -111,10 +111,6 @@ class KroneckerFormat(Format):
         """Return one more product, if it adds anything."""
         return [replace(self, rank=self.rank + 1)] if self.rank < self.full_rank else []
 
-    def lowered(self) -> list[KroneckerFormat]:
-        """Return one product fewer, if any is left."""
-        return [replace(self, rank=self.rank - 1)] if self.rank > 1 else []
-
     def describe(self) -> str:
         """Return the shape of the outer factors and how many there are."""
         return f"format=kronecker, outer={self.outer}, rank={self.rank}"

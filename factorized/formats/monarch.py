@@ -130,10 +130,6 @@ class MonarchFormat(Format):
         """Return the next rank up, if a block has room for it."""
         return [replace(self, rank=self.rank + 1)] if self.rank < full_rank(self.shape, self.blocks) else []
 
-    def lowered(self) -> list[MonarchFormat]:
-        """Return the next rank down, if any."""
-        return [replace(self, rank=self.rank - 1)] if self.rank > 1 else []
-
     def describe(self) -> str:
         """Return the blocks and the rank of each."""
         return f"format=monarch, blocks={self.blocks}, rank={self.rank}"

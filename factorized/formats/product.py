@@ -265,10 +265,6 @@ class Product(Format):
         """Return the next rank up."""
         return [replace(self, rank=self.rank + 1)]
 
-    def lowered(self) -> list[Product]:
-        """Return the next rank down, if any."""
-        return [replace(self, rank=self.rank - 1)] if self.rank > 1 else []
-
     def describe(self) -> str:
         """Return the rank, and the depth where there is one."""
         return f"rank={self.rank}" + (f", depth={self.depth}" if self.depth else "")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from factorized import FactorizedConv2d, FactorizedLinear, LowRank, Monarch, TensorTrain, Tucker
-from factorized.formats.format import Call, Cores, Format
+from factorized.formats.format import Call, Cores, Format, Rank
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
 from factorized.testing import error
@@ -21,7 +21,7 @@ class Scaled(Format):
     """A weight that is a number times a vector per row: the least that a format must say of itself."""
 
     shape: KernelShape
-    rank: int = 1
+    rank: Rank = 1
 
     name: ClassVar[str] = "scaled"
 
@@ -37,9 +37,6 @@ class Scaled(Format):
         return cores[0].unsqueeze(-1) * cores[1].unsqueeze(-2)
 
     def raised(self) -> list[Scaled]:
-        return []
-
-    def lowered(self) -> list[Scaled]:
         return []
 
 
@@ -63,6 +60,14 @@ def test_a_format_that_says_only_what_it_must_has_the_rest_from_its_weight() -> 
     x = torch.randn(2, 4, dtype=torch.float64)
     assert error(layer(x), layer.to_dense()(x)) < 1e-12
     assert layer.lowered() == []
+
+
+def test_a_format_of_one_rank_is_lowered_one_by_one_and_one_of_several_says_how_itself() -> None:
+    shape = KernelShape(5, 4)
+    assert Scaled(shape, 3).lowered() == [Scaled(shape, 2)]
+    assert Scaled(shape, 1).lowered() == []
+    with pytest.raises(NotImplementedError, match=r"scaled has several ranks; define lowered\(\) for it"):
+        Scaled(shape, (2, 3)).lowered()
 
 
 def test_positions_are_those_that_the_strides_of_the_spanned_dimensions_leave() -> None:
