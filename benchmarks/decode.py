@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, StaticCache
 
 import factorized as fz
-from factorized.experiments.training.record import describe_machine
+from benchmarks.script import parser_of, write
 from factorized.integrations.decoding import fuse_decoder
 from factorized.nn import one_row
 from factorized.nn.running import count_parameters
@@ -161,7 +159,7 @@ def time_models(
 
 def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line, time every model and write one JSON file, again after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", default=["llama-445m", "gpt2", "gpt2-large"], help=", ".join(MODELS))
     parser.add_argument("--ratio", type=float, action="append", help="share of the parameters; 0.5 unless given")
     parser.add_argument("--batch", type=int, action="append", help="sequences; 1 and 8 unless given")
@@ -179,7 +177,6 @@ def main(words: Sequence[str] | None = None) -> None:
         default=[],
         help="with --fuse, also with other constants: BLOCK=512",
     )
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(words)
     device = torch.device(arguments.device)
     needed = PROMPT + 5 + (arguments.rounds + 1) * arguments.repeats  # five to warm up
@@ -196,9 +193,7 @@ def main(words: Sequence[str] | None = None) -> None:
             rows += time_models(name, ways, batch, arguments, device)
             for row in rows[-len(ways) :]:
                 print(row, flush=True)
-            settings = {"length": arguments.length, "options": arguments.option}
-            found = {"machine": describe_machine(device), **settings, "rows": rows}
-            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+            write(arguments.out, device, rows, length=arguments.length, options=arguments.option)
 
 
 if __name__ == "__main__":

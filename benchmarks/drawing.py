@@ -8,6 +8,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from factorized.experiments.reproduce.paper_figures import save_figure
+
 # black becomes white and colours keep their hue where the reader's screen is dark
 DARK = "@media (prefers-color-scheme: dark) {#figure_1 {filter: invert(0.9) hue-rotate(180deg)}}"
 MOST_MARKS = 8  # with fewer values, a logarithmic axis is marked at each of them
@@ -48,8 +50,7 @@ def draw(panels: list[Panel], path: Path, width: float = 5) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # letters stay letters, and the same data gives the same file
-    with mpl.rc_context({"svg.hashsalt": "factorized", "svg.fonttype": "none", "font.size": 9}):
+    with mpl.rc_context({"font.size": 9}):
         figure = Figure(figsize=(width * len(panels), 3.4), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             for label, points in panel.lines.items():
@@ -76,6 +77,5 @@ def draw(panels: list[Panel], path: Path, width: float = 5) -> None:
             axes.set_title(panel.title, fontsize=9)
             axes.grid(visible=True, which="major", linewidth=0.3)
             axes.legend(fontsize=7)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Description": checksum(panels)})
+        save_figure(figure, path, checksum(panels))
     path.write_text(path.read_text().replace("</style>", f"{DARK}</style>", 1))

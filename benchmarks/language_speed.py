@@ -10,8 +10,6 @@ shapes that are met after the first tenth of the updates; peak memory is that of
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -22,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.script import parser_of, write
 from factorized.experiments.cli.text import load_text
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.text import TextRecipe
@@ -53,13 +52,12 @@ def random_corpus(recipe: TextRecipe, sequences: int = 2000) -> Corpus:
 
 def main() -> None:
     """Parse the command line, time every recipe and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("recipes", nargs="*", default=RECIPES)
     parser.add_argument("--data", help="the folder of the recipes' text; random tokens unless given")
     parser.add_argument("--set", action="append", default=[], help="section.field=value, for every recipe")
     parser.add_argument("--updates", type=int, default=240)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
     corpora: dict[str, Corpus] = {}  # by task
@@ -82,8 +80,8 @@ def main() -> None:
         row["updates_per_second"] = row["tokens_per_second"] * arguments.updates / result["tokens"]
         rows.append({"recipe": name, "changes": arguments.set, **row})
         print(rows[-1], flush=True)
-        found = {"machine": result["machine"], "updates": arguments.updates, "rows": rows}
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        about = {"machine": result["machine"], "updates": arguments.updates}  # which knows transformers' version
+        write(arguments.out, torch.device(arguments.device), rows, **about)
 
 
 if __name__ == "__main__":

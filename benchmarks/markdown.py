@@ -1,9 +1,10 @@
-"""Tables in Markdown, and pages in which they are replaced."""
+"""Tables in Markdown, figures as their cells, and pages in which they are replaced."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import mean, stdev
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], note: str | None = None, *, names: int = 1) -> str:
@@ -11,6 +12,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], note: str | Non
     lines = [columns, [*["---"] * names, *["---:"] * (len(columns) - names)], *rows]
     written = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return written if note is None else f"{written}\n\n{note}"
+
+
+def figure(values: Sequence[float], digits: int = 2) -> str:
+    """Return the mean of some figures, with their standard deviation where there are several."""
+    if not values:
+        return "–"
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):,.{digits}f}{spread}"
 
 
 def fill(text: str, tables: Mapping[str, Callable[[], str]]) -> str:

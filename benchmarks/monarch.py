@@ -11,8 +11,6 @@ perceptron on the same digits. Times are medians of interleaved rounds, relative
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import factorized as fz
+from benchmarks.script import parser_of, write
 from factorized.experiments.data.digits import load_digits
 from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.find import load_recipe
-from factorized.experiments.training.record import describe_machine
 from factorized.experiments.training.train import train
 from factorized.experiments.training.trained import load_trained
 from factorized.formats.kernel import KernelShape, to_matrix
@@ -121,11 +119,10 @@ def times_over_low_rank(rounds: int) -> dict[int, float]:
 
 def main() -> None:
     """Parse the command line, measure and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=20, help="of the perceptron")
     parser.add_argument("--rounds", type=int, default=101, help="of timing")
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     images, seeds = load_digits(), range(arguments.seeds)
     measured: dict[str, list[dict[tuple[float, str], float]]] = {}
@@ -151,10 +148,8 @@ def main() -> None:
         for name, runs in measured.items()
         for share, blocks in runs[0]
     ]
-    report = {"machine": describe_machine(torch.device("cpu")), "seeds": arguments.seeds, "accuracy": accuracy}
-    report |= {"rounds": arguments.rounds, "times": times_over_low_rank(arguments.rounds)}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({**report, "rows": rows}, indent=1))
+    about = {"seeds": arguments.seeds, "accuracy": accuracy, "rounds": arguments.rounds}
+    write(arguments.out, torch.device("cpu"), rows, **about, times=times_over_low_rank(arguments.rounds))
 
 
 if __name__ == "__main__":

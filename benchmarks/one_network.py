@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ class Composing(nn.Module):
         x: Tensor,  # (batch, channels, height, width)
     ) -> Tensor:  # (batch, classes)
         """Compose the weights and run; compiled in training."""
-        layers = list(self.one.layers.values())
+        layers, holders = list(self.one.layers.values()), list[Any](self.holders)
         with torch.autocast(x.device.type, enabled=False):
-            weights = [holder.weight.clone(memory_format=torch.contiguous_format) for holder in self._holders()]
+            weights = [holder.weight.clone(memory_format=torch.contiguous_format) for holder in holders]
         for layer, weight in zip(layers, weights, strict=True):
             layer.__dict__["weight"] = weight
         try:
@@ -73,9 +73,6 @@ class Composing(nn.Module):
         with warnings.catch_warnings():  # the compiler looks for the gradients of composed weights, which have none
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             return self.one.compiled(x)
-
-    def _holders(self) -> Iterator[Any]:
-        return iter(self.holders)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of what is trained, to be looked at."""

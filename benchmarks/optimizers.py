@@ -9,13 +9,9 @@ it with operations on lists of tensors, also compiled. "Graph" is the update as 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import factorized as fz
-from factorized.experiments.training.record import describe_machine
+from benchmarks.script import parser_of, write
+from factorized.experiments.bench.measure import milliseconds
 from factorized.nn.timing import capture
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -145,19 +142,6 @@ def updates(model: nn.Module, compiled: bool) -> Iterator[tuple[str, Update]]:
         yield "FLAMBé, graph", capture(flambe(capturable=True).step)
 
 
-def seconds_of(update: Update, device: torch.device, repeats: int = 1) -> float:
-    """Return how long a call takes, of several in a row; on a CPU, how long this process computed."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = clock()
-    for _ in range(repeats):
-        update()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (clock() - began) / repeats
-
-
 def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> list[dict[str, Any]]:
     """Return a row for every optimizer on one model."""
     from transformers import BertConfig, BertForMaskedLM
@@ -171,14 +155,13 @@ def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> lis
     found: dict[str, Update] = {}
     first, counted = {}, {}
     for optimizer, update in updates(model, compiled):
-        found[optimizer], first[optimizer] = update, seconds_of(update, device)
+        found[optimizer], first[optimizer] = update, milliseconds(update, device) / 1e3
         hidden = "graph" in optimizer or "compiled" in optimizer
         counted[optimizer] = None if hidden else passes(update, parameters)
     times: dict[str, list[float]] = {optimizer: [] for optimizer in found}
-    repeats = REPEATS if device.type == "cuda" else 1
     for _ in range(rounds):
         for optimizer, update in found.items():
-            times[optimizer].append(1000 * seconds_of(update, device, repeats))
+            times[optimizer].append(milliseconds(update, device, REPEATS))
     size = sum(parameter.nbytes for parameter in parameters)
     rows = []
     for optimizer, ms in times.items():
@@ -204,22 +187,16 @@ def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> lis
 
 def main() -> None:
     """Parse the command line, time every optimizer and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--compiled", nargs="*", choices=list(SIZES), default=["BERT-small"])
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "machine": describe_machine(arguments.device),
-        "rounds": arguments.rounds,
-        "rows": [],
-    }
+    rows: list[dict[str, Any]] = []
     for name in arguments.models:
-        report["rows"] += measure(name, arguments.device, arguments.rounds, name in arguments.compiled)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        rows += measure(name, arguments.device, arguments.rounds, name in arguments.compiled)
+        write(arguments.out, arguments.device, rows, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

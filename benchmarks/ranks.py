@@ -8,18 +8,15 @@ by their effect on the loss. Nothing is trained after compression. Rows are mean
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
 
 import factorized as fz
+from benchmarks.script import parser_of, write
 from benchmarks.small_networks import Task, tasks
-from factorized.experiments.training.record import describe_machine
 
 RATIOS = {"accuracy": (0.3, 0.2, 0.15, 0.1), "perplexity": (0.9, 0.7, 0.5, 0.3)}
 
@@ -51,9 +48,8 @@ def measure(task: Task, seed: int) -> dict[tuple[float, str], float]:
 
 def main() -> None:
     """Parse the command line, measure and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     rows = []
     for task in tasks():
@@ -62,9 +58,7 @@ def main() -> None:
             scores = [run[ratio, way] for run in runs]
             row = {"network": task.name, "ratio": ratio, "ranks": way, "score": task.score}
             rows.append({**row, "mean": round(mean(scores), 3), "deviation": round(stdev(scores), 3)})
-    report = {"machine": describe_machine(torch.device("cpu")), "seeds": arguments.seeds}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({**report, "rows": rows}, indent=1))
+    write(arguments.out, torch.device("cpu"), rows, seeds=arguments.seeds)
 
 
 if __name__ == "__main__":

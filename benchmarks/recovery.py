@@ -33,8 +33,9 @@ import factorized as fz
 from benchmarks.baselines import METHODS, factorized_by, pruned
 from benchmarks.one_network import OneNetwork
 from factorized.experiments.cli.subjects import open_subject
-from factorized.experiments.compress.subject import AnyRecipe, Subject, recovery_recipe
+from factorized.experiments.compress.subject import Subject, recovery_recipe
 from factorized.experiments.recipes.recipe import Factorize, Recipe
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
 from factorized.files.atomic import lock

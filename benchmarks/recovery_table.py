@@ -6,10 +6,9 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import figure, table
 
 Row = dict[str, Any]
 METHODS = ("calibrated", "truncated SVD", "ASVD", "SVD-LLM", "pruning")
@@ -51,13 +50,9 @@ def recovery_table(rows: Sequence[Row]) -> str:
 
 
 def _cell(rows: Sequence[Row]) -> str:
-    if not rows:
-        return "–"
     if any("problem" in row for row in rows):
         return "diverged"
-    scores, digits = [row[row["score"]] for row in rows], 3 if rows[0]["score"] == "loss" else 2
-    spread = f" ± {stdev(scores):.{digits}f}" if len(scores) > 1 else ""
-    return f"{mean(scores):,.{digits}f}{spread}"
+    return figure([row[row["score"]] for row in rows], 3 if rows and rows[0]["score"] == "loss" else 2)
 
 
 def _note(rows: Sequence[Row]) -> str:

@@ -9,20 +9,17 @@ transformers have random weights: nothing is downloaded.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.experiments.training.record import describe_machine
+from benchmarks.script import parser_of, write
+from factorized.experiments.bench.measure import milliseconds
 from factorized.formats.svd import Method, truncated_svd
 from factorized.surgery.factorize import build_layers
 
@@ -33,23 +30,17 @@ Row = dict[str, Any]
 Ways = dict[str, Callable[[], Any]]
 
 
-def clock(device: torch.device) -> float:
-    """Return the seconds that this process computed, or on a GPU those that passed."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
 def timed(ways: Ways, device: torch.device, rounds: int) -> tuple[Row, dict[str, Any]]:
     """Return the median, least and largest seconds of every way, measured in turn, and what each returned."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     results: dict[str, Any] = {}
+
+    def run(name: str) -> None:
+        results[name] = ways[name]()
+
     for _ in range(rounds):
-        for name, way in ways.items():
-            start = clock(device)
-            results[name] = way()
-            times[name].append(clock(device) - start)
+        for name in ways:
+            times[name].append(milliseconds(partial(run, name), device) / 1e3)
     spread = {
         name: {"median": round(statistics.median(t), 4), "least": round(min(t), 4), "largest": round(max(t), 4)}
         for name, t in times.items()
@@ -130,12 +121,11 @@ def lost(dense: nn.Module, layers: Mapping[str, nn.Module]) -> float:
 
 def main() -> None:
     """Parse the command line, run one part and write one JSON file, row by row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("part", choices=["matrices", "models"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -144,12 +134,11 @@ def main() -> None:
         "matrices": lambda: matrices(device, arguments.rounds),
         "models": lambda: models(device, arguments.rounds, arguments.models),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for row in parts[arguments.part]():
         rows.append(row)
         print(row, flush=True)
-        arguments.out.write_text(json.dumps({"machine": describe_machine(device), "rows": rows}, indent=1) + "\n")
+        write(arguments.out, device, rows)
 
 
 if __name__ == "__main__":

@@ -26,22 +26,9 @@ from factorized.experiments.reproduce.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PAGES = (
-    ROOT / "README.md",
-    *(ROOT / "docs" / "guide" / f"{name}.md" for name in ("images", "limits")),
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in (
-            "calibrated",
-            "frobenius_decay",
-            "low_rank",
-            "monarch",
-            "overcomplete",
-            "speed",
-            "spectral_initialization",
-        )
-    ),
-)
+CARDS = ("calibrated", "frobenius_decay", "low_rank", "monarch", "overcomplete", "speed", "spectral_initialization")
+OTHERS = ("README", "docs/guide/images", "docs/guide/limits")
+PAGES = [ROOT / f"{page}.md" for page in (*OTHERS, *(f"docs/{card}" for card in CARDS))]
 
 
 def accuracy() -> str:
@@ -109,15 +96,6 @@ def sparsity() -> str:
     return table(["network", "method", *columns], rows, note, names=2)
 
 
-def epoch() -> str:
-    """Return the table of whole epochs."""
-    report = _read("epoch-h200")
-    rows = [[f"`{row['recipe']}`", f"{row['seconds']:.2f}", f"{row['ms_per_step']:.2f}"] for row in report["rows"]]
-    what = "50,000 images on the device; augmentation, forward, backward, decay and SGD"
-    note = _captured(report, f", {what}", f"{report['epochs']} interleaved epochs")
-    return table(["recipe", "seconds per epoch", "ms per step"], rows, note)
-
-
 def together() -> str:
     """Return the table of runs that take turns on one GPU."""
     report = _read("together-h200")
@@ -136,15 +114,18 @@ def training_step() -> str:
     """Return the table of the time that decaying the products adds to a training step."""
     report = speed.read("h200", "decay") or {}
     rows = [row for row in report["rows"] if row["group"].startswith("decay in the training step")]
-    lines = ["| decay | ms per training step | added | MiB |", "| --- | ---: | ---: | ---: |"]
-    for row in rows:
-        name, added = row["way"].replace("fz.FrobeniusDecay", "`fz.FrobeniusDecay`"), f"{row['over'] - 1:.1%}"
-        lines.append(
-            f"| {name} | {row['ms']['median']:.3f} | {'' if row is rows[0] else added} | {row['memory'] / 2**20:,.0f} |"
-        )
+    cells = [
+        [
+            row["way"].replace("fz.FrobeniusDecay", "`fz.FrobeniusDecay`"),
+            f"{row['ms']['median']:.3f}",
+            "" if row is rows[0] else f"{row['over'] - 1:.1%}",
+            f"{row['memory'] / 2**20:,.0f}",
+        ]
+        for row in rows
+    ]
     what = rows[0]["group"].removeprefix("decay in the ")
     note = f"The {what}, bf16, forward and backward compiled, with SGD as one CUDA graph. {speed.conditions(report)}"
-    return "\n".join([*lines, "", note])
+    return table(["decay", "ms per training step", "added", "MiB"], cells, note)
 
 
 def decomposition() -> str:
@@ -205,12 +186,6 @@ def _seconds(spread: dict[str, float]) -> str:
 def _cpu_time(report: dict[str, Any]) -> str:
     rounds = " or ".join(map(str, sorted({row["rounds"] for row in report["rows"]})))
     return f"{_machine(report)}, CPU time on a machine shared with other work; medians of n = {rounds}, interleaved."
-
-
-def _captured(report: dict[str, Any], what: str, rounds: str) -> str:
-    return (
-        f"{_machine(report)}, bf16, batch {report['batch']}{what} compiled, as one CUDA graph; medians of n = {rounds}."
-    )
 
 
 def monarch() -> str:
@@ -300,7 +275,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "low-rank": low_rank,
     "distillation": distillation,
     "sparsity": sparsity,
-    "epoch": epoch,
     "together": together,
     "training-step": training_step,
     "decomposition": decomposition,

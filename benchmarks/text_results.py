@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.markdown import fill, table
+from benchmarks.markdown import figure, fill, table
 from benchmarks.tables import ROOT
 from benchmarks.text_figures import draw_all, image, sweeps
 from benchmarks.text_runs import (
@@ -25,7 +25,6 @@ from benchmarks.text_runs import (
     TINY,
     block,
     by_series,
-    figure,
     lowest,
     machines,
     memory,

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
+from benchmarks.markdown import figure
 from factorized.experiments.reproduce.changes import folder_of
 
 Run = dict[str, Any]
@@ -112,14 +113,6 @@ def comparable(rows: Sequence[Row]) -> list[Row]:
 def lowest(rows: Sequence[Row], score: str) -> Row:
     """Return the row with the lowest mean of a score."""
     return min(rows, key=lambda row: mean(row.scores(score)))
-
-
-def figure(values: Sequence[float], digits: int = 2) -> str:
-    """Return the mean of some figures, with their standard deviation where there are several."""
-    if not values:
-        return "–"
-    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):,.{digits}f}{spread}"
 
 
 def speed(rows: Sequence[Row]) -> str:

@@ -9,10 +9,7 @@ as one CUDA graph: bf16, channels-last, batch 128. Times are medians of interlea
 
 from __future__ import annotations
 
-import argparse
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.experiments.training.record import describe_machine
+from benchmarks.script import parser_of, write
 from factorized.formats import shifted
 from factorized.nn.timing import capture, median_milliseconds, training_step
 
@@ -61,7 +58,7 @@ def time_layer(case: Case, batch: int, device: torch.device) -> dict[str, Any]:
     with autocast():
         steps = {"dense": run(training_step(dense, x)), "kernels": run(training_step(layer, x))}
         torch._dynamo.reset()
-        with patch.object(shifted, "applies", lambda *given: False):
+        with patch.object(shifted, "kernels_apply", lambda *given: False):
             steps["products"] = training_step(layer, x, compiled=device.type == "cuda")
             steps["products"]()
         times = median_milliseconds(steps, device.type == "cuda", rounds=ROUNDS, repeats=REPEATS)
@@ -87,8 +84,7 @@ def _gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 def main(words: list[str] | None = None) -> None:
     """Parse the command line, check and time every layer and write one JSON file, again after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--layers", type=int, default=len(CASES), help="the first of them")
     parser.add_argument("--device", type=torch.device, default="cuda")
@@ -99,8 +95,7 @@ def main(words: list[str] | None = None) -> None:
         error = check(case, min(given.batch, 4), given.device)
         rows.append({**time_layer(case, given.batch, given.device), "error": round(error, 5)})
         print(rows[-1], flush=True)
-        found = {"machine": describe_machine(given.device), "batch": given.batch, "rows": rows}
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(given.out, given.device, rows, batch=given.batch)
 
 
 if __name__ == "__main__":

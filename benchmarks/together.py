@@ -10,21 +10,18 @@ had it at the commit that they name.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
+from benchmarks.script import parser_of, write
 from factorized.experiments.data.images import Images
 from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.record import describe_machine
 from factorized.experiments.training.train import Trainer
 from factorized.experiments.training.turns import STEPS, Turn
 
@@ -101,7 +98,7 @@ def measure(runs: Sequence[Run], counts: Sequence[int], steps: int, rounds: int)
 
 def main(given: Sequence[str] | None = None) -> None:
     """Parse the command line, time every recipe and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("recipes", nargs="*", default=RECIPES)
     parser.add_argument("--set", action="append", default=[], help="section.field=value, for every recipe")
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="how many at once")
@@ -109,7 +106,6 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3 * STEPS, help="of each run in a round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", type=torch.device, default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(given)
     images, rows = stand_in("noise", 10, 32, 3, arguments.images).to(arguments.device), []
     for name in arguments.recipes:
@@ -122,9 +118,7 @@ def main(given: Sequence[str] | None = None) -> None:
         for row in measure(runs, arguments.runs, arguments.steps, arguments.rounds):
             rows.append({"recipe": name, **row})
             print(rows[-1], flush=True)
-    report = {"machine": describe_machine(arguments.device), "steps": arguments.steps, "rounds": arguments.rounds}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({**report, "rows": rows}, indent=1))
+    write(arguments.out, arguments.device, rows, steps=arguments.steps, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,10 @@ without; on the CPU in float32, contiguous, eagerly. Times are medians of interl
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-
 import torch
 from torch import nn
 
-from factorized.experiments.training.record import describe_machine
+from benchmarks.script import parser_of, write
 from factorized.nn.conv import FactorizedConv2d
 from factorized.nn.timing import median_milliseconds, training_step
 
@@ -63,24 +59,21 @@ def show(rows: list[dict]) -> None:
 
 def main() -> None:
     """Parse the command line, run the comparison and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compile", action="store_true", help="compile each layer, and capture it in a CUDA graph")
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64  # every rank is another program
     scales = COMPILED_SCALES if arguments.compile else RANK_SCALES
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []
     for case in RESNET_32X2 + WIDE_RESNET + THIN_RESNET:
         torch._dynamo.reset()
         rows += compare(case, scales, arguments.batch, arguments.device, arguments.compile, arguments.rounds)
         show([row for row in rows if all(row[name] == rows[-1][name] for name in ("in", "out", "kernel", "size"))])
-        report = {"machine": describe_machine(torch.device(arguments.device)), "rounds": arguments.rounds, "rows": rows}
-        arguments.out.write_text(json.dumps(report, indent=1))
+        write(arguments.out, torch.device(arguments.device), rows, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def elsewhere(html: str) -> list[str]:
 
 def from_the_root(text: str) -> str:
     """Return a page of the repository's root with its links as they are on the site."""
-    text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)")
+    text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)").replace(".ipynb)", ".md)")
     return re.sub(r"\[([^\]]*)\]\(LICENSE\)", r"\1", text)
 
 

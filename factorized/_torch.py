@@ -83,13 +83,13 @@ def is_known(condition: bool) -> bool:
     """Return whether a condition on sizes holds; one that is not known while compiling does not, and gets no guard."""
     if not torch.compiler.is_compiling():
         return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second that others need not wait
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes half a second
 
     return statically_known_true(condition)
 
 
 def is_exporting() -> bool:
-    """Return whether ``torch.export`` runs; in compiled code, torch 2.11's own function always says so."""
+    """Return whether ``torch.export`` runs; in compiled code, torch 2.11's own function always returns True."""
     return bool(torch.compiler._is_exporting_flag)
 
 

@@ -28,8 +28,18 @@ def test_the_chart_is_drawn_from_the_results() -> None:
 
 
 def test_the_first_screen_of_the_readme_has_what_a_reader_needs() -> None:
-    """Chart, both formulas, ten lines and both commands come before anything longer."""
-    order = ["accuracy.svg", "U = Ũ √Σ", "λ/2 ‖U Vᵀ‖²", "```python", "make demo", "make test", "## Install", "@inproc"]
+    """Chart, both formulas, how to install, ten lines and where to go next come before anything longer."""
+    order = [
+        "accuracy.svg",
+        "U = Ũ √Σ",
+        "λ/2 ‖U Vᵀ‖²",
+        "## Install",
+        "make demo",
+        "make test",
+        "```python",
+        "## Where to",
+    ]
+    order += ["## Speed", "@inproc"]
     places = [README.index(word) for word in order]
     assert places == sorted(places)
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

@@ -52,8 +52,9 @@ def test_every_public_name_is_on_one_page_of_the_api() -> None:
 
 
 def test_the_readme_becomes_the_first_page_with_its_links() -> None:
-    page = SITE.from_the_root("[a](docs/guide/index.md#x) [b](CONTRIBUTING.md) ![c](docs/f.svg) [Apache](LICENSE)")
-    assert page == "[a](guide/index.md#x) [b](contributing.md) ![c](f.svg) Apache"
+    links = "[a](docs/guide/index.md#x) [b](CONTRIBUTING.md) ![c](docs/f.svg) [Apache](LICENSE) [d](docs/n/e.ipynb)"
+    page = SITE.from_the_root(links)
+    assert page == "[a](guide/index.md#x) [b](contributing.md) ![c](f.svg) Apache [d](n/e.md)"
 
 
 def test_a_notebook_becomes_a_page_with_what_it_printed() -> None:

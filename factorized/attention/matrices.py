@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from factorized.attention.unit import AttentionUnit, FormName, Projection
 from factorized.formats.kernel import KernelShape
-from factorized.formats.svd import spectral_factors
+from factorized.formats.svd import truncated_factors
 from factorized.nn.init import Init, check_init, fill_of
 
 Heads = tuple[Tensor, Tensor | None]  # (heads, long, size) and the bias (heads, size)
@@ -62,7 +62,7 @@ def spectral_matrices(
     if "qk" in forms:
         has_bias = old.query[1] is not None or old.key[1] is not None
         left, right = (with_bias_row(*heads) if has_bias else heads[0] for heads in (old.query, old.key))
-        left, right = rebalance(stacked_by_group(left, groups), right, qk)
+        left, right = truncated_factors(stacked_by_group(left, groups), right, qk)
         left = unstacked(left, groups)
         new = replace(new, query=_split(left, old.query), key=_split(right, old.key))
     if "ov" in forms:
@@ -73,7 +73,7 @@ def spectral_matrices(
             new = replace(new, output_bias=shift if old.output_bias is None else old.output_bias + shift)
         elif bias is not None:
             left = with_bias_row(left, bias)
-        left, right = rebalance(left, stacked_by_group(old.output, groups), ov)
+        left, right = truncated_factors(left, stacked_by_group(old.output, groups), ov)
         zeros = left.new_zeros(left.shape[0], ov)
         value = (left, zeros) if folds else _split(left, old.value)
         new = replace(new, value=value, output=unstacked(right, groups))
@@ -141,8 +141,7 @@ def write_matrices(unit: AttentionUnit, matrices: Matrices) -> None:
 
 def check_finite(unit: AttentionUnit, name: str) -> None:
     """Raise if any weight of ``unit`` is not finite."""
-    tensors: Sequence[nn.Parameter | None] = [t for p in unit.projections for t in (p.weight, p.bias)]
-    if not all(torch.isfinite(tensor).all() for tensor in tensors if tensor is not None):
+    if not all(torch.isfinite(parameter).all() for parameter in unit.parameters):
         raise ValueError(f"{name}: attention weights hold NaN or infinite values; nothing was changed")
 
 
@@ -158,22 +157,6 @@ def _split(
 
 def _pad(tensor: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, size - tensor.shape[-1]))
-
-
-def rebalance(
-    U: Tensor,  # (..., m, k)
-    V: Tensor,  # (..., n, k)
-    rank: int,
-) -> tuple[Tensor, Tensor]:  # (..., m, rank), (..., n, rank)
-    """Return the spectral factors of ``U Vᵀ``: its best approximation of that rank, with equal shares of √Σ.
-
-    The SVD is that of the k×k core between two thin QR decompositions; nothing m×n is formed. Half precision is
-    computed in float32.
-    """
-    half = U.dtype in (torch.float16, torch.bfloat16)
-    (Q, R), (P, T) = (torch.linalg.qr(factor.float() if half else factor) for factor in (U, V))
-    A, B = spectral_factors(R @ T.mT, rank, "exact")
-    return (Q @ A).to(U.dtype), (P @ B).to(V.dtype)
 
 
 def with_bias_row(

@@ -105,26 +105,33 @@ class ShrunkMultiheadAttention(nn.Module):
         mask = self._merged(attn_mask, key_padding_mask, q, k)
         # As in nn.MultiheadAttention, the hint then replaces the mask, also with add_zero_attn.
         only_causal = is_causal and key_padding_mask is None and not need_weights
-        mask = None if only_causal else mask
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-            mask = None if mask is None else F.pad(mask, (0, 1))
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if need_weights:
-            scores = (q * self.scale) @ k.mT
-            weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
-            attended = weights @ v
-        else:
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=only_causal, scale=self.scale
-            )
+        attended, weights = self._attend(q, k, v, None if only_causal else mask, only_causal, need_weights)
         output = self.out_proj(attended.transpose(1, 2).flatten(-2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not is_batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _attend(
+        self,
+        q: Tensor,  # (N, heads, L, qk_size)
+        k: Tensor,  # (N, heads, S, qk_size)
+        v: Tensor,  # (N, heads, S, ov_size)
+        mask: Tensor | None,
+        is_causal: bool,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # (N, heads, L, ov_size), (N, heads, L, S)
+        """Return the weighted values, and the weights if they are needed."""
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            mask = None if mask is None else F.pad(mask, (0, 1))
+        dropout = self.dropout if self.training else 0.0
+        if not need_weights:
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=self.scale), None
+        scores = (q * self.scale) @ k.mT
+        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+        return weights @ v, weights
 
     def _by_head(
         self,

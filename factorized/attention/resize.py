@@ -100,7 +100,9 @@ def _filled(new: nn.Module, old: AttentionUnit, matrices: Matrices | None) -> nn
 
 
 def _copy_added(old: nn.Module, new: nn.Module) -> None:
-    for name, value in added_attributes(old, type(old), *SMALLEST.get(type(old), (1, 1))).items():
+    with torch.device("meta"):
+        fresh = type(old)(*SMALLEST.get(type(old), (1, 1)))
+    for name, value in added_attributes(old, fresh).items():
         if not hasattr(new, name):
             setattr(new, name, value)
 

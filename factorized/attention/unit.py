@@ -102,6 +102,11 @@ class AttentionUnit:
         """Query, key, value, output."""
         return self.query, self.key, self.value, self.output
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The weights and biases of all projections; a packed one several times."""
+        return [tensor for p in self.projections for tensor in (p.weight, p.bias) if tensor is not None]
+
     def form(self, name: FormName) -> tuple[Projection, Projection]:
         """Return the two factors of a form: query and key, or value and output."""
         return (self.query, self.key) if name == "qk" else (self.value, self.output)

@@ -16,7 +16,7 @@ from factorized.attention.matrices import Heads, Matrices, read_matrices, spectr
 from factorized.attention.register import is_known
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
 from factorized.attention.unit import FORMS, AttentionUnit, FormName
-from factorized.nn.running import ExampleInput, evaluation_mode, run_once
+from factorized.nn.running import ExampleInput, evaluation_mode, removing, run_once
 
 EXACT = 1e-3  # a wrong registration changes the output by about 100 %
 TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.05}
@@ -188,15 +188,12 @@ def _calls_of(units: Mapping[str, AttentionUnit], model: nn.Module, example_inpu
             given = [_or_noise(value, widths) for value in arguments]
             calls[name] = deepcopy(Call(tuple(given), {key: _or_noise(keywords[key], widths) for key in keywords}))
 
-    handles = [
+    hooks = [
         unit.module.register_forward_pre_hook(
             lambda _, arguments, keywords, name=name: note(name, arguments, keywords), with_kwargs=True
         )
         for name, unit in units.items()
     ]
-    try:
+    with removing(hooks):
         run_once(model, example_input)
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls

@@ -15,6 +15,7 @@ from factorized._torch import computable, without_autocast
 from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
+from factorized.nn.running import evaluation_mode, move_to
 
 _WEIGHTED = (nn.Linear, _ConvNd, FactorizedLayer)
 
@@ -129,13 +130,10 @@ def _half_log10(log_main: float, extra: float, log_scale: float) -> float:
 
 
 def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    device = next(model.parameters()).device
     found, radius = [], 0.0
-    try:
+    with evaluation_mode(model):
         for inputs, classes in loader:
-            inputs, classes = inputs.to(device), classes.to(device)
+            inputs, classes = move_to(model, (inputs, classes))
             _check_samples(inputs, classes)
             classes = classes.long()
             scores = model(inputs).float()
@@ -144,9 +142,6 @@ def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple
             others = scores.scatter(1, classes[:, None], -torch.inf).amax(dim=1)
             found.append((right - others).cpu())
             radius = max(radius, computable(inputs).flatten(1).norm(dim=1).max().item())
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if not found:
         raise ValueError("the loader is empty; margins need samples")
     return torch.cat(found), radius

@@ -16,6 +16,7 @@ from factorized.decay.guard import check_hookable
 from factorized.decay.strength import check_number
 
 Norms = dict[str, float]  # by form name
+Exponents = list[tuple[Factor, dict[int, float]]]  # of trainable factors, each once: powers of the forms' ratios
 
 
 class NormMatcher:
@@ -46,9 +47,7 @@ class NormMatcher:
         self._handle: RemovableHandle | None = None
         self._recorded: Sequence[Mapping[str, float]] = ()
         self._step = 0
-        self._solved: tuple[list[bool], list[tuple[Factor, dict[int, float]]]] | None = (
-            None  # and the trainable flags they are for
-        )
+        self._solved: tuple[list[bool], Exponents] | None = None  # for these trainable flags
 
     @torch.no_grad()
     def record(self) -> Norms:
@@ -72,8 +71,8 @@ class NormMatcher:
             for index, exponent in exponents.items():
                 factor.value.mul_((ratios[index] ** exponent).to(factor.parameter.device))
 
-    def _exponents(self) -> list[tuple[Factor, dict[int, float]]]:
-        """Return the trainable factors, each once, with the powers of the forms' ratios that rescale them."""
+    def _exponents(self) -> Exponents:
+        """Return the powers that rescale the factors which are trained now."""
         trains = [factor.parameter.requires_grad for form in self.forms for factor in form.factors]
         if self._solved is None or self._solved[0] != trains:
             self._solved = trains, _solve(self.forms)
@@ -123,8 +122,8 @@ class NormMatcher:
         self._step += 1
 
 
-def _solve(found: Sequence[Form]) -> list[tuple[Factor, dict[int, float]]]:
-    """Return the trainable factors, each once, with the powers of the forms' ratios that match all norms at once.
+def _solve(found: Sequence[Form]) -> Exponents:
+    """Return the powers that match all norms at once.
 
     A form's ratio is the product of its factors' scales, which is linear in logarithms. The smallest solution rescales
     all factors of a form equally, and also exists where forms share factors.

@@ -124,7 +124,7 @@ def calibrated_factors(
         U, V = calibrated_factors(R, C, rank)
         return Q @ U, V
     A = torch.linalg.eigh(_times(W, C) @ W.mT).eigenvectors[..., -rank:]
-    return truncated_factors(A, W.mT @ A, (), rank)
+    return truncated_factors(A, W.mT @ A, rank)
 
 
 def output_spectrum(

@@ -118,7 +118,12 @@ def _apart(shape: KernelShape, keeps_kernels: bool) -> tuple[int, ...]:
     return (*_two_factors(out), *_two_factors(inputs), *taps)
 
 
+def near_root(number: int) -> int:
+    """Return the largest divisor up to the square root."""
+    return next(d for d in range(isqrt(number), 0, -1) if number % d == 0)
+
+
 def _two_factors(number: int) -> tuple[int, ...]:
     """Return the two factors nearest to the square root, the smaller one first; a prime number stays whole."""
-    smaller = next(d for d in range(isqrt(number), 0, -1) if number % d == 0)
+    smaller = near_root(number)
     return (smaller, number // smaller) if smaller > 1 else (number,)

@@ -242,32 +242,15 @@ class Format(ABC):
         cores: Sequence[Tensor],
         bias: Tensor | None,  # (out,)
         geometry: Geometry | None,  # None for a linear
-        adjust: Adjust | None = None,
-    ) -> Tensor:  # (..., out), or (batch, out, *spatial)
-        """Apply the weight to an input."""
-        if way == "composed":
-            weight = self.adjusted(cores, adjust)
-            if geometry is None:
-                return F.linear(x, weight, bias)
-            return convolve(x, weight, bias, geometry, self.shape.groups)
-        return run_chain(self._steps, self.chain_weights(cores), x, bias, geometry)
-
-    def run_transposed(
-        self,
-        way: Way,
-        x: Tensor,  # (..., out), or (batch, out, *spatial)
-        cores: Sequence[Tensor],
-        bias: Tensor | None,  # (in,)
-        geometry: Geometry | None,  # None for a linear
         adjust: Adjust | None = None,  # of the composed weight
-    ) -> Tensor:  # (..., in), or (batch, in, *spatial)
-        """Apply the transposed weight to an input."""
+        transposed: bool = False,
+    ) -> Tensor:  # (..., out), or (batch, out, *spatial)
+        """Apply the weight to an input; ``transposed``, apply its transpose, with in and out exchanged."""
         if way == "composed":
             weight = self.adjusted(cores, adjust)
-            if geometry is None:
-                return F.linear(x, weight.mT, bias)
-            return convolve_transposed(x, weight, bias, geometry, self.shape.groups)
-        return run_chain_transposed(self._steps, self.chain_weights(cores), x, bias, geometry)
+            return apply_weight(weight, x, bias, geometry, self.shape.groups, transposed)
+        run = run_chain_transposed if transposed else run_chain
+        return run(self._steps, self.chain_weights(cores), x, bias, geometry)
 
     def plain(self, cores: Sequence[Tensor]) -> list[tuple[Step, Tensor]]:
         """Return the chain and its weights for deployment; empty where there is no chain."""
@@ -292,6 +275,20 @@ class Format(ABC):
     def describe(self) -> str:
         """Return the settings for a layer's repr."""
         return f"format={self.name}, rank={self.rank}"
+
+
+def apply_weight(
+    weight: Tensor,  # (out, in/groups, *size)
+    x: Tensor,  # (..., in), or (batch, in, *spatial)
+    bias: Tensor | None,
+    geometry: Geometry | None,  # None for a linear
+    groups: int,
+    transposed: bool,
+) -> Tensor:
+    """Apply a dense weight, or its transpose, to an input."""
+    if geometry is None:
+        return F.linear(x, weight.mT if transposed else weight, bias)
+    return (convolve_transposed if transposed else convolve)(x, weight, bias, geometry, groups)
 
 
 def run_chain(
@@ -322,7 +319,7 @@ def run_chain_transposed(
     weights: Sequence[Tensor],
     x: Tensor,  # (..., out), or (batch, out, *spatial)
     bias: Tensor | None,  # (in,)
-    geometry: Geometry | None = None,
+    geometry: Geometry | None,
 ) -> Tensor:  # (..., in), or (batch, in, *spatial)
     """Apply the transposed weight of a chain, the last step first."""
     weights = _aligned(chain, weights, x, geometry)

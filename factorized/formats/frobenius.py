@@ -90,13 +90,17 @@ def product_is_cheaper(m: int, n: int, rank: int, depth: int, products: int) -> 
 
 
 def _gradients_from_product(U: Tensor, V: Tensor, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    # heads[j] = U M₁…M_j and tails[j] = V M_dᵀ…M_{j+1}ᵀ; the last head and the first tail belong to the product.
+    heads, tails = partial_products(U, V, inner)
+    W = heads[-1] @ V.mT
+    inner_gradients = tuple(head.mT @ W @ tail for head, tail in zip(heads[:-1], tails[1:], strict=True))
+    return summed_like(W @ tails[0], U), summed_like(W.mT @ heads[-1], V), inner_gradients
+
+
+def partial_products(U: Tensor, V: Tensor, inner: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return ``U M₁…M_j`` and ``V M_dᵀ…M_{j+1}ᵀ`` for j = 0..d; the last head times ``Vᵀ`` is the product."""
     heads, tails = [U], [V]
     for M in inner:
         heads.append(heads[-1] @ M)
     for M in reversed(inner):
         tails.append(tails[-1] @ M.mT)
-    tails.reverse()
-    W = heads[-1] @ V.mT
-    inner_gradients = tuple(head.mT @ W @ tail for head, tail in zip(heads[:-1], tails[1:], strict=True))
-    return summed_like(W @ tails[0], U), summed_like(W.mT @ heads[-1], V), inner_gradients
+    return heads, tails[::-1]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from factorized._torch import computable
 from factorized.formats.svd import Method, truncated_svd
 
 Factors = Sequence[Tensor | None]  # each (..., d_k, R_k); None for a mode that is kept whole
@@ -52,8 +52,7 @@ def hosvd(
     ``refinements`` rounds of higher-order orthogonal iteration (HOOI) bring it down to a stationary point. Half
     precision is computed and returned in float32.
     """
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        tensor = tensor.float()
+    tensor = computable(tensor)
     cut = [(mode, rank) for mode, rank in enumerate(ranks) if rank is not None]
     factors: list[Tensor | None] = [None] * len(ranks)
     for mode, rank in cut:

@@ -17,7 +17,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from factorized._checks import check_choice
+
 Kind = Literal["spatial", "channel"]
+KINDS = ("spatial", "channel")
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,7 @@ class KernelShape:
         if min(weight_shape) < 1:
             raise ValueError(f"every size of a weight must be at least 1, got {tuple(weight_shape)}")
         out_channels, in_per_group, *size = weight_shape
-        if kind not in ("spatial", "channel"):
-            raise ValueError(f'kind must be "spatial" or "channel", got {kind!r}')
+        check_choice("kind", kind, KINDS)
         row_dims = len(size) // 2 if kind == "spatial" else 0
         return KernelShape(out_channels, in_per_group * groups, tuple(size), groups, row_dims)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isqrt, prod
+from math import prod
 from typing import ClassVar
 
 from torch import Tensor
 
 from factorized._checks import check_whole, is_whole
 from factorized.formats.cost import POSITIONS, Device
+from factorized.formats.folding import near_root
 from factorized.formats.format import Cores, Format, Rank, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
@@ -78,7 +79,7 @@ class KroneckerFormat(Format):
 
     def truncate(self, cores: Sequence[Tensor], target: Format) -> Cores:
         """Return the best sum of fewer products, without forming the weight."""
-        U, V = truncated_factors(*self._as_product(cores), [], target.height)
+        U, V = truncated_factors(*self._as_product(cores), target.height)
         lead = U.shape[:-2]
         return tuple(
             factor.mT.reshape(*lead, *extents) for factor, extents in zip((U, V), target.cores.values(), strict=True)
@@ -164,9 +165,4 @@ class Kronecker(Scheme):
 
     def _one(self, shape: KernelShape) -> KroneckerFormat:
         out, inputs = shape.weight_shape[:2]
-        return KroneckerFormat(shape, self.outer or (_near_root(out), _near_root(inputs)), 1)
-
-
-def _near_root(extent: int) -> int:
-    """Return the largest divisor up to the square root."""
-    return next(d for d in range(isqrt(extent), 0, -1) if extent % d == 0)
+        return KroneckerFormat(shape, self.outer or (near_root(out), near_root(inputs)), 1)

@@ -16,6 +16,7 @@ from factorized.formats.cost import POSITIONS, Device, dense_cost, two_convoluti
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import (
+    KINDS,
     KernelShape,
     Kind,
     column_kernel,
@@ -112,7 +113,7 @@ class Product(Format):
             errors = [output_error(exact - plain.compose(start), moments, self.shape) for start in starts]
             best = starts[int(torch.stack(errors).argmin())]
             U, V = plain.products(refined(plain.compose, best, exact, moments, self.shape))
-            U, V = (factor.flatten(-3, -2) for factor in truncated_factors(U, V, (), self.rank))
+            U, V = (factor.flatten(-3, -2) for factor in truncated_factors(U, V, self.rank))
         return self.with_inner(U.to(weight.dtype), V.to(weight.dtype))
 
     def _whitened(
@@ -158,7 +159,7 @@ class Product(Format):
         if not isinstance(target, Product):
             return super().truncate(cores, target)
         U, *inner, V = self.products(cores)
-        U, V = truncated_factors(U, V, inner, target.rank)  # (..., groups, long, rank)
+        U, V = truncated_factors(U, V, target.rank, inner)  # (..., groups, long, rank)
         return target.with_inner(U.flatten(-3, -2), V.flatten(-3, -2))
 
     def with_inner(self, U: Tensor, V: Tensor) -> Cores:
@@ -252,12 +253,13 @@ class Product(Format):
         bias: Tensor | None,
         geometry: Geometry | None,
         adjust: Adjust | None = None,
+        transposed: bool = False,
     ) -> Tensor:
         """Apply the weight to an input."""
         if way == "products" and geometry is not None:
             U, *inner, V = cores
             return two_products(x, U, V, inner, bias, self.shape, geometry)
-        return super().run(way, x, cores, bias, geometry, adjust)
+        return super().run(way, x, cores, bias, geometry, adjust, transposed)
 
     def raised(self) -> list[Product]:
         """Return the next rank up."""
@@ -312,7 +314,7 @@ class LowRank(_Products):
     by_spectrum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, ("spatial", "channel"))
+        check_choice("kind", self.kind, KINDS)
 
     def at_scale(self, shape: KernelShape, scale: float) -> Product:
         """Return the product at the paper's rank for ``scale``, at most full."""
@@ -359,7 +361,7 @@ class Overcomplete(_Products):
 
     def __post_init__(self) -> None:
         check_choice("variant", self.variant, ("full", "deep", "wide"))
-        check_choice("kind", self.kind, ("spatial", "channel"))
+        check_choice("kind", self.kind, KINDS)
         if not 1 <= self.width <= LARGEST_SCALE:
             raise ValueError(f"width must be in 1..{LARGEST_SCALE} (it multiplies full rank), got {self.width!r}")
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized._checks import check_choice
 from factorized.formats.calibration import Moment
-from factorized.formats.convolution import Geometry, convolve, convolve_transposed
+from factorized.formats.convolution import Geometry
 from factorized.formats.cost import Device
-from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Way
+from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Way, apply_weight
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
@@ -136,7 +134,7 @@ class ResidualFormat(Format):
 
     def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return the costs of the part, each plus that of a dense layer: the rest, or a composed weight's gradient."""
-        dense = float(prod(self.shape.weight_shape))
+        dense = float(self.shape.numel)
         return {way: cost + dense for way, cost in self.part.ways(stride, device, compiled).items()}
 
     def run(
@@ -147,29 +145,13 @@ class ResidualFormat(Format):
         bias: Tensor | None,
         geometry: Geometry | None,
         adjust: Adjust | None = None,
+        transposed: bool = False,
     ) -> Tensor:
         """Apply part and rest: as one weight where the part is composed, else separately."""
         if way == "composed":
-            return super().run(way, x, cores, bias, geometry, adjust)
-        rest = self.rest(cores)
-        y = F.linear(x, rest) if geometry is None else convolve(x, rest, None, geometry, self.shape.groups)
-        return y + self.part.run(way, x, self._trained(cores), bias, geometry)
-
-    def run_transposed(
-        self,
-        way: Way,
-        x: Tensor,
-        cores: Sequence[Tensor],
-        bias: Tensor | None,
-        geometry: Geometry | None,
-        adjust: Adjust | None = None,
-    ) -> Tensor:
-        """Apply the transposes of part and rest: as one weight where the part is composed, else separately."""
-        if way == "composed":
-            return super().run_transposed(way, x, cores, bias, geometry, adjust)
-        rest, groups = self.rest(cores), self.shape.groups
-        y = F.linear(x, rest.mT) if geometry is None else convolve_transposed(x, rest, None, geometry, groups)
-        return y + self.part.run_transposed(way, x, self._trained(cores), bias, geometry)
+            return super().run(way, x, cores, bias, geometry, adjust, transposed)
+        y = apply_weight(self.rest(cores), x, None, geometry, self.shape.groups, transposed)
+        return y + self.part.run(way, x, self._trained(cores), bias, geometry, transposed=transposed)
 
     def raised(self) -> list[Self]:
         """Return the formats whose part has the next higher ranks."""

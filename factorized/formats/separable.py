@@ -123,25 +123,16 @@ class Separable(Format):
         bias: Tensor | None,
         geometry: Geometry | None,
         adjust: Adjust | None = None,
+        transposed: bool = False,
     ) -> Tensor:
-        """Convolve every channel separately, then apply the pointwise part, on which ``adjust`` acts."""
+        """Convolve every channel separately, then apply the pointwise part, on which ``adjust`` acts; or back."""
         assert geometry is not None  # linears have no kernel to separate
-        x = convolve(x, cores[-1], None, geometry, self.shape.in_channels)
-        return self.pointwise.run(way, x, cores[:-1], bias, geometry.only(()), adjust)
-
-    def run_transposed(
-        self,
-        way: Way,
-        x: Tensor,
-        cores: Sequence[Tensor],
-        bias: Tensor | None,
-        geometry: Geometry | None,
-        adjust: Adjust | None = None,
-    ) -> Tensor:
-        """Apply the transposed pointwise part, then the transposed depthwise convolution."""
-        assert geometry is not None  # linears have no kernel to separate
-        x = self.pointwise.run_transposed(way, x, cores[:-1], None, geometry.only(()), adjust)
-        return convolve_transposed(x, cores[-1], bias, geometry, self.shape.in_channels)
+        channels, pointwise = self.shape.in_channels, geometry.only(())
+        if transposed:
+            x = self.pointwise.run(way, x, cores[:-1], None, pointwise, adjust, transposed)
+            return convolve_transposed(x, cores[-1], bias, geometry, channels)
+        x = convolve(x, cores[-1], None, geometry, channels)
+        return self.pointwise.run(way, x, cores[:-1], bias, pointwise, adjust)
 
     def raised(self) -> list[Self]:
         """Return the formats whose pointwise part has the next higher ranks."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import replace
+from functools import reduce
 from math import prod
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from factorized._torch import is_traced
 from factorized.formats.convolution import Geometry, is_channels_last, pad
 from factorized.formats.kernel import KernelShape, grouped
-from factorized.formats.shifts import output_extents, plan_shifts, shift_and_stack
-from factorized.formats.thin import applies, thin_convolution
+from factorized.formats.shifts import kernel_taps, output_extents, plan_shifts, shift_and_stack
+from factorized.formats.thin import kernels_apply, thin_convolution
 
 
 def two_products(
@@ -44,7 +44,7 @@ def two_products(
     g = shape.groups
     for M in inner:
         U = (grouped(U, g) @ grouped(M, g)).flatten(0, 1)
-    if applies(x, U, V, shape, geometry):
+    if kernels_apply(x, U, V, shape, geometry):
         y = thin_convolution(x, U, V, geometry)
         y = y if bias is None else y + bias.to(y.dtype)[:, None, None]
         return y.squeeze(0) if unbatched else y
@@ -72,7 +72,7 @@ def _drop_unused_positions(x: Tensor, shape: KernelShape, geometry: Geometry) ->
         return x, geometry
     x = x[(slice(None), slice(None), *(slice(None, None, s) for s in strides))]
     left = tuple(1 if dropped > 1 else s for s, dropped in zip(geometry.stride, strides, strict=True))
-    return x, Geometry(left, geometry.padding, geometry.dilation, geometry.padding_mode)
+    return x, replace(geometry, stride=left)
 
 
 def _channels_first(
@@ -125,40 +125,28 @@ def _shift_and_stack(
     dim: int,  # of the column taps
     first_dim: int,  # of the spatial dimensions, without ``dim``
 ) -> Tensor:  # with row taps at ``dim``
-    """Sum over the column taps, each shifted to its place; stack what every row tap sees of the sum."""
+    """Sum over the column taps, each shifted to its place; stack what every row tap sees of the sum.
+
+    By slices where a program is traced: a compiler makes one loop of all of them.
+    """
     extents = [*P.shape[:dim], *P.shape[dim + 1 :]][first_dim : first_dim + len(shape.size)]
     if type(P) is Tensor and not is_traced():
         return shift_and_stack(P, plan_shifts(tuple(extents), shape, geometry, dim, first_dim))
     before = first_dim + (dim <= first_dim)
     P = pad(P, [*geometry.padding, *[(0, 0)] * (P.dim() - before - len(shape.size))], "zeros")
-    parts = P.unbind(dim)
-    shift = _Shift(geometry, output_extents(extents, shape, geometry), first_dim)
-    return torch.stack(shift.taps(parts, shape), dim)
+    outputs = output_extents(extents, shape, geometry)
 
-
-@dataclass(frozen=True)
-class _Shift:
-    """Windows into a padded tensor: what a kernel tap sees of it. A compiler makes one loop of all of them."""
-
-    geometry: Geometry
-    extents: tuple[int, ...]  # of the output
-    first_dim: int  # the tensor dimension of the first spatial dimension
-
-    def taps(self, parts: Sequence[Tensor], shape: KernelShape) -> list[Tensor]:
-        """Sum ``parts``, one per column tap, each shifted to its place; return what every row tap sees of the sum."""
-        column_taps = list(product(*(range(k) for k in shape.column_size)))
-        row_taps = list(product(*(range(k) for k in shape.row_size)))
-        total = self._window(parts[0], column_taps[0], shape.row_dims)
-        for part, tap in zip(parts[1:], column_taps[1:], strict=True):
-            total = total + self._window(part, tap, shape.row_dims)
-        return [self._window(total, tap, 0) for tap in row_taps]
-
-    def _window(self, tensor: Tensor, tap: Sequence[int], first: int) -> Tensor:
+    def window(tensor: Tensor, tap: Sequence[int], first: int) -> Tensor:
+        """Return what a tap sees of a padded tensor; its first spatial dimension is ``first``."""
         for d, position in enumerate(tap, start=first):
-            start, stride, dim = position * self.geometry.dilation[d], self.geometry.stride[d], self.first_dim + d
+            start, stride = position * geometry.dilation[d], geometry.stride[d]
             if stride == 1:
-                tensor = tensor.narrow(dim, start, self.extents[d])  # faster than an index
+                tensor = tensor.narrow(first_dim + d, start, outputs[d])  # faster than an index
             else:
-                stop = start + (self.extents[d] - 1) * stride + 1
-                tensor = tensor[(slice(None),) * dim + (slice(start, stop, stride),)]
+                stop = start + (outputs[d] - 1) * stride + 1
+                tensor = tensor[(slice(None),) * (first_dim + d) + (slice(start, stop, stride),)]
         return tensor
+
+    columns = zip(P.unbind(dim), kernel_taps(shape.column_size), strict=True)
+    total = reduce(torch.add, [window(part, tap, shape.row_dims) for part, tap in columns])
+    return torch.stack([window(total, tap, 0) for tap in kernel_taps(shape.row_size)], dim)

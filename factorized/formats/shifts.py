@@ -122,7 +122,7 @@ def plan_shifts(
     outputs, rows = output_extents(extents, shape, geometry), shape.row_dims
 
     def taps(size: tuple[int, ...], offset: int) -> tuple[Tap, ...]:
-        return tuple([tuple(moves(tap, offset)) for tap in product(*(range(k) for k in size))])
+        return tuple([tuple(moves(tap, offset)) for tap in kernel_taps(size)])
 
     def moves(tap: tuple[int, ...], offset: int) -> list[Move]:
         found = []
@@ -139,17 +139,17 @@ def plan_shifts(
     between = (*extents[:rows], *outputs[rows:])
     margins, steps = [(0, 0)] * len(extents), []
     for d in range(rows):
-        taps_here, dilation, stride, before = (
-            shape.size[d],
-            geometry.dilation[d],
-            geometry.stride[d],
-            geometry.padding[d][0],
-        )
-        last = (outputs[d] - 1) * stride + (taps_here - 1) * dilation
+        steps.append((shape.size[d], geometry.dilation[d], geometry.stride[d]))
+        count, dilation, stride = steps[d]
+        before, last = geometry.padding[d][0], (outputs[d] - 1) * stride + (count - 1) * dilation
         margins[d] = (before, max(0, last + 1 - before - extents[d]))
-        steps.append((taps_here, dilation, stride))
     column_taps, row_taps = taps(shape.column_size, rows), taps(shape.row_size, 0)
     return Shifts(dim, first_dim, column_taps, row_taps, extents, between, outputs, tuple(margins), tuple(steps))
+
+
+def kernel_taps(size: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the positions in a kernel of this size, in the order of its entries."""
+    return list(product(*(range(extent) for extent in size)))
 
 
 def output_extents(extents: Sequence[int], shape: KernelShape, geometry: Geometry) -> tuple[int, ...]:

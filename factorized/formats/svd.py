@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
+from factorized._checks import check_choice
 from factorized._torch import computable, rounds_products, without_autocast
-from factorized.formats.frobenius import summed_like
+from factorized.formats.frobenius import partial_products, summed_like
 
 Method = Literal["auto", "exact", "gram", "randomized"]
 
@@ -66,8 +67,7 @@ def truncated_svd(
         method = _fastest(m, n, rank, W.dtype)
     if method == "exact":
         return _exact_svd(W, rank)
-    if method not in METHODS:
-        raise ValueError(f'method must be "auto", "exact", "gram" or "randomized", got {method!r}')
+    check_choice("method", method, ("auto", "exact", *METHODS))
     tall, scale = _tall(W, largest)
     with without_autocast(W.device):
         long, S, short = (part.to(W.dtype) for part in METHODS[method](tall, rank))
@@ -127,17 +127,18 @@ def spectral_factors(
 def truncated_factors(
     U: Tensor,  # (..., m, r)
     V: Tensor,  # (..., n, r)
-    inner: Sequence[Tensor],  # each (..., r, r)
     rank: int,
+    inner: Sequence[Tensor] = (),  # each (..., r, r)
 ) -> tuple[Tensor, Tensor]:  # (..., m, rank), (..., n, rank)
-    """Return the spectral factors of ``U M₁…M_d Vᵀ`` at another rank, from an SVD no larger than its present rank."""
-    dtype = U.dtype
-    exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    (Q, core), (P, T) = torch.linalg.qr(U.to(exact)), torch.linalg.qr(V.to(exact))
+    """Return the spectral factors of ``U M₁…M_d Vᵀ`` at this rank, from an SVD no larger than its present rank.
+
+    Half precision is computed in float32.
+    """
+    (Q, core), (P, T) = torch.linalg.qr(computable(U)), torch.linalg.qr(computable(V))
     for M in inner:
-        core = core @ M.to(exact)
+        core = core @ computable(M)
     A, B = spectral_factors(core @ T.mT, rank, "exact")
-    return (Q @ A).to(dtype), (P @ B).to(dtype)
+    return (Q @ A).to(U.dtype), (P @ B).to(V.dtype)
 
 
 def factor_spectrum(
@@ -162,12 +163,7 @@ def nuclear_gradients(
     With respect to the product it is ``A Bᵀ``, from the SVD ``A Σ Bᵀ`` without directions of zero singular values.
     """
     (Q, R), (P, T) = torch.linalg.qr(U), torch.linalg.qr(V)
-    heads, tails = [R], [T]  # R M₁…M_j and T M_dᵀ…M_{j+1}ᵀ
-    for M in inner:
-        heads.append(heads[-1] @ M)
-    for M in reversed(inner):
-        tails.append(tails[-1] @ M.mT)
-    tails.reverse()
+    heads, tails = partial_products(R, T, inner)
     A, S, Bh = torch.linalg.svd(heads[-1] @ T.mT, full_matrices=False)
     tolerance = S[..., :1] * (max(U.shape[-2:]) * torch.finfo(S.dtype).eps)
     direction = (A * (tolerance < S).unsqueeze(-2)) @ Bh

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from factorized._torch import (
-    is_exporting,
-    is_known,
-    is_traced,
-    is_transformed,
-    kept_by_compiler,
-    triton_capability,
-)
+from factorized._torch import is_exporting, is_known, is_traced, is_transformed, kept_by_compiler, triton_capability
 from factorized.formats.convolution import Geometry, convolve
 from factorized.formats.kernel import KernelShape, to_kernel
 from factorized.formats.thin_launches import TAPS, count_splits, launch_backward, launch_forward
@@ -32,20 +25,18 @@ DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)  # of GPUs whose tensor cores support bfloat16
 
 
-def applies(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
+def kernels_apply(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
     """Return whether the kernels can run a convolution: 3×3, channels-last, in half precision, on a recent GPU.
 
     A size that is not known while compiling is not one for the kernels, so that it needs no guard.
     """
-    return x.is_cuda and suits(x, U, V, shape, geometry) and not is_transformed() and can_build_kernels(x.device)
+    return x.is_cuda and kernels_suit(x, U, V, shape, geometry) and not is_transformed() and can_build_kernels(x.device)
 
 
-def suits(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
+def kernels_suit(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
     """Return whether a convolution is one for the kernels, on whatever device."""
     return (
-        type(x) in PLAIN
-        and type(U) in PLAIN
-        and type(V) in PLAIN
+        all(type(tensor) in PLAIN for tensor in (x, U, V))
         and shape.size == (TAPS, TAPS)
         and shape.row_dims == 1
         and shape.groups == 1
@@ -131,7 +122,7 @@ def _thin_backward(
     padding: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of ``x`` and parts to be added up: the gradients of ``U`` and ``V``, one after the other."""
-    x_gradient, sums = _empty_gradients(gradient, x, thin, packed, rank, stride, padding)
+    x_gradient, sums = _empty_gradients(gradient, x, thin, packed, rank)
     x, gradient = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, gradient))
     launch_backward(gradient, x, thin, packed, x_gradient, sums, rank, stride, padding)
     return x_gradient, sums
@@ -139,13 +130,7 @@ def _thin_backward(
 
 @_thin_backward.register_fake
 def _empty_gradients(
-    gradient: Tensor,
-    x: Tensor,
-    thin: Tensor,
-    packed: Tensor,
-    rank: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
+    gradient: Tensor, x: Tensor, thin: Tensor, packed: Tensor, rank: int, *_: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     batch, channels, height, width = x.shape
     x_gradient = x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar, Literal
@@ -15,7 +15,7 @@ from factorized._checks import check_choice, check_whole
 from factorized.formats import hosvd
 from factorized.formats.convolution import Geometry
 from factorized.formats.folding import TensorScheme
-from factorized.formats.format import Call, Cores, Format, Step, Way, pull_back
+from factorized.formats.format import Adjust, Call, Cores, Format, Step, Way, pull_back
 from factorized.formats.kernel import KernelShape
 from factorized.formats.light_expansion import Indices
 from factorized.formats.separable import Separable
@@ -243,11 +243,12 @@ class TuckerFormat(TensorFormat):
         cores: Sequence[Tensor],
         bias: Tensor | None,
         geometry: Geometry | None,
-        adjust: Callable[[Tensor], Tensor] | None = None,
+        adjust: Adjust | None = None,
+        transposed: bool = False,
     ) -> Tensor:
         """Apply the weight to an input; a linear chain runs mode by mode, which is cheaper than three matrices."""
-        if way != "chain" or geometry is not None:
-            return super().run(way, x, cores, bias, geometry, adjust)
+        if way != "chain" or geometry is not None or transposed:
+            return super().run(way, x, cores, bias, geometry, adjust, transposed)
         boundary = self.chain_boundary
         core, factors = self.parts(cores)
         present = [factor for factor in factors if factor is not None]

@@ -79,9 +79,7 @@ class LoraFactorizedLinear(Linear):
             if safe_merge and not all(parameter.isfinite().all() for parameter in wide.parameters()):
                 raise ValueError(f"the adapter {name!r} holds NaN or infinite values; it was not merged")
         if names:
-            self._before_merge = (
-                self._before_merge if self.merged else [base]
-            )  # in a list, so that it is not a submodule
+            self._before_merge = self._before_merge if self.merged else [base]  # a list, so that it is no submodule
             self.base_layer = wide
             self.merged_adapters += names
 
@@ -119,7 +117,6 @@ def _widened(
         layer.out_features,
         format,
         layer.bias is not None,
-        execution=layer.execution,
         init=None,
         dense_type=layer.dense_type,
         device=layer.factors[0].device,
@@ -132,6 +129,5 @@ def _widened(
         if layer.bias is None:
             raise ValueError("an adapter with lora_bias=True cannot be merged into a layer without a bias")
         wider.bias = nn.Parameter(layer.bias + bias, layer.bias.requires_grad)
-    wider.carried, wider.dense_class = layer.carried, layer.dense_class
-    layer.hand_back(wider)
+    layer.hand_over(wider)
     return wider.train(layer.training)

@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 else:
     Trainer = object  # the mixin comes before the real one, so this file does not need transformers
 
-OF_THE_OPTIMIZER = {
-    "params",
-    "model",
-    "optimizer_dict",
-}  # settings with which some optimizers of transformers choose parameters
+# Settings with which some optimizers of transformers choose parameters.
+OF_THE_OPTIMIZER = {"params", "model", "optimizer_dict"}
 
 
 class FactorizedTrainerMixin(Trainer):
@@ -192,8 +189,7 @@ def _resized(
         made[rows] = nn.Parameter(torch.cat([rows[:count], added.to(rows)]), rows.requires_grad)
     for holder in {name.partition(".")[0] for name in format.cores}:  # inner matrices are in a list
         setattr(new, holder, made[rows] if holder == format.row_core else getattr(layer, holder))
-    layer.hand_back(new)
-    new.carried, new.execution = layer.carried, layer.execution
+    layer.hand_over(new)
     return new
 
 

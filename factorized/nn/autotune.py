@@ -12,7 +12,7 @@ from factorized._checks import check_whole
 from factorized.formats.format import Way
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
-from factorized.nn.running import ExampleInput, run_once
+from factorized.nn.running import ExampleInput, removing, run_once
 from factorized.nn.timing import median_milliseconds, training_step
 
 
@@ -55,12 +55,9 @@ def autotune(
             f"{type(model).__name__} has no factorized linear or convolution to tune; call fz.factorize first"
         )
     seen: dict[FactorizedLayer, Tensor] = {}
-    handles = [layer.register_forward_pre_hook(partial(_remember, seen, layer), with_kwargs=True) for layer in names]
-    try:
+    hooks = [layer.register_forward_pre_hook(partial(_remember, seen, layer), with_kwargs=True) for layer in names]
+    with removing(hooks):
         run_once(model, example_input)
-    finally:
-        for handle in handles:
-            handle.remove()
     measured: dict[tuple[object, ...], dict[Way, float]] = {}
     result = {}
     for layer, x in seen.items():

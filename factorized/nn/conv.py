@@ -17,7 +17,6 @@ from factorized.nn.init import Init
 from factorized.nn.layer import Execution, FactorizedLayer, Lowered
 
 Extent = int | tuple[int, ...]
-Device = torch.device | str | None
 
 
 class AnyConvolution(FactorizedLayer):
@@ -28,7 +27,12 @@ class AnyConvolution(FactorizedLayer):
     dims: ClassVar[int]
 
     def __init__(
-        self, dense: _ConvNd, format: Format, execution: Execution, device: Device, dtype: torch.dtype | None
+        self,
+        dense: _ConvNd,
+        format: Format,
+        execution: Execution,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         self.stride = dense.stride  # of ``dense``, because torch has checked and normalized its settings
         super().__init__(format, execution, device, dtype)
@@ -41,8 +45,9 @@ class AnyConvolution(FactorizedLayer):
         self.dilation = dense.dilation
         self.groups = dense.groups
         self.padding_mode = dense.padding_mode
-        bias = None if dense.bias is None else torch.empty(dense.out_channels, device=device, dtype=dtype)
-        self.bias = None if bias is None else nn.Parameter(bias)
+        self.bias = None
+        if dense.bias is not None:
+            self.bias = nn.Parameter(torch.empty(dense.out_channels, device=device, dtype=dtype))
 
     @classmethod
     def from_dense(
@@ -175,8 +180,8 @@ class FactorizedConv(AnyConvolution):
         made: list[Lowered] = []
         for place, (step, weight) in enumerate(self.worthwhile(self.format.plain(self.factors))):
             plain = self.plain_convolution(step.inputs, step.outputs, step.spans, step.groups, bias=False)
-            made.append((plain, (place, False), weight))
-            made += [(nn.ChannelShuffle(step.shuffle), None, None)] if step.shuffle > 1 else []
+            made.append(Lowered(plain, (place, False), weight))
+            made += [Lowered(nn.ChannelShuffle(step.shuffle))] if step.shuffle > 1 else []
         return made
 
 

@@ -72,17 +72,17 @@ class FactorizedConvTranspose(AnyConvolution):
             extents = (self.stride, self.padding, self.kernel_size, self.dims, self.dilation)
             added = output_padding(self, input, output_size, *extents)
             geometry = replace(geometry, output_padding=tuple(added))
-        way, factors = self.chosen_execution(), self.factors
-        return self.format.run_transposed(way, input, factors, self.bias, geometry, self.adjust)
+        way = self.chosen_execution()
+        return self.format.run(way, input, self.factors, self.bias, geometry, self.adjust, transposed=True)
 
     def lowered(self) -> list[Lowered]:
         """Return one plain transposed convolution for each step of the chain, the last first."""
         made: list[Lowered] = []
         for place, (step, weight) in reversed(list(enumerate(self.worthwhile(self.format.plain(self.factors))))):
             # undoes the shuffle after the step
-            made += [(nn.ChannelShuffle(step.outputs // step.shuffle), None, None)] if step.shuffle > 1 else []
+            made += [Lowered(nn.ChannelShuffle(step.outputs // step.shuffle))] if step.shuffle > 1 else []
             plain = self.plain_convolution(step.outputs, step.inputs, step.spans, step.groups, bias=False)
-            made.append((plain, (place, False), weight))
+            made.append(Lowered(plain, (place, False), weight))
         return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
 from torch import Tensor, nn
 
 from factorized.formats.format import Format
@@ -39,15 +38,10 @@ def format_of(
     return format
 
 
-def added_attributes(module: nn.Module, plain: type[nn.Module], *arguments: object) -> dict[str, object]:
-    """Return the attributes set on a module that a fresh layer of its plain class does not have."""
-    with torch.device("meta"):
-        fresh = plain(*arguments)
-    standard = {
-        *vars(fresh),
-        "_compiled_call_impl",
-    }  # the latter, from module.compile(), would keep calling the old one
-    return {name: value for name, value in vars(module).items() if name not in standard}
+def added_attributes(module: nn.Module, fresh: nn.Module) -> dict[str, object]:
+    """Return the attributes set on a module that a fresh one of its plain class does not have."""
+    known = {*vars(fresh), "_compiled_call_impl"}  # of module.compile(): it would keep calling the old one
+    return {name: value for name, value in vars(module).items() if name not in known}
 
 
 def plain_class(module: nn.Module, known: Collection[type[nn.Module]]) -> type[nn.Module] | None:

@@ -136,7 +136,7 @@ class FactorizedEmbedding(FactorizedLayer):
         *wide, thin = self.format.chain_weights(factors)
         x = widened(F.embedding(input, thin, self.padding_idx, sparse=self.sparse), wide, factors[0].dtype)
         scale = self._gradient_scale(input, x.dtype) if torch.is_grad_enabled() else None
-        return x if scale is None else _ScaleGradient.apply(x, scale)
+        return x if scale is None else scale_gradient(x, scale)
 
     def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what the dense layer multiplies the gradient of each looked-up row by.
@@ -188,9 +188,10 @@ class FactorizedEmbedding(FactorizedLayer):
         if not plain:
             return []
         *rest, (step, thin) = plain
-        made: list[Lowered] = [(self.plain_table(step.inputs), (len(rest), False), thin)]
+        made = [Lowered(self.plain_table(step.inputs), (len(rest), False), thin)]
         for place, (step, weight) in reversed(list(enumerate(rest))):
-            made.append((nn.Linear(step.outputs, step.inputs, bias=False, device="meta"), (place, True), weight.mT))
+            linear = nn.Linear(step.outputs, step.inputs, bias=False, device="meta")
+            made.append(Lowered(linear, (place, True), weight.mT))
         return made
 
     def settings_repr(self) -> list[str]:
@@ -210,9 +211,12 @@ def widened(
     return rows if rows.dtype == dtype else rows.to(dtype)  # autocast multiplies in another type
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by ``scale``."""
+def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:  # like x
+    """Return ``x``, whose gradient will be multiplied by ``scale``."""
+    return _ScaleGradient.apply(x, scale)
 
+
+class _ScaleGradient(torch.autograd.Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch leaves it untyped
     generate_vmap_rule = True
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from factorized._checks import check_choice
 from factorized.formats.format import Format
 from factorized.nn.embedding import FactorizedEmbedding, widened
 from factorized.nn.init import Init
@@ -49,8 +50,7 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if mode not in ("sum", "mean", "max"):
-            raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
+        check_choice("mode", mode, ("sum", "mean", "max"))
         super().__init__(
             num_embeddings,
             embedding_dim,

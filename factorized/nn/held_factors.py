@@ -1,4 +1,4 @@
-"""Modules that hold factors in the place of some of their parameters.
+"""Modules that hold factors in place of some of their parameters.
 
 Such a module keeps its class's forward. Its factors are in a child ``factors``, by the names of the parameters they
 stand for. The weights are composed once per call, and whenever they are read.

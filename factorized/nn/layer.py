@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 
 from factorized._torch import is_jit_tracing
 from factorized.formats.convolution import Geometry
@@ -23,8 +22,18 @@ from factorized.nn.init import Init, check_init, draw_bias, draw_dense, fill_of
 from factorized.nn.weight import owner_of, read_weight
 
 Execution = Literal["auto"] | Way
-# A plain layer on the meta device, which part of the format its weight is (None: it has none), and that weight.
-Lowered = tuple[nn.Module, tuple[int, bool] | None, Tensor | None]
+MACHINES: tuple[tuple[Device, bool], ...] = (  # devices, and whether programs are compiled for them
+    *(("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)),
+    ("cpu, channels last", False),
+)
+
+
+class Lowered(NamedTuple):
+    """A plain layer that computes one step of a format's chain, or shuffles channels between two."""
+
+    layer: nn.Module  # on the meta device
+    role: tuple[int, bool] | None = None  # which step's weight it gets, and whether transposed; None: it has no weight
+    weight: Tensor | None = None
 
 
 class FactorizedLayer(nn.Module):
@@ -76,11 +85,9 @@ class FactorizedLayer(nn.Module):
 
     def _find_ways(self) -> None:
         """Store the ways in which this layer can run; a cached property would break a trace that reads it."""
-        machines: list[tuple[Device, bool]] = [("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)]
-        machines += [("cpu, channels last", False)]
         costs = {
             machine: {w: cost for w, cost in self.format.ways(self.stride, *machine).items() if w in self.known_ways}
-            for machine in machines
+            for machine in MACHINES
         }
         self.executions: tuple[Way, ...] = tuple(costs["cpu", False])
         self._cheapest: dict[tuple[Device, bool], Way] = {
@@ -317,10 +324,10 @@ class FactorizedLayer(nn.Module):
         weight = dense_weight(dense)
         if init is not None:
             check_init(init)
-        if init == "spectral" and not weight.is_meta:
-            self.set_weight(weight)
-        elif init is not None and not weight.is_meta:
-            self.draw_factors(init)
+            if init == "spectral" and not weight.is_meta:
+                self.set_weight(weight)
+            elif not weight.is_meta:
+                self.draw_factors(init)
         for name, factor in zip(self.format.cores, self.factors, strict=True):
             factor.requires_grad_(weight.requires_grad and name not in self.format.frozen)
         bias = getattr(dense, "bias", None)
@@ -331,8 +338,7 @@ class FactorizedLayer(nn.Module):
     def carry(self, dense: nn.Module) -> None:
         """Copy the attributes set on a dense layer, and those set on its weight to every factor."""
         self.dense_class = type(dense)
-        plain = type(self.dense_skeleton())
-        added = added_attributes(dense, plain, *(1,) * (3 if issubclass(plain, _ConvNd) else 2))
+        added = added_attributes(dense, self.dense_skeleton())
         taken = sorted(name for name in added if hasattr(self, name))
         if taken:
             raise ValueError(
@@ -353,6 +359,12 @@ class FactorizedLayer(nn.Module):
             setattr(plain, name, getattr(self, name))
         for name in CALL_HOOKS:
             plain.__dict__[name] = self.__dict__[name]
+
+    def hand_over(self, other: FactorizedLayer) -> None:
+        """Give another factorized layer, which replaces this one, all that is not part of its weight."""
+        self.hand_back(other)
+        other.carried, other.dense_class = self.carried, self.dense_class
+        other.execution, other.drop_connect = self.execution, self.drop_connect
 
     def extra_repr(self) -> str:
         """Show the dense layer's settings, how it runs, the format and the parameters saved."""

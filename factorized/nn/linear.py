@@ -107,8 +107,8 @@ class FactorizedLinear(FactorizedLayer):
         input: Tensor,  # (..., in)
     ) -> Tensor:  # (..., out)
         """Apply the layer."""
-        run = self.format.run_transposed if self.transposed else self.format.run
-        return run(self.chosen_execution(), input, self.factors, self.bias, None, self.adjust)
+        way = self.chosen_execution()
+        return self.format.run(way, input, self.factors, self.bias, None, self.adjust, self.transposed)
 
     def lowered(self) -> list[Lowered]:
         """Return one plain linear for each step of the chain."""
@@ -118,9 +118,9 @@ class FactorizedLinear(FactorizedLayer):
         made: list[Lowered] = []
         for place, (step, weight) in enumerate(plain):
             if self.transposed:
-                made.insert(0, (_linear(step.outputs, step.inputs), (place, True), weight.mT))
+                made.insert(0, Lowered(_linear(step.outputs, step.inputs), (place, True), weight.mT))
             else:
-                made.append((_linear(step.inputs, step.outputs), (place, False), weight))
+                made.append(Lowered(_linear(step.inputs, step.outputs), (place, False), weight))
         return made
 
     def settings_repr(self) -> list[str]:

@@ -39,10 +39,10 @@ def check_copyable(model: nn.Module) -> None:
                 )
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return the first dotted names as a list in a sentence, and how many more there are."""
+def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """Return the first names, or texts, as a list in a sentence, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(name or "the model" for name in names[:most]) + more
+    return separator.join(name or "the model" for name in names[:most]) + more
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from factorized.formats.calibration import Moment
 from factorized.formats.convolution import explicit_padding, pad
 from factorized.nn.dense import dense_weight
+from factorized.nn.running import removing
 
 # Patches of this many entries are multiplied at a time, or those of one example if that has more.
 PATCH_ENTRIES = 2**24
@@ -116,11 +117,8 @@ def collecting(
     """Collect the moments and gradients of these layers whenever they are called inside."""
     hooks = [layer.register_forward_pre_hook(moments, with_kwargs=True) for layer, moments in found.items()]
     hooks += [layer.register_forward_hook(watch) for layer, watch in (gradients or {}).items()]
-    try:
+    with removing(hooks):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def patches(

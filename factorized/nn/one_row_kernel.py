@@ -57,30 +57,13 @@ def row_kernel(
 
 @triton.jit
 def _write(
-    x,
-    weight,
-    norm,
-    residual,
-    y,
-    eps,
-    tile,
-    block,
-    other,
-    WIDTH: tl.constexpr,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    OUT_1: tl.constexpr,
-    OUT_2: tl.constexpr,
-    IN_1: tl.constexpr,
-    IN_2: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    READ: tl.constexpr,
-):
-    """Write a tile of the outputs."""
+    x, weight, norm, residual, y, eps, tile, block, other,
+    WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    OUT_1: tl.constexpr, OUT_2: tl.constexpr, IN_1: tl.constexpr, IN_2: tl.constexpr,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of the outputs; ``READ`` if ``block`` and ``other``, the first of the tile, are read already."""
     begin = tile * TILE
     part, end = x, IN
     if OUT_1 < OUT and not GATED:
@@ -99,21 +82,11 @@ def _write(
 
 @triton.jit
 def _tile(
-    x,
-    end,  # how many elements the part of x has
-    weight,
-    norm,
-    eps,
-    begin,
-    block,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    NORM: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    READ: tl.constexpr,  # ``block``, the first of the tile, is read already
-):
-    """Return a tile of the outputs: (TILE,)."""
+    x, end, weight, norm, eps, begin, block,
+    IN: tl.constexpr, OUT: tl.constexpr, NORM: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of the outputs, (TILE,), from the elements of x up to ``end``."""
     total = tl.zeros((TILE, BLOCK), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     start = 0

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from factorized._torch import local_range
 from factorized.formats.format import Way
-from factorized.nn.embedding import FactorizedEmbedding, _ScaleGradient
+from factorized.nn.embedding import FactorizedEmbedding, scale_gradient
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
 
@@ -218,7 +218,7 @@ class ParallelEmbedding(ParallelLayer, FactorizedEmbedding):
         if scale is None:
             return y
         scale = _travel(scale, x, scale.shape, Replicate(), placed, gradient=placed)
-        return _ScaleGradient.apply(y, scale)
+        return scale_gradient(y, scale)
 
 
 _PARALLEL: dict[type[FactorizedLayer], type[ParallelLayer]] = {

@@ -1,14 +1,15 @@
-"""Running a model once on an example; evaluation mode; freezing and counting parameters."""
+"""Running a model once on an example; evaluation mode and hooks; freezing and counting parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 ExampleInput = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -36,13 +37,9 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 def move_to(model: nn.Module, values: Sequence[Any]) -> list[Any]:
     """Return the values with tensors on the device of the model."""
-    device = _device_of(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
 
@@ -71,6 +68,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks when the block ends."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def _call_with_plain(
 
 
 def _plain(argument: Any, used: list[Tensor]) -> Any:
-    """Return an argument with the plain tensor in the place of every ``ComposedWeight``; note those in ``used``."""
+    """Return an argument with the plain tensor in place of every ``ComposedWeight``; note those in ``used``."""
     kind = type(argument)
     if kind is ComposedWeight:
         used.append(argument.source.value())

@@ -20,23 +20,37 @@ Change = Mapping[str, Any]  # other values for arguments of fz.plan
 Pose = Callable[[Change], Problem]  # the problem with some arguments changed
 
 
-def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose: Pose) -> str:
-    """Return the message for a budget below the lowest share, with the shares that other arguments would reach."""
+class OutOfReach(ValueError):
+    """A budget is below the lowest share that a plan can reach.
+
+    Attributes:
+        reached: changes of arguments that reach less, each with the share that it reaches.
+    """
+
+    def __init__(self, before: str, reached: list[tuple[Change, float]], after: str) -> None:
+        self.before, self.reached, self.after = before, reached, after
+        super().__init__(self.told(_written, "see include=, exclude= and keep_first_and_last="))
+
+    def told(self, written: Callable[[Change], str | None], otherwise: str) -> str:
+        """Return the message with the changes as ``written``, which is None for those that the caller cannot make."""
+        named = [(text, low) for change, low in self.reached if (text := written(change)) is not None]
+        told = ", ".join(f"{text} {'would reach ' * (not i)}{low:.4f}" for i, (text, low) in enumerate(named))
+        return f"{self.before}, or factorize more layers: {told or otherwise}{self.after}"
+
+
+def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose: Pose) -> OutOfReach:
+    """Return the error for a budget below the lowest share, with the shares that other arguments would reach."""
     scheme, budget, lowest = problem.scheme, problem.budget, problem.lowest
     allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
     floor = "full rank everywhere, the lowest of Overcomplete," if scheme.least_scale else "rank 1 everywhere"
     if budget.multiple_of is not None:
         floor = "the lowest ranks everywhere"
     reached = sorted(_reached(problem, changes, pose), key=lambda pair: -pair[1])
-    told = ", ".join(
-        f"{_written(change)} {'would reach ' * (not i)}{low:.4f}" for i, (change, low) in enumerate(reached)
-    )
-    told = told or "see include=, exclude= and keep_first_and_last="
-    return (
+    before = (
         f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} of its "
-        f"{problem.whole:,} {budget.counted}. Ask for {allowed}, or factorize more layers: {told}"
-        f"{_unregistered(problem)}"
+        f"{problem.whole:,} {budget.counted}. Ask for {allowed}"
     )
+    return OutOfReach(before, reached, _unregistered(problem))
 
 
 def above_reach(model: nn.Module, problem: Problem, choices: Choices) -> str | None:
@@ -73,8 +87,9 @@ def starved(
         _written(change) for change, low in _reached(problem, changes, pose) if low < problem.lowest - WORTH_NAMING
     ]
     spread = f"{' or '.join(helps)} spends it on more layers; " if helps else ""
+    layers = "1 layer" if len(tiny) == 1 else f"{len(tiny)} layers"
     return (
-        f"{problem.budget} leaves {len(tiny)} layers of {type(model).__name__} below {STARVED:.0%} of full rank, such "
+        f"{problem.budget} leaves {layers} of {type(model).__name__} below {STARVED:.0%} of full rank, such "
         f"as {tied[0].name!r} at rank {rank} of {item.reference}, because {dense / plan.params:.0%} of the model stays "
         f'dense. {spread}of="selected" counts it over the factorized layers only{_unregistered(problem)}'
     )

@@ -39,15 +39,21 @@ class Budget:
         return f"{self.name}={self.value:g}{of}{multiple}"
 
 
+def _meant(scheme: object) -> str:
+    """Return what somebody probably meant who gave this as a scheme, or nothing."""
+    if isinstance(scheme, type) and issubclass(scheme, Scheme):
+        return f"; make one: {scheme.__name__}()"
+    return f"; a budget has a name: ratio={scheme}" if isinstance(scheme, (int, float)) else ""
+
+
 def read_budget(
     scheme: Scheme, allocate: str, has_example: bool, given: dict[str, float | None], of: Of, multiple_of: int | None
 ) -> Budget:
     """Return the one budget that was given, or the scheme's default; raise if it is invalid."""
     if not isinstance(scheme, Scheme):
         known = ", ".join(f"{known.__name__}()" for known in SCHEMES)
-        raise ValueError(f"scheme must be one of {known}, got {scheme!r}")
-    if allocate not in ("uniform", "spectrum"):
-        raise ValueError(f'allocate must be "uniform" or "spectrum", got {allocate!r}')
+        raise ValueError(f"scheme must be one of {known}, got {scheme!r}{_meant(scheme)}")
+    check_choice("allocate", allocate, ("uniform", "spectrum"))
     check_choice("of", of, ("model", "selected"))
     if multiple_of is not None:
         check_whole("multiple_of", multiple_of)
@@ -95,7 +101,8 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
     if budget.name == "rank_scale" and value < scheme.least_scale:
         raise ValueError(f"{budget} is below full rank; rank_scale must be at least 1 for {scheme}, or use LowRank()")
     if budget.name in ("ratio", "energy", "macs") and value > 1 and scheme.compresses:
-        raise ValueError(f"{budget} is above 1; {_allowed(scheme, budget)}")
+        percent = f"; for {value:g} %, {budget.name}={value / 100:g}" if 2 <= value <= 100 else ""
+        raise ValueError(f"{budget} is above 1{percent}; {_allowed(scheme, budget)}")
 
 
 def _allowed(scheme: Scheme, budget: Budget) -> str:

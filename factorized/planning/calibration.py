@@ -1,4 +1,4 @@
-"""``fz.Calibrated``: the data that ranks and factors are chosen by, and what it tells of every layer."""
+"""``fz.Calibrated``: the data that ranks and factors are chosen by, and the moments of every layer on it."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any]
 
 @dataclass(frozen=True)
 class Collected:
-    """What the batches say of the layers that share one weight."""
+    """What the batches show about the layers that share one weight."""
 
     ran: dict[str, InputMoments]  # by name, of those that were called
     gradients: dict[str, OutputGradients]  # by name; empty without a backward pass
@@ -162,7 +162,7 @@ def collect(
     sharing: Mapping[str, Mapping[str, nn.Module]],
     loss: Loss | None = None,
 ) -> Iterator[tuple[str, Collected]]:
-    """Run the batches and yield what they say of every weight, by the name of the first layer that has it.
+    """Run the batches and yield what they show about every weight, by the name of the first layer that has it.
 
     ``sharing`` has the layers of every weight by their names. With a loss, gradients are collected too.
     """

@@ -21,7 +21,7 @@ from factorized.attention.unit import AttentionUnit
 from factorized.formats.format import Call, Format
 from factorized.formats.kernel import KernelShape
 from factorized.nn.held_weight import HeldWeight
-from factorized.nn.running import ExampleInput, run_once
+from factorized.nn.running import ExampleInput, removing, run_once
 
 # Torch's counter supports attention on every device except the CPU, where it would count nothing.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -63,7 +63,7 @@ def measure(
     """Count the MACs of one run of ``model`` on ``example_input``, without gradients and in evaluation mode."""
     _refuse_lazy(model)
     calls: dict[nn.Module, list[Call]] = {module: [] for module in shapes}
-    handles = [
+    hooks = [
         module.register_forward_hook(partial(_record, calls[module], shape), with_kwargs=True)
         for module, shape in shapes.items()
         if not isinstance(module, HeldWeight)
@@ -71,12 +71,8 @@ def measure(
     attention, watching = watch(units or {})
     counter = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
     unseen, holding = _watch_holders(model, calls, counter)
-    try:
-        with counter:
-            run_once(model, example_input)
-    finally:
-        for handle in (*handles, *watching, *holding):
-            handle.remove()
+    with removing([*hooks, *watching, *holding]), counter:
+        run_once(model, example_input)
     return Measured(counter.get_total_flops() // 2 + sum(unseen), calls, attention)
 
 

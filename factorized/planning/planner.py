@@ -14,7 +14,7 @@ from factorized.attention.register import find_attention
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
-from factorized.nn.model import check_model
+from factorized.nn.model import check_model, listed
 from factorized.nn.running import ExampleInput, count_parameters
 from factorized.planning.advice import Change, above_reach, out_of_reach, starved
 from factorized.planning.assemble import assemble
@@ -148,7 +148,7 @@ def plan(
         raise ValueError(_nothing_selected(model, problem.candidates))
     changes = _changes(scheme, options)
     if budget.is_share and problem.target < lowest_cost(problem.items):
-        raise ValueError(out_of_reach(model, problem, changes, posed))
+        raise out_of_reach(model, problem, changes, posed)
     precise = budget.name == "energy"  # other spectra are compared with one another: five digits are enough
     spectra = spectra_of(model, problem.weights, calibration, precise=precise) if by_spectrum else None
     if spectra is not None and allocate == "spectrum" and calibration is not None and calibration.loss is not None:
@@ -228,9 +228,6 @@ def _changes(scheme: Scheme, options: PlanOptions) -> list[Change]:
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:
-    reasons = "; ".join(f"{c.name or 'the model itself'}: {c.reason}" for c in candidates[:4])
-    more = f"; and {len(candidates) - 4} more" if len(candidates) > 4 else ""
-    found = (
-        f"all of its layers are left out ({reasons}{more})" if candidates else "it has no layer with a weight matrix"
-    )
+    reasons = listed([f"{c.name or 'the model itself'}: {c.reason}" for c in candidates], 4, "; ")
+    found = f"all of its layers are left out ({reasons})" if candidates else "it has no layer with a weight matrix"
     return f"nothing to factorize in {type(model).__name__}: {found}. See include=, exclude=, keep_first_and_last="

@@ -40,29 +40,29 @@ class Item:
         """Return the sum of a choice's ranks."""
         return 0 if choice is None else sum(self.ranks(choice))
 
-    def is_highest(self, rank: Choice | None) -> bool:
-        """Return whether there is no higher rank, though the layer is not dense."""
-        return rank is not None and not self.higher(rank)
+    def is_highest(self, choice: Choice | None) -> bool:
+        """Return whether there is no higher choice, though the layer is not dense."""
+        return choice is not None and not self.higher(choice)
 
-    def settle(self, rank: Choice) -> Choice | None:
-        """Return ``rank``, or None where the dense layer costs no more."""
-        return None if self.may_stay_dense and self.cost(rank) >= self.cost(None) else rank
+    def settle(self, choice: Choice) -> Choice | None:
+        """Return ``choice``, or None where the dense layer costs no more."""
+        return None if self.may_stay_dense and self.cost(choice) >= self.cost(None) else choice
 
-    def next_step(self, rank: Choice | None, budget: float = inf) -> tuple[Choice | None, int] | None:
-        """Return the next rank up, or dense if that costs no more, with its extra cost; None at the end.
+    def next_step(self, choice: Choice | None, budget: float = inf) -> tuple[Choice | None, int] | None:
+        """Return the next choice up, or dense if that costs no more, with its extra cost; None at the end.
 
-        A tensor has several next ranks: the most expensive within ``budget`` is taken.
+        A tensor has several next choices: the most expensive within ``budget`` is taken.
         """
-        if rank is None:
+        if choice is None:
             return None
-        steps = [(self.settle(higher), rank) for higher in self.higher(rank)]
-        dearer = [(higher, self.cost(higher) - self.cost(lower)) for higher, lower in steps]
-        return max((step for step in dearer if step[1] <= budget), key=lambda step: step[1], default=None)
+        settled = [self.settle(higher) for higher in self.higher(choice)]
+        steps = [(higher, self.cost(higher) - self.cost(choice)) for higher in settled]
+        return max((step for step in steps if step[1] <= budget), key=lambda step: step[1], default=None)
 
 
-def total_cost(items: Sequence[Item], ranks: Choices) -> int:
+def total_cost(items: Sequence[Item], choices: Choices) -> int:
     """Return what all layers cost together."""
-    return sum(item.cost(rank) for item, rank in zip(items, ranks, strict=True))
+    return sum(item.cost(choice) for item, choice in zip(items, choices, strict=True))
 
 
 def lowest_cost(items: Sequence[Item]) -> int:
@@ -70,13 +70,8 @@ def lowest_cost(items: Sequence[Item]) -> int:
     return total_cost(items, [item.settle(item.lowest) for item in items])
 
 
-def scaled_ranks(items: Sequence[Item], scale: float) -> Choices:
-    """Return every layer's rank at one rank scale: the paper's rule."""
-    return [item.settle(item.at_scale(scale)) for item in items]
-
-
 def spend_uniformly(items: Sequence[Item], budget: int) -> Choices:
-    """Return the ranks of the largest rank scale within ``budget``, then spend the remainder one rank at a time.
+    """Return the choices at the largest rank scale within ``budget``, and spend the remainder one rank at a time.
 
     The remainder is less than one rank step of all layers together. It goes to the layers whose rank was rounded down
     most.
@@ -95,95 +90,92 @@ def spend_uniformly(items: Sequence[Item], budget: int) -> Choices:
             low = middle
         else:
             high = middle
-    ranks = scaled_ranks(items, low)
-    cut = [low * item.reference - item.height(rank) for item, rank in zip(items, ranks, strict=True)]
+    choices = [item.settle(item.at_scale(low)) for item in items]  # the paper's rule
+    cut = [low * item.reference - item.height(choice) for item, choice in zip(items, choices, strict=True)]
     order = sorted(range(len(items)), key=lambda index: -cut[index])
-    return _exchange(items, _spend_remainder(items, ranks, budget, order), budget, low)
+    return _exchange(items, _spend_remainder(items, choices, budget, order), budget, low)
 
 
 def spend_by_spectrum(items: Sequence[Item], energies: Sequence[Sequence[float]], budget: int) -> Choices:
-    """Return ranks that buy singular directions, the most energy per cost first, until ``budget`` is spent.
+    """Return choices that buy singular directions, the most energy per cost first, until ``budget`` is spent.
 
-    ``energies[i][k]`` is the squared k-th singular value of layer i. Always taking the best next
-    step is nearly optimal; where the uniform ranks happen to lose less energy, those are returned.
+    ``energies[i][k]`` is the squared k-th singular value of layer i. Always taking the best next step is nearly
+    optimal; where the uniform choices lose less energy, those are returned.
     """
-    ranks: Choices = [item.settle(item.lowest) for item in items]
-    spent = total_cost(items, ranks)
+    choices: Choices = [item.settle(item.lowest) for item in items]
+    spent = total_cost(items, choices)
     heap: list[tuple[float, int]] = []
 
     def offer(index: int) -> None:
-        step = items[index].next_step(ranks[index])
+        step = items[index].next_step(choices[index])
         if step is None:
             return
-        rank, cost = step
-        first, height = items[index].height(ranks[index]), items[index].height(rank)
-        gain = sum(energies[index][first:] if rank is None else energies[index][first:height])
+        higher, cost = step
+        first, height = items[index].height(choices[index]), items[index].height(higher)
+        gain = sum(energies[index][first:] if higher is None else energies[index][first:height])
         heapq.heappush(heap, (-gain / max(cost, 1), index))
 
     for index in range(len(items)):
         offer(index)
     while heap:
         _, index = heapq.heappop(heap)
-        step = items[index].next_step(ranks[index])
+        step = items[index].next_step(choices[index])
         if step is not None and spent + step[1] <= budget:
-            ranks[index], spent = step[0], spent + step[1]
+            choices[index], spent = step[0], spent + step[1]
             offer(index)
 
     def lost(found: Choices) -> float:
         kept = zip(items, energies, found, strict=True)
-        return sum(sum(energy[item.height(rank) :]) for item, energy, rank in kept if rank is not None)
+        return sum(sum(energy[item.height(choice) :]) for item, energy, choice in kept if choice is not None)
 
-    return min(ranks, spend_uniformly(items, budget), key=lost)
+    return min(choices, spend_uniformly(items, budget), key=lost)
 
 
-def _spend_remainder(items: Sequence[Item], ranks: Choices, budget: int, order: Sequence[int]) -> Choices:
-    left = budget - total_cost(items, ranks)
+def _spend_remainder(items: Sequence[Item], choices: Choices, budget: int, order: Sequence[int]) -> Choices:
+    left = budget - total_cost(items, choices)
     progress = True
     while progress:
         progress = False
         for index in order:
-            step = items[index].next_step(ranks[index], left)
+            step = items[index].next_step(choices[index], left)
             if step is not None:
-                ranks[index], left, progress = step[0], left - step[1], True
-    return ranks
+                choices[index], left, progress = step[0], left - step[1], True
+    return choices
 
 
-def _exchange(items: Sequence[Item], ranks: Choices, budget: int, scale: float) -> Choices:
+def _exchange(items: Sequence[Item], choices: Choices, budget: int, scale: float) -> Choices:
     """Give tensors other ranks near the common scale, one or two at a time, until at most 1 % of the budget is left.
 
     One rank step of a tensor can cost more than that, while steps up and down together do not. The nearest ranks come
     first, so that no tensor moves further from the common scale than necessary.
     """
-    ranks, left = list(ranks), budget - total_cost(items, ranks)
+    choices, left = list(choices), budget - total_cost(items, choices)
     rings = [_rings(item, scale) if item.coarse else iter(()) for item in items]
-    choices: list[dict[int, Choice | None]] = [{} for _ in items]  # ranks by their cost
+    near: list[dict[int, Choice | None]] = [{} for _ in items]  # choices by their cost
     while left > budget // 100:
         grown = [next(ring, {}) for ring in rings]
         if not any(grown):
             break
-        choices = [ring | choice for ring, choice in zip(grown, choices, strict=True)]
+        near = [ring | nearer for ring, nearer in zip(grown, near, strict=True)]
         while left > budget // 100:
-            steps: list[Step] = [
-                (0, -1, None),
-                (0, -2, None),
-            ]  # two that change nothing, so that a single step counts as a pair
-            for index, (item, rank) in enumerate(zip(items, ranks, strict=True)):
-                now = item.cost(rank)
-                steps += [(cost - now, index, other) for cost, other in choices[index].items()]
+            steps: list[Step] = [(0, -1, None), (0, -2, None)]  # two that change nothing: a single step is a pair too
+            for index, (item, choice) in enumerate(zip(items, choices, strict=True)):
+                now = item.cost(choice)
+                steps += [(cost - now, index, other) for cost, other in near[index].items()]
             steps.sort(key=lambda step: step[:2])
             best = max(_best_pairs(steps, left), key=lambda pair: pair[0][0] + pair[1][0])
             gain = best[0][0] + best[1][0]
             if gain <= 0:
                 break
-            for _, index, rank in best:
+            for _, index, choice in best:
                 if index >= 0:
-                    ranks[index] = rank
+                    choices[index] = choice
             left -= gain
-    return ranks
+    return choices
 
 
 def _rings(item: Item, scale: float) -> Iterator[dict[int, Choice | None]]:
-    """Yield ranks of a tensor by their cost, in rings around those at a scale; the nearest wins among equal costs.
+    """Yield choices for a tensor by their cost, in rings around that at a scale; the nearest wins among equal costs.
 
     Each rank is within a third, or two steps, of that at the scale.
     """
@@ -193,7 +185,7 @@ def _rings(item: Item, scale: float) -> Iterator[dict[int, Choice | None]]:
     while ring and len(seen) < ENOUGH_NEAR:
         yield {item.cost(settled): settled for settled in map(item.settle, ring.values())}
         seen |= ring.keys()
-        around = {other for rank in ring.values() for other in (*item.higher(rank), *item.lower(rank))}
+        around = {other for choice in ring.values() for other in (*item.higher(choice), *item.lower(choice))}
         near = [other for other in around if _within(item.ranks(other), bounds)]
         ring = {cost: other for other in sorted(near, key=item.ranks) if (cost := item.cost(other)) not in seen}
 

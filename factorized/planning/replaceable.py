@@ -95,8 +95,8 @@ def why_not_shrunk(unit: AttentionUnit) -> str | None:
             return f"{f'the forward of {place}' if place else 'its forward'} was replaced, and a copy would not keep it"
     if any(getattr(layer, hooks) for layer in projections.values() for hooks in HOOKS):
         return "its projections have hooks that replacements would lose"
-    for parameter in (p for projection in unit.projections for p in (projection.weight, projection.bias)):
-        if parameter is not None and (lost := why_weight_stays(parameter)) is not None:
+    for parameter in unit.parameters:
+        if (lost := why_weight_stays(parameter)) is not None:
             return f"of its projections, {lost}"
     for place, layer in projections.items():
         if isinstance(layer, nn.Linear) and type(layer) not in PLAIN_LINEARS:
@@ -122,9 +122,7 @@ def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module
     reasons = {}
     for unit in units:
         inside = parameter_names(unit.module)
-        for parameter in (
-            p for projection in unit.projections for p in (projection.weight, projection.bias) if p is not None
-        ):
+        for parameter in unit.parameters:
             own = {f"{place}.{inside[parameter][0]}".removeprefix(".") for place in places[unit.module]}
             if set(names[parameter]) != own:
                 reasons[unit.module] = f"its weights are tied: {' and '.join(names[parameter])} are one parameter"

@@ -6,6 +6,7 @@ from torch import nn
 
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model, module_names
+from factorized.nn.running import count_parameters
 from factorized.planning.plan import Entry, Plan, PlanEntry
 from factorized.planning.schemes import scheme_of
 from factorized.surgery.heads import attention_entries
@@ -34,7 +35,7 @@ def describe(model: nn.Module) -> Plan:
         entries.append(_entry(layer, names, leader if leader != names[0] else None))
     entries += attention
     saved = sum(entry.params - entry.params_after for entry in entries)
-    after = sum(parameter.numel() for parameter in model.parameters())
+    after = count_parameters(model)
     return Plan(
         model=type(model).__name__,
         scheme=scheme_of([layer.format for layer in places]),

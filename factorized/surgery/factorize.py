@@ -28,7 +28,7 @@ from factorized.nn.held_weight import ExpertWeights, RecurrentWeight, named_laye
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
-from factorized.nn.model import Model, check_model, named
+from factorized.nn.model import Model, check_model, listed, named
 from factorized.planning.budget import BUDGETS
 from factorized.planning.calibration import Calibrated
 from factorized.planning.plan import Entry, Plan
@@ -215,10 +215,10 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     wrong += [text for entry in plan.attention if (text := attention_difference(entry, modules)) is not None]
     wrong = wrong or _differing_ties(model, plan, modules, same_ties)
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
-            f"the plan was made for another model ({plan.model}): {'; '.join(wrong[:3])}{more}. "
-            f"Make a plan for this {type(model).__name__}; nothing was changed"
+            f"the plan was made for another model ({plan.model}): {listed(wrong, 3, '; ')}. "
+            f"Pass the dense model that it was made for, or make a plan for this {type(model).__name__}; nothing was "
+            "changed"
         )
     sharded = [
         entry.name
@@ -256,7 +256,7 @@ def _difference(entry: Entry, modules: dict[str, nn.Module], places: dict[nn.Mod
     if weight is not None and tuple(weight.shape) != entry.shape:
         return f"{entry.name} has shape {_times(weight.shape)}, not {_times(entry.shape)}"
     if places[module] != planned:
-        return f"{entry.name} is the module at {_listed(places[module])}; in the plan, at {_listed(planned)}"
+        return f"{entry.name} is the module at {_joined(places[module])}; in the plan, at {_joined(planned)}"
     return None
 
 
@@ -276,12 +276,12 @@ def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module],
         if (entry.tied_to or entry.name) not in wants:
             wrong.append(f"{entry.name} is tied to {entry.tied_to}, which the plan does not factorize")
         elif same_ties and has != wants:
-            shared, listed = _listed(has - {entry.name}), _listed(wants - {entry.name})
-            wrong.append(f"{entry.name} shares its weight with {shared}; in the plan, with {listed}")
+            actual, expected = _joined(has - {entry.name}), _joined(wants - {entry.name})
+            wrong.append(f"{entry.name} shares its weight with {actual}; in the plan, with {expected}")
     return wrong
 
 
-def _listed(names: set[str]) -> str:
+def _joined(names: set[str]) -> str:
     return " and ".join(sorted(names)) or "no other layer"
 
 

@@ -81,8 +81,8 @@ class DenseAttention:
         self.unit, self.names = unit, names  # under all of which the model holds it
         self.dense = plain_module(unit, unit.head_size, None)
         self.read = read_unit(self.dense)
-        own = {id(tensor) for p in self.read.projections for tensor in (p.weight, p.bias) if tensor is not None}
-        self.slots = {name: slot for name, _, _, slot in named_slots(self.dense) if id(slot) in own}
+        own = set(self.read.parameters)
+        self.slots = {name: slot for name, _, _, slot in named_slots(self.dense) if slot in own}
 
     @property
     def shapes(self) -> Shapes:
@@ -96,7 +96,7 @@ class DenseAttention:
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor of the shrunk module belongs to one of its projections."""
-        return any(tensor is mine for p in self.unit.projections for mine in (p.weight, p.bias))
+        return any(tensor is mine for mine in self.unit.parameters)
 
     @torch.no_grad()
     def best(self, state: Mapping[str, Tensor]) -> Matrices:

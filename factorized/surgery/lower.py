@@ -11,7 +11,7 @@ from torch import nn
 from factorized.attention.resize import lowered_module, plain_size
 from factorized.attention.unit import AttentionUnit
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import Model, check_model, module_names
+from factorized.nn.model import Model, check_model, listed, module_names
 from factorized.nn.running import ExampleInput, count_parameters, run_once
 from factorized.surgery.compose import SharedWeights, convert, dense_layer
 from factorized.surgery.heads import plain_attention, shrunk_attention
@@ -79,11 +79,9 @@ def lower(
             break
         composed |= found
     if lowering.grown:
-        places = "; ".join(lowering.grown[:3])
-        more = f"; and {len(lowering.grown) - 3} more" if len(lowering.grown) > 3 else ""
         warnings.warn(
             f"lowered, {type(model).__name__} has {count_parameters(lowered):,} parameters, more than the factorized "
-            f"{count_parameters(model):,}: {places}{more}",
+            f"{count_parameters(model):,}: {listed(lowering.grown, 3, '; ')}",
             stacklevel=2,
         )
     return lowered
@@ -113,12 +111,12 @@ class _Lowering:
             self._note(names[0], before, after, reason or layer.why_composed)
             return plain
         for part, role, weight in chain:
-            if role is not None and weight is not None:
+            if weight is not None:
                 part.weight = shared.parameter(layer, role, weight)
-        last = chain[-1][0]
+        last = chain[-1].layer
         if layer.bias is not None:
             last.bias = layer.bias
-        sequence = nn.Sequential(*(part for part, _, _ in chain)).train(layer.training)
+        sequence = nn.Sequential(*(part.layer for part in chain)).train(layer.training)
         _describe(sequence, layer.dense_skeleton())
         read = {what for name in names for what in self.read.get(name, ())}
         if read and "" not in read:  # only its type or device, which every factor has

@@ -29,12 +29,12 @@ class Count:
         self.progress(self.done, self.total)
 
 
-def late(show: Progress, seconds: float = PATIENCE) -> Progress:
-    """Return ``show``, ignoring calls in the first ``seconds`` from now."""
+def late(show: Progress) -> Progress:
+    """Return ``show``, ignoring calls in the first two seconds from now."""
     begun = time.monotonic()
 
     def after_a_while(done: int, total: int) -> None:
-        if time.monotonic() - begun >= seconds:
+        if time.monotonic() - begun >= PATIENCE:
             show(done, total)
 
     return after_a_while

@@ -1,4 +1,4 @@
-"""Putting one module in the place of another."""
+"""Replacing one module by another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
-    """Put ``new`` in the place of the submodule ``name``; return the model, which is ``new`` for the empty name."""
+    """Replace the submodule ``name`` by ``new``; return the model, which is ``new`` for the empty name."""
     if not name:
         return new
     parent, _, child = name.rpartition(".")

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from factorized.nn.model import listed
 from factorized.surgery.replace import COMPILED
 
 Shapes = dict[str, tuple[int, ...]]
@@ -97,9 +98,9 @@ def check_same(what: str, expected: Shapes, found: Shapes, optional: Iterable[st
         if expected[key] != found[key]
     ]
     differences = [
-        *(f"missing {', '.join(missing[:3])}{_more(missing)}" for _ in missing[:1]),
-        *(f"unexpected {', '.join(surplus[:3])}{_more(surplus)}" for _ in surplus[:1]),
-        *(f"{'; '.join(shapes[:3])}{_more(shapes)}" for _ in shapes[:1]),
+        *([f"missing {listed(missing, 3)}"] if missing else []),
+        *([f"unexpected {listed(surplus, 3)}"] if surplus else []),
+        *([listed(shapes, 3, "; ")] if shapes else []),
     ]
     if differences:
         raise ValueError(f"{what} does not fit the model: {'; '.join(differences)}. Nothing was changed")
@@ -156,7 +157,3 @@ def _not_finite(name: str, module: nn.Module, attribute: str, tensor: Tensor) ->
 
 def _times(extents: tuple[int, ...]) -> str:
     return "x".join(map(str, extents)) or "a scalar"
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 3} more" if len(names) > 3 else ""

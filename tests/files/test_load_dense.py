@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -173,3 +174,40 @@ def test_of_a_tied_bias_one_name_is_enough() -> None:
     fz.load_dense(model, state)
     torch.testing.assert_close(logits(model, BERT.inputs()), logits(source, BERT.inputs()), rtol=1e-3, atol=1e-3)
     assert torch.equal(model.cls.predictions.decoder.bias, source.cls.predictions.bias)
+
+
+def test_names_of_a_wrapped_model_are_accepted() -> None:
+    dense, model = two_linears(), factorized_linears()
+    fz.load_dense(model, {f"module.{key}": value for key, value in dense.state_dict().items()})
+    assert torch.allclose(model[0].weight, dense[0].weight, atol=1e-5)
+    torch.testing.assert_close(model[1].bias, dense[1].bias)
+
+
+def test_a_module_called_module_keeps_its_name() -> None:
+    model = nn.Module()
+    model.module = factorized_linears()
+    dense = two_linears()
+    fz.load_dense(model, {f"module.{key}": value for key, value in dense.state_dict().items()})
+    assert torch.allclose(model.module[0].weight, dense[0].weight, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: {"model": two_linears().state_dict(), "epoch": 3}, r"for 'model'; .* in state_dict\['model'\]"),
+        (lambda: {**two_linears().state_dict(), "epoch": 3}, "got int for 'epoch'. Nothing was changed"),
+        (lambda: "model.pt", r"got str; .* of a file, torch.load\(path\)"),
+        (lambda: factorized_linears().state_dict(), r"holds factors \(0.U\), .* use model.load_state_dict"),
+    ],
+)
+def test_what_is_not_a_dense_state_dict_says_what_to_pass(given: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fz.load_dense(factorized_linears(), given())
+
+
+def two_linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def factorized_linears() -> nn.Sequential:
+    return nn.Sequential(fz.FactorizedLinear(8, 8, 8), nn.Linear(8, 4))

@@ -175,7 +175,7 @@ def test_the_factors_have_the_entries_that_a_hand_counts(
 
 @pytest.mark.parametrize("kind", ["depth", "Spatial", "", None])
 def test_a_wrong_kind_says_which_ones_there_are(kind: str | None) -> None:
-    with pytest.raises(ValueError, match=f'kind must be "spatial" or "channel", got {kind!r}'):
+    with pytest.raises(ValueError, match=f'kind must be one of "spatial", "channel", got {kind!r}'):
         KernelShape.of((4, 4, 3, 3), kind=kind)
 
 

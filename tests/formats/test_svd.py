@@ -10,8 +10,10 @@ from factorized.formats.svd import (
     nuclear_gradients,
     spectral_factors,
     squared_singular_values,
+    truncated_factors,
     truncated_svd,
 )
+from factorized.testing import error
 
 METHODS = ["exact", "gram", "randomized"]
 
@@ -218,7 +220,12 @@ def test_a_decomposition_that_does_not_converge_in_float32_is_done_in_float64(mo
         (torch.tensor([[1.0, float("inf")]]), 1, "exact", "NaN or infinite"),
         (torch.tensor([[1.0, -float("inf")]]).half(), 1, "randomized", "NaN or infinite"),
         (torch.ones(6, 4, device="meta"), 2, "auto", "meta device.*real device"),
-        (torch.ones(6, 4), 2, "lanczos", r'method must be "auto", "exact", "gram" or "randomized", got \'lanczos\''),
+        (
+            torch.ones(6, 4),
+            2,
+            "lanczos",
+            r'method must be one of "auto", "exact", "gram", "randomized", got \'lanczos\'',
+        ),
     ],
 )
 def test_a_wrong_decomposition_says_what_is_allowed(W: Tensor, rank: int, method: str, message: str) -> None:
@@ -354,3 +361,39 @@ def test_squared_singular_values_are_as_precise_as_asked_for(shape: tuple[int, .
         tolerance = 1e-6 if shape == (40, 30) and dtype != torch.float64 else tolerance  # an SVD in float32
         assert ((found - expected).abs() <= tolerance * expected[..., :1]).all()
         assert (found[..., :-1] >= found[..., 1:]).all()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(12, 9, 4), (9, 12, 4), (3, 12, 5), (12, 3, 5), (1, 1, 3)])
+def test_factors_truncated_at_their_own_rank_keep_the_product_and_share_its_spectrum_evenly(
+    m: int, n: int, k: int
+) -> None:
+    U, V = gaussian(2, m, k), gaussian(2, n, k, seed=1)
+    left, right = truncated_factors(U, V, k)
+    assert (left.shape, right.shape) == (U.shape, V.shape)
+    assert error(left @ right.mT, U @ V.mT) < 1e-12
+    rank = min(m, n, k)
+    values = torch.linalg.svdvals(U @ V.mT)[:, :rank]
+    for factor in (left, right):
+        torch.testing.assert_close(factor[..., :rank].square().sum(-2), values)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_truncated_factors_lose_exactly_the_tail_of_the_singular_values(rank: int) -> None:
+    U, V = gaussian(3, 12, 4), gaussian(3, 9, 4, seed=1)
+    left, right = truncated_factors(U, V, rank)
+    tail = torch.linalg.svdvals(U @ V.mT)[:, rank:].square().sum()
+    assert abs((left @ right.mT - U @ V.mT).square().sum() - tail) < 1e-10
+
+
+def test_truncating_factors_forms_nothing_as_large_as_the_product() -> None:
+    m = 2**17  # the product would be 2^34 entries
+    left, right = truncated_factors(torch.ones(m, 2), torch.eye(m, 2), 1)
+    assert (left.shape, right.shape) == ((m, 1), (m, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_factors_of_half_types_are_truncated_in_float32_and_come_back(dtype: torch.dtype) -> None:
+    U, V = gaussian(8, 3, dtype=dtype), gaussian(7, 3, seed=1, dtype=dtype)
+    left, right = truncated_factors(U, V, 3)
+    assert left.dtype == right.dtype == dtype
+    assert error(left.double() @ right.double().mT, U.double() @ V.double().mT) < 0.03

@@ -15,7 +15,7 @@ import factorized as fz
 from factorized.formats import shifted
 from factorized.formats.convolution import Geometry
 from factorized.formats.kernel import KernelShape
-from factorized.formats.thin import applies, suits
+from factorized.formats.thin import kernels_apply, kernels_suit
 from tests.interpreted import needs_interpreter, run_interpreted
 
 INTERPRETED = """
@@ -64,8 +64,8 @@ def given(rank: int = 2, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, T
 
 
 def test_half_precision_with_channels_last_suits_them_but_not_on_a_cpu() -> None:
-    assert suits(*given(), SHAPE, GEOMETRY)
-    assert not applies(*given(), SHAPE, GEOMETRY)
+    assert kernels_suit(*given(), SHAPE, GEOMETRY)
+    assert not kernels_apply(*given(), SHAPE, GEOMETRY)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_half_precision_with_channels_last_suits_them_but_not_on_a_cpu() -> None
 def test_other_convolutions_do_not_suit_them(changed: dict[str, Any]) -> None:
     x, U, V = given(changed.get("rank", 2), changed.get("dtype", torch.bfloat16))
     x = x.contiguous(memory_format=changed.get("layout", torch.channels_last))[: 0 if "empty" in changed else None]
-    assert not suits(x, U, V, changed.get("shape", SHAPE), changed.get("geometry", GEOMETRY))
+    assert not kernels_suit(x, U, V, changed.get("shape", SHAPE), changed.get("geometry", GEOMETRY))
 
 
 def test_autocast_decides_the_type() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert suits(*given(dtype=torch.float32), SHAPE, GEOMETRY)
+        assert kernels_suit(*given(dtype=torch.float32), SHAPE, GEOMETRY)
     x, U, V = given()
-    assert not suits(x, U.float(), V.float(), SHAPE, GEOMETRY)
+    assert not kernels_suit(x, U.float(), V.float(), SHAPE, GEOMETRY)
 
 
 def test_a_batch_of_any_size_gets_no_guard() -> None:
@@ -102,7 +102,7 @@ def test_a_batch_of_any_size_gets_no_guard() -> None:
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counter)
     def run(x: Tensor) -> Tensor:
-        return x[0] + suits(x, U, V, SHAPE, GEOMETRY)
+        return x[0] + kernels_suit(x, U, V, SHAPE, GEOMETRY)
 
     for batch in (5, 7):  # none of them another size of the program
         x = torch.zeros(batch, 4, 8, 8).bfloat16().to(memory_format=torch.channels_last)
@@ -113,7 +113,7 @@ def test_a_batch_of_any_size_gets_no_guard() -> None:
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch) -> fz.FactorizedConv2d:
     """Return a layer that the kernels would run, on whatever device."""
-    monkeypatch.setattr(shifted, "applies", suits)
+    monkeypatch.setattr(shifted, "kernels_apply", kernels_suit)
     torch._dynamo.reset()
     return fz.FactorizedConv2d(4, 6, 3, 2, stride=2, padding=1, bias=False, execution="products").bfloat16()
 
@@ -136,7 +136,7 @@ def test_compiled_code_calls_them_and_exported_code_does_not(layer: fz.Factorize
 def test_traced_shapes_types_and_layouts_are_those_of_the_composed_layer(
     layer: fz.FactorizedConv2d, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shifted, "applies", lambda *given: True)
+    monkeypatch.setattr(shifted, "kernels_apply", lambda *given: True)
     found = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         for layer.execution in ("products", "composed"):

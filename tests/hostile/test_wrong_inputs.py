@@ -89,7 +89,7 @@ def here(words: tuple[str, ...]) -> tuple[object, str]:
 
 
 def in_a_fresh_process(words: tuple[str, ...]) -> tuple[object, str]:
-    command = [sys.executable, "-m", "factorized.experiments.cli", *words]
+    command = [sys.executable, "-m", "factorized", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     return done.returncode, done.stderr

@@ -83,14 +83,14 @@ def test_a_merge_is_exact_and_leaves_a_wider_factorized_layer(options: dict[str,
 
 def test_a_merge_keeps_hooks_attributes_and_the_way_a_layer_runs() -> None:
     base = net()
-    base.up.execution = "composed"
+    base.up.execution, base.up.drop_connect = "composed", 0.25
     calls: list[int] = []
     base.up.register_forward_hook(lambda *_: calls.append(1))
     merged = train(adapted(base)).merge_and_unload()
     calls.clear()
     merged(x())
     assert calls == [1]
-    assert merged.up.execution == "composed"
+    assert (merged.up.execution, merged.up.drop_connect) == ("composed", 0.25)
 
 
 def test_merging_and_unmerging_gives_the_very_factors_back() -> None:

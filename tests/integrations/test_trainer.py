@@ -247,6 +247,20 @@ def test_tokens_are_padded_to_a_multiple_and_drawn_as_asked() -> None:
     assert resize_token_embeddings(net) is embedding
 
 
+class Table(nn.Embedding):
+    """A table that computes what a plain one does."""
+
+
+def test_resized_embeddings_keep_their_settings_and_the_class_of_the_dense_layer() -> None:
+    net = LLAMA_TIED.fresh()
+    net.model.embed_tokens.__class__ = Table
+    fz.factorize(net, rank=4, include=["*embed_tokens", "lm_head"], keep_first_and_last=False)
+    fz.drop_connect(net, 0.25)
+    embedding = resize_token_embeddings(net, VOCABULARY + 1)
+    assert embedding.drop_connect == 0.25
+    assert type(fz.compose(net).model.embed_tokens) is Table
+
+
 def test_a_format_without_rows_says_what_to_do() -> None:
     net = LLAMA_TIED.fresh()
     fz.factorize(net, fz.Kronecker(), rank=1, include=["*embed_tokens", "lm_head"], keep_first_and_last=False)

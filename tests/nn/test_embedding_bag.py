@@ -83,7 +83,7 @@ def test_sums_and_means_are_widened_once_a_bag_and_maxima_once_an_entry() -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "median"}, 'mode must be "sum", "mean" or "max", got \'median\''),
+        ({"mode": "median"}, 'mode must be one of "sum", "mean", "max", got \'median\''),
         ({"padding_idx": 9}, "padding_idx must be in -9..8, got 9"),
     ],
 )

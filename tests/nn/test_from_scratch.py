@@ -67,7 +67,7 @@ def test_from_a_dense_layer_too_the_rank_must_be_right(wrong: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["temporal", "", None])
 def test_a_wrong_kind_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match='kind must be "spatial" or "channel", got'):
+    with pytest.raises(ValueError, match='kind must be one of "spatial", "channel", got'):
         FactorizedConv2d(4, 6, 3, 2, kind=kind)
 
 

@@ -38,7 +38,7 @@ ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
         ({"energy": 1.1}, "energy=1.1 is above 1; energy must be in (0, 1]"),
         ({"macs": 0.5}, "macs= counts multiply-accumulates on an input: pass example_input= as well"),
         ({"macs": 1.1, "example_input": EXAMPLES[Mlp]}, "macs=1.1 is above 1; macs must be in (0, 1]"),
-        ({"ratio": 0.5, "allocate": "greedy"}, 'allocate must be "uniform" or "spectrum", got \'greedy\''),
+        ({"ratio": 0.5, "allocate": "greedy"}, 'allocate must be one of "uniform", "spectrum", got \'greedy\''),
         (
             {"rank": 3, "allocate": "spectrum"},
             'allocate="spectrum" spends ratio= or macs= on LowRank layers, got rank=3',
@@ -61,8 +61,10 @@ ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
         ),
         (
             {"scheme": LowRank, "ratio": 0.5},
-            "got <class 'factorized.formats.product.LowRank'>",
+            "got <class 'factorized.formats.product.LowRank'>; make one: LowRank()",
         ),
+        ({"scheme": 0.1}, "got 0.1; a budget has a name: ratio=0.1"),
+        ({"ratio": 10}, "ratio=10 is above 1; for 10 %, ratio=0.1; ratio must be in (0, 1]"),
         ({"rank_scale": 5}, "rank_scale=5 leaves every layer of Mlp dense"),
         ({"ratio": 1}, "ratio=1 leaves every layer of Mlp dense"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.reproduce.paper_figures import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,21 +26,8 @@ def draw(report: Report, folder: Path) -> list[Path]:
     figure, written = figure_of(report), []
     for kind in ("png", "svg"):
         written.append(folder / f"{report['benchmark']}.{kind}")
-        save(figure, written[-1])
+        save_figure(figure, written[-1])
     return written
-
-
-def save(figure: Figure, path: Path, description: str | None = None) -> None:
-    """Write a figure; the same figure gives the same file."""
-    from matplotlib import rc_context
-
-    about: dict[str, Any] = {"Date": None, "Creator": None, "Description": description} if path.suffix == ".svg" else {}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": "factorized", "svg.fonttype": "none"}):
-            figure.savefig(path, dpi=160, metadata=about)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {in_words(error, named=False)}; choose another folder") from None
 
 
 def figure_of(report: Report) -> Figure:
@@ -79,12 +66,12 @@ def figure_of(report: Report) -> Figure:
     return figure
 
 
-def bars(groups: Mapping[str, Rows], title: str, width: float = 7.5) -> Figure:
+def bars(groups: Mapping[str, Rows], title: str) -> Figure:
     """Return horizontal bars, a panel for each group: times as shares of the first row's, or in seconds alone."""
     from matplotlib.figure import Figure
 
     heights = [len(rows) + 1.6 for rows in groups.values()]
-    figure = Figure(figsize=(width, 0.24 * sum(heights) + 0.5), layout="constrained")
+    figure = Figure(figsize=(7.5, 0.24 * sum(heights) + 0.5), layout="constrained")
     figure.suptitle(title, fontsize=SMALL)
     panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)
     for axes, (group, rows) in zip(panels[:, 0], groups.items(), strict=True):

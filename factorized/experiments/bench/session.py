@@ -1,4 +1,4 @@
-"""What a benchmark is given: a device, time, and a JSON file that is written after every group of rows."""
+"""``Session``: one benchmark on one device, whose JSON file is written after every group of rows."""
 
 from __future__ import annotations
 

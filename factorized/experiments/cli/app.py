@@ -1,4 +1,4 @@
-"""The verbs put together."""
+"""The command-line application: all verbs, ``--debug`` and ``--version``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from factorized.experiments.cli import (
 )
 from factorized.experiments.cli.arguments import examples
 from factorized.experiments.cli.console import say
+from factorized.experiments.cli.verb import Group, Verb
 from factorized.version import __version__
 
 app = typer.Typer(
+    cls=Group,
     name="factorized",
     help="Train networks whose weights are products, and turn them back into plain PyTorch.",
     epilog=examples(
@@ -41,19 +43,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(recipes.app, name="recipes")
-app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
-app.command("train", epilog=train.EXAMPLES)(train.train)
-app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
-app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
-app.command("compress", epilog=compress.EXAMPLES)(compress.compress)
-app.command("translate", epilog=translate.EXAMPLES)(translate.translate)
-app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
-app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)
+app.command("plan", cls=Verb, epilog=plan.EXAMPLES)(plan.plan)
+app.command("train", cls=Verb, epilog=train.EXAMPLES)(train.train)
+app.command("evaluate", cls=Verb, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("compose", cls=Verb, epilog=compose.EXAMPLES)(compose.compose)
+app.command("compress", cls=Verb, epilog=compress.EXAMPLES)(compress.compress)
+app.command("translate", cls=Verb, epilog=translate.EXAMPLES)(translate.translate)
+app.command("generate", cls=Verb, epilog=generate.EXAMPLES)(generate.generate)
+app.command("reproduce", cls=Verb, epilog=reproduce.EXAMPLES)(reproduce.reproduce)
 app.add_typer(results.app, name="results")
-app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("report", cls=Verb, epilog=report.EXAMPLES)(report.report)
 app.add_typer(data.app, name="data")
-app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
-app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+app.command("bench", cls=Verb, epilog=bench.EXAMPLES)(bench.bench)
+app.command("demo", cls=Verb, epilog=demo.EXAMPLES)(demo.demo)
 
 
 def _show_version(asked: bool) -> None:

@@ -129,8 +129,8 @@ Changes = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="SECTION.FIELD=VALUE",
-        help="Change a field of the recipe; may be given several times.",
+        metavar="FIELD=VALUE",
+        help="Change a field of the recipe, or of every recipe, such as schedule.epochs=30; repeat it for others.",
         autocompletion=complete_change,
         show_default=False,
     ),
@@ -148,4 +148,4 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only th
 
 def examples(*lines: str) -> str:
     """Return the epilog of a verb's help: one example on each line."""
-    return "Examples:\n\n" + "\n\n".join(f"  {line}" for line in lines)
+    return "Examples:\n\n" + "\n".join(lines)

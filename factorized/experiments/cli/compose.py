@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,22 +27,13 @@ EXAMPLES = examples(
     "factorized compose out/cifar10/resnet32x2-lowrank-0.1-si-fd/seed-0 --to onnx --lower --data DIR",
     "factorized compose out/digits/resnet8-lowrank-0.1-si-fd/seed-0 --to export --out small.pt2",
 )
+Kind = Literal["plain", "onnx", "export"]  # what a network can be written as
 ALLOWED = 0.05  # points of accuracy: rounding may move an image or two of ten thousand across a border
-
-
-class Kind(StrEnum):
-    """What a network can be written as."""
-
-    plain = "plain"
-    onnx = "onnx"
-    export = "export"
 
 
 def compose(
     run: Run,
-    to: Annotated[
-        Kind, typer.Option(help="A plain safetensors checkpoint, an ONNX or a torch.export file.")
-    ] = Kind.plain,
+    to: Annotated[Kind, typer.Option(help="A plain safetensors checkpoint, an ONNX or a torch.export file.")] = "plain",
     out: Annotated[
         Path | None,
         typer.Option(help="The file; RUN/composed.*, or RUN/lowered.* with --lower, unless given.", show_default=False),
@@ -75,12 +65,12 @@ def compose(
 
     where = pick_device(device)
     if is_text_run(run):
-        if lower or to is not Kind.plain:
+        if lower or to != "plain":
             raise ValueError(f"{run} is a run on text: it is composed into a transformers folder, by --to plain only")
         compose_run(run, out, data, where, overwrite=overwrite)
         return
     recipe, result, network = load_trained(run, trust_model=trust_model)
-    suffix = SUFFIXES[to.value]
+    suffix = SUFFIXES[to]
     path = out or run / f"{LOWERED if lower else COMPOSED}{suffix}"
     _check_path(path, suffix, overwrite)
     images = load_data_of_run(recipe, result, data)
@@ -144,12 +134,12 @@ def _write_checked(
     expected = accuracy_of(before, images)
     try:
         try:
-            write_network(plain, to.value, temporary, images, about)
+            write_network(plain, to, temporary, images, about)
         except OSError as problem:
             raise ValueError(
                 f"cannot write {path}: {in_words(problem, named=False)}; name another file by --out"
             ) from problem
-        function = read_network(to.value, temporary, plain, device)
+        function = read_network(to, temporary, plain, device)
         if function is None:
             say(f"accuracy before {expected:.2f} %; the file was written and not run: {install_command('onnx')}")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,39 +12,25 @@ from factorized.experiments.cli.arguments import Data, Device, Quiet, TrustModel
 from factorized.experiments.cli.console import console, plain_table, progress_bar, say
 
 if TYPE_CHECKING:
-    from factorized.experiments.compress.subject import AnyRecipe, Subject
+    from factorized.experiments.compress.subject import Subject
     from factorized.experiments.recipes.recipe import Factorize
+    from factorized.experiments.recipes.text import AnyRecipe
 
 EXAMPLES = examples(
     "factorized compress out/digits/resnet8/seed-0 --ratio 0.3",
     "factorized compress out/cifar10/resnet32x2/seed-0 --ratio 0.1 --data DIR --recover cifar10/resnet32x2",
     "factorized compress out/language/tiny/seed-0 --ratio 0.5 --to composed",
-    "factorized compress models/gpt2 --ratio 0.7 --data DIR     a folder of transformers, and one of .txt files",
+    "factorized compress models/gpt2 --ratio 0.7 --data TEXTS      folders of transformers, and of .txt files",
     "factorized compress mymodels:trained --ratio 0.5 --data images.npz",
 )
 NO_RECOVERY = "none"
 
 
-class Ranks(StrEnum):
-    """What ranks are chosen by."""
-
-    loss = "loss"
-    outputs = "outputs"
-    uniform = "uniform"
-
-
-class Form(StrEnum):
+class Form(StrEnum):  # typer takes no list of a Literal
     """What the compressed network can be written as, beside its factors."""
 
     lowered = "lowered"
     composed = "composed"
-
-
-class Kind(StrEnum):
-    """How a convolution is factorized."""
-
-    spatial = "spatial"
-    channel = "channel"
 
 
 def compress(
@@ -52,8 +38,8 @@ def compress(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="The folder of a finished run, a folder of a Hugging Face model, or module:function, which returns a "
-            "trained classifier of images.",
+            help="The folder of a finished run, a folder of a Hugging Face model, or module:function, which is called "
+            "with classes= and returns a trained classifier of images.",
             show_default=False,
         ),
     ],
@@ -71,16 +57,26 @@ def compress(
     ] = None,
     to: Annotated[
         list[Form] | None,
-        typer.Option(help="Write the network as plain modules too: still low-rank, or dense.", show_default=False),
+        typer.Option(
+            metavar="lowered|composed",
+            help="Write the network as plain modules, too: still low-rank, or dense.",
+            show_default=False,
+        ),
     ] = None,
     ranks: Annotated[
-        Ranks, typer.Option(help="Spend the ratio by the effect on the loss, by outputs, or on equal rank scales.")
-    ] = Ranks.loss,
-    kind: Annotated[Kind, typer.Option(help="Two one-dimensional convolutions, or k×k and 1×1.")] = Kind.spatial,
+        Literal["loss", "outputs", "uniform"],
+        typer.Option(help="Spend the ratio by the effect on the loss, by outputs, or on equal rank scales."),
+    ] = "loss",
+    kind: Annotated[
+        Literal["spatial", "channel"], typer.Option(help="Two one-dimensional convolutions, or k×k and 1×1.")
+    ] = "spatial",
     exclude: Annotated[
         list[str] | None,
         typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.", show_default=False),
     ] = None,
+    first_and_last: Annotated[
+        bool, typer.Option("--first-and-last", help="Factorize the first and the last layer, too.")
+    ] = False,
     multiple_of: Annotated[
         int | None, typer.Option(min=1, help="Round ranks to multiples.", show_default=False)
     ] = None,
@@ -113,9 +109,10 @@ def compress(
 
     settings = Settings(
         ratio=ratio,
-        ranks=ranks.value,
-        kind=kind.value,
+        ranks=ranks,
+        kind=kind,
         exclude=tuple(exclude or ()),
+        keep_first_and_last=not first_and_last,
         multiple_of=multiple_of,
         samples=samples,
         layers_per_pass=layers_per_pass,
@@ -135,7 +132,7 @@ def compress(
         work.run(recipe, [form.value for form in to or ()])
         page = write_page(work.state, folder)
     _report(work.state)
-    say(f"{folder}; drawn on {page}")
+    say(f"written to {folder}; open {page}")
 
 
 def _recovery(subject: Subject, name: str | None, factorize: Factorize) -> AnyRecipe | None:

@@ -1,10 +1,10 @@
-"""What a verb prints on: plain lines that survive a pipe, and a bar for work that takes a while."""
+"""Printing for the verbs: plain lines and tables, also into a pipe, and a progress bar."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -17,26 +17,19 @@ WIDE = 160  # columns in a file or pipe, where lines are not wrapped
 
 def console(*, quiet: bool = False) -> Console:
     """Return a console on standard output; ``quiet``, or in any process but the first, it prints nothing."""
-    out = Console(highlight=False, quiet=quiet or process_number() > 0)
-    return out if out.is_terminal else Console(highlight=False, quiet=out.quiet, width=max(out.width, WIDE))
+    make = partial(Console, highlight=False, markup=False, quiet=quiet or process_number() > 0)  # names hold brackets
+    out = make()
+    return out if out.is_terminal else make(width=max(out.width, WIDE))
 
 
 def say(line: str) -> None:
     """Print a line without wrapping it."""
-    console().print(line, soft_wrap=True, markup=False)
+    console().print(line, soft_wrap=True)
 
 
 def counted(number: int, what: str) -> str:
     """Return "1 run" or "2 runs"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def write_page(path: Path, page: str, option: str) -> None:
-    """Write a page; an error names the option that chose its path."""
-    try:
-        path.write_text(page)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; name another place by {option}") from error
 
 
 def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
@@ -57,7 +50,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Bar]:
     """Show the progress that a function reports as (stage, done, total), in a terminal only."""
     out = Console(stderr=True)
     shown = out.is_terminal and not quiet and process_number() == 0
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=out, disable=not shown, transient=True)
     try:
         yield Bar(progress)

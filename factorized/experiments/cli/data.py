@@ -9,8 +9,10 @@ import typer
 
 from factorized.experiments.cli.arguments import examples
 from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+from factorized.experiments.cli.verb import Group, Verb
 
 app = typer.Typer(
+    cls=Group,
     help="Prepare data sets, and list what is ready.",
     epilog=examples("factorized data prepare cifar10", "factorized data ls"),
 )
@@ -27,6 +29,7 @@ def complete_set(incomplete: str) -> list[str]:
 
 @app.command(
     "prepare",
+    cls=Verb,
     epilog=examples(
         "factorized data prepare cifar10                      from Hugging Face, or the folder in DIR",
         "factorized data prepare ~/cifar-10-batches-py --folder DIR",
@@ -59,7 +62,7 @@ def prepare_set(
     say(f"sha256 {ready.checksum}")
 
 
-@app.command("ls", epilog=examples("factorized data ls", "factorized data ls --folder DIR"))
+@app.command("ls", cls=Verb, epilog=examples("factorized data ls", "factorized data ls --folder DIR"))
 def list_sets(folder: Folder = None) -> None:
     """List the data sets that are ready, and those that can be prepared by name."""
     from factorized.experiments.data.load import DATASETS, EMBEDDED, data_folder

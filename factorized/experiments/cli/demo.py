@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, complete_change, examples
+from factorized.experiments.cli.arguments import MOST_SEEDS, Changes, Quiet, examples
 from factorized.experiments.cli.console import console, plain_table, say
 
 if TYPE_CHECKING:
@@ -37,16 +37,7 @@ LEAD = (
 def demo(
     seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="How many seeds of each variant.")] = 3,
     out: Annotated[Path, typer.Option(help="Where runs and report.html go.")] = Path("out/demo"),
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.FIELD=VALUE",
-            help="Change a field of all recipes.",
-            autocompletion=complete_change,
-            show_default=False,
-        ),
-    ] = None,
+    changes: Changes = None,
     quiet: Quiet = False,
 ) -> None:
     """Train a small ResNet six ways on the embedded digits, compare them, compose the winner and check it.

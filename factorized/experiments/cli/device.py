@@ -1,4 +1,4 @@
-"""Where a verb computes."""
+"""The device that ``--device`` names."""
 
 from __future__ import annotations
 

@@ -118,11 +118,11 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
 
 
 def _command_to_resume(given: Sequence[str]) -> str:
-    if "reproduce" in given:  # which always goes on
-        return f"factorized {shlex.join(given)}"
     again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
-    started_by = "torchrun … -m factorized.experiments.cli" if "LOCAL_RANK" in os.environ else "factorized"
-    return f"{started_by} {shlex.join([*again, '--resume'])}"
+    if _verb(given) == ["train"]:  # others go on by themselves
+        again.append("--resume")
+    started_by = "torchrun … -m factorized" if "LOCAL_RANK" in os.environ else "factorized"
+    return f"{started_by} {shlex.join(again)}"
 
 
 def _misuse(error: Exception) -> str | None:
@@ -161,8 +161,12 @@ def _complain(message: str, *, everywhere: bool = False) -> None:
 
 
 def _help_of(given: Sequence[str]) -> str:
+    return " ".join(["factorized", *_verb(given), "--help"])
+
+
+def _verb(given: Sequence[str]) -> list[str]:
+    """Return the verb among the words of a command, or nothing."""
     from factorized.experiments.cli.app import app
 
     verbs = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-    verb = [word for word in given if word in verbs][:1]
-    return " ".join(["factorized", *verb, "--help"])
+    return [word for word in given if word in verbs][:1]

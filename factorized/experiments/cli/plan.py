@@ -16,15 +16,17 @@ from factorized.experiments.cli.arguments import (
     complete_variant,
     examples,
 )
-from factorized.experiments.cli.console import say, write_page
+from factorized.experiments.cli.console import say
 from factorized.experiments.cli.text import plan_recipe
-from factorized.experiments.models.names import MOST_CLASSES, MOST_VALUES
+from factorized.experiments.models.names import MODELS, MOST_CLASSES, MOST_VALUES
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from factorized.experiments.data.images import Images
     from factorized.experiments.recipes.recipe import Recipe
+    from factorized.planning.plan import Plan
 
 EXAMPLES = examples(
     "factorized plan cifar10/resnet32x2-lowrank-0.1-si-fd",
@@ -91,8 +93,8 @@ def plan(
     from factorized.experiments.cli.images import load_data
     from factorized.experiments.recipes.find import (
         change_table,
+        check_any_recipe,
         check_recipe,
-        check_text_recipe,
         load_any_recipe,
         merge,
     )
@@ -124,14 +126,17 @@ def plan(
         recipe = check_recipe(table, f"--model {model}")
         shape = (classes or 10, size or 32, channels or 3)
         recipe, images = _without_data(recipe, shape) if data is None else load_data(recipe, data)
+    elif name in MODELS:
+        raise ValueError(
+            f"{name} is a model, not a recipe; plan it by --model {name}, with a budget such as --ratio 0.1"
+        )
     else:
         read = load_any_recipe(name, changes or ())
+        read = check_any_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
         if isinstance(read, TextRecipe):
-            changed = merge(read.to_dict(), {"factorize": given})
-            plan_recipe(check_text_recipe(changed, name) if given else read, html)
+            _show(read.name, *plan_recipe(read), html)
             return
-        recipe = check_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
-        recipe, images = _images_of(recipe, data)
+        recipe, images = _images_of(read, data)
     if variant is not None and recipe.factorize.scheme != "overcomplete":
         raise ValueError(
             f"--variant {variant} is for --scheme overcomplete, and the scheme is {recipe.factorize.scheme}; drop it"
@@ -139,16 +144,25 @@ def plan(
     with _weights_if_needed(recipe):
         dense = build_dense(recipe, images, seed=0)
         made = plan_network(recipe, dense, images)
-    if made is not None:
-        say(str(made))
-        if html is not None:
-            write_page(html, made.to_html(), "--html")
-            say(f"drawn on {html}")
-    elif html is not None:
-        raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")
-    else:
-        count = sum(parameter.numel() for parameter in dense.parameters())
-        say(f"{recipe.name} trains a dense network of {count:,} parameters; nothing is factorized")
+    _show(recipe.name, dense, made, html)
+
+
+def _show(name: str, dense: nn.Module, made: Plan | None, html: Path | None) -> None:
+    """Print a plan, and draw it on the page ``html`` if there is one."""
+    from factorized.nn.running import count_parameters
+
+    if made is None and html is not None:
+        raise ValueError(f"{name} trains a dense network: there is no plan to draw; drop --html")
+    if made is None:
+        say(f"{name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
+        return
+    say(str(made))
+    if html is not None:
+        try:
+            html.write_text(made.to_html())
+        except OSError as error:
+            raise ValueError(f"cannot write {html}: {error.strerror}; name another place by --html") from error
+        say(f"drawn on {html}")
 
 
 def _images_of(recipe: Recipe, data: str | None) -> tuple[Recipe, Images]:
@@ -172,8 +186,6 @@ def _weights_if_needed(recipe: Recipe) -> torch.device:
     Somebody else's function may look at numbers it made, and weights in a folder can only be read into memory.
     """
     import torch
-
-    from factorized.experiments.models.names import MODELS
 
     without = recipe.model.name in MODELS and not recipe.factorize.depends_on_weights
     return torch.device("meta" if without else "cpu")

@@ -1,4 +1,4 @@
-"""Which of several processes this is."""
+"""The number of this process, without importing torch."""
 
 import os
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from factorized.experiments.cli.arguments import RecipeName, examples
 from factorized.experiments.cli.console import console, plain_table, say
+from factorized.experiments.cli.verb import Group, Verb
+
+if TYPE_CHECKING:
+    from factorized.experiments.recipes.recipe import Paper
 
 app = typer.Typer(
+    cls=Group,
     help="List and show recipes.",
     epilog=examples("factorized recipes ls", "factorized recipes show digits/resnet8-lowrank-0.1-si-fd"),
 )
 ROOM_FOR_TITLES = 120  # columns below which the paper's column is left out
 
 
-@app.command("ls", epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q"))
+@app.command(
+    "ls", cls=Verb, epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q")
+)
 def list_recipes(
     part: Annotated[str, typer.Argument(metavar="[PART]", help="Only names that hold this.", show_default=False)] = "",
     names_only: Annotated[bool, typer.Option("--quiet", "-q", help="Only the names, one on a line.")] = False,
@@ -35,12 +42,14 @@ def list_recipes(
     table = plain_table("recipe", *titles, "paper", "%", numbers=("%",))
     for name in found:
         recipe = load_any_recipe(name)
-        where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
+        where, figure = paper_figure(recipe.paper)
         table.add_row(name, *(recipe.title for _ in titles), where, figure)
     out.print(table)
 
 
-@app.command("show", epilog=examples("factorized recipes show cifar10/resnet32x2", "factorized recipes show own.toml"))
+@app.command(
+    "show", cls=Verb, epilog=examples("factorized recipes show cifar10/resnet32x2", "factorized recipes show own.toml")
+)
 def show_recipe(
     name: RecipeName,
     whole: Annotated[bool, typer.Option("--whole", help="With what it extends and every default.")] = False,
@@ -53,12 +62,12 @@ def show_recipe(
     say(to_toml(recipe.to_dict()) if whole else recipe_text(name))
 
 
-def paper_figure(paper: dict[str, float | None] | None) -> tuple[str, str]:
-    """Return the table and the figure of the paper that a recipe aims at; two empty strings where there is none."""
+def paper_figure(paper: Paper | None) -> tuple[str, str]:
+    """Return the table and the accuracy of the paper that a recipe aims at; empty strings where there is none."""
     if paper is None:
         return "", ""
-    where = next((f"{kind} {paper[kind]}" for kind in ("table", "figure") if paper[kind] is not None), "")
-    if paper["accuracy"] is None:
+    where = f"table {paper.table}" if paper.table is not None else f"figure {paper.figure}" if paper.figure else ""
+    if paper.accuracy is None:
         return where, ""
-    spread = f" ± {paper['deviation']:.2f}" if paper["deviation"] is not None else ""
-    return where, f"{paper['accuracy']:.2f}{spread}"
+    spread = f" ± {paper.deviation:.2f}" if paper.deviation is not None else ""
+    return where, f"{paper.accuracy:.2f}{spread}"

@@ -29,6 +29,8 @@ EXAMPLES = examples(
     "factorized reproduce table1 --data DIR --engine slurm --slurm slurm_partition=gpu --slurm timeout_min=240",
 )
 
+ROOM_FOR_REMARKS = 110  # columns below which a plan has figures only
+
 
 def complete_table(incomplete: str) -> list[str]:
     """Return the tables that start with the given text."""
@@ -235,8 +237,10 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     from factorized.experiments.training.record import describe_machine
 
     here = str(describe_machine(pick_device(device))["device"])
-    numbers = (*(("paper",) if _aims(rows) else ()), "finished", "to do", "a run")
-    table = plain_table("recipe", *numbers, "estimated from", "", numbers=numbers)
+    out = console()
+    numbers = (*(("paper",) if _aims(rows) else ()), "done", "to do", "a run,\nabout")
+    basis_and_remarks = ("estimated from", "") if out.width >= ROOM_FOR_REMARKS else ()
+    table = plain_table("recipe", *numbers, *basis_and_remarks, numbers=numbers)
     to_do = missing(run for row in rows for run in row.runs)
     asked = {row.name for row in rows}
     first: dict[str, list[PlannedRun]] = {}  # what others go on from
@@ -255,9 +259,10 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
         basis += f", {guess.device}" if guess is not None and guess.device != here else ""
         done = sum(run.finished is not None for run in row.runs)
         paper = (str(row.paper or ""),) if _aims(rows) else ()
-        figures = (*paper, str(done), str(count), f"about {in_time(guess.seconds)}" if guess else "?")
-        table.add_row(row.name, *figures, basis, _remarks(row, comes_first=row.name in first))
-    console().print(table)
+        figures = (*paper, str(done), str(count), in_time(guess.seconds) if guess else "?")
+        remarks = (basis, _remarks(row, comes_first=row.name in first)) if basis_and_remarks else ()
+        table.add_row(row.name, *figures, *remarks)
+    out.print(table)
     _print_problems(rows)
     told = f"{counted(len(to_do), 'run')} to do"
     if len(to_do) > unknown:

@@ -9,13 +9,14 @@ import typer
 
 from factorized.experiments.cli.arguments import examples
 from factorized.experiments.cli.console import say
+from factorized.experiments.cli.verb import Group, Verb
 
 ADD = examples(
     "factorized results add seed-0.json --data DIR",
     "factorized results add out/cifar10/resnet32x2/seed-0/result.json",
     "factorized results add out/bert/small/seed-0/result.json --changed --note 'four runs shared the GPU'",
 )
-app = typer.Typer(help="Take in results of runs made elsewhere.", epilog=ADD)
+app = typer.Typer(cls=Group, help="Take in results of runs made elsewhere.", epilog=ADD)
 
 
 @app.callback()
@@ -23,7 +24,7 @@ def results() -> None:
     """Take in results of runs made elsewhere."""
 
 
-@app.command("add", epilog=ADD)
+@app.command("add", cls=Verb, epilog=ADD)
 def add(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files of runs.", show_default=False)],
     results: Annotated[Path, typer.Option(help="Where results are kept, as NAME/seed-SEED.json.")] = Path("results"),

@@ -35,8 +35,15 @@ def open_subject(model: str, data: str | None, device: torch.device, *, trust_mo
     hint = f"; did you mean {within[0]}?" if within else ""
     raise ValueError(
         f"MODEL must be the folder of a finished run (with {RESULT}) or of a Hugging Face model (with {CONFIG}), or "
-        f"module:function, got {model}{hint}"
+        f"module:function, got {model}{hint or _checkpoint_hint(path)}"
     )
+
+
+def _checkpoint_hint(path: Path) -> str:
+    """Return how a file of weights alone is compressed, if the path is one."""
+    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
+        return ""
+    return "; write a function that builds the network and loads this file, and name it as module:function"
 
 
 def default_folder(model: str, ratio: float) -> Path:
@@ -59,7 +66,7 @@ def _image_run(run: Path, data: str | None, device: torch.device, trust_model: b
 
     identity = [*result["files"].values(), images.checksum]
     name, seed = f"{recipe.name} seed {result['seed']}", result["seed"]
-    return ImageSubject(name, identity, device, make, recipe.model.name, images, recipe, seed)
+    return ImageSubject(name, identity, device, make, recipe, seed, model=recipe.model.name, images=images)
 
 
 def _text_run(run: Path, data: str | None, device: torch.device) -> Subject:
@@ -75,7 +82,7 @@ def _text_run(run: Path, data: str | None, device: torch.device) -> Subject:
 
     identity = [*result["files"].values(), corpus.checksum]
     name, seed = f"{recipe.name} seed {result['seed']}", result["seed"]
-    return TextSubject(name, identity, device, make, recipe, corpus, seed)
+    return TextSubject(name, identity, device, make, recipe, seed, reads=recipe, corpus=corpus)
 
 
 def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subject:
@@ -114,7 +121,7 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
             found: nn.Module = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return found
 
-    return TextSubject(folder.name, [*identity, corpus.checksum], device, make, recipe, corpus, own=False)
+    return TextSubject(folder.name, [*identity, corpus.checksum], device, make, reads=recipe, corpus=corpus)
 
 
 def _task(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
@@ -161,4 +168,4 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     for tensor in network.state_dict().values():
         held.update(f"{tuple(tensor.shape)} {tensor.double().sum().item()!r}".encode())
     identity = [*identity, held.hexdigest(), images.checksum]
-    return ImageSubject(name, identity, device, make, model, images)
+    return ImageSubject(name, identity, device, make, model=model, images=images)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from factorized.experiments.cli.console import console, plain_table, progress_bar, say
+from factorized.experiments.cli.console import console, progress_bar, say
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from factorized.experiments.recipes.text import TextRecipe
     from factorized.experiments.text.corpus import Corpus
+    from factorized.planning.plan import Plan
 
 ALLOWED = 0.01  # of the recorded score: what other devices and precisions may change
 ROUNDING = 1e-3  # of the loss: what multiplying the factors out may change
@@ -50,63 +52,50 @@ def load_text(recipe: TextRecipe, data: str | None, *, quiet: bool = False, toke
 def train_recipe(
     recipe: TextRecipe,
     data: str | None,
-    out: Path,
-    device: torch.device,
+    folder: Path,
     *,
-    quiet: bool,
     seeds: Sequence[int],
-    **how: Any,
-) -> None:
-    """Train a recipe of text and show its scores."""
+    device: torch.device,
+    resume: bool | Literal["auto"],
+    overwrite: bool,
+    allow_other_devices: bool,
+    quiet: bool,
+) -> list[dict[str, Any]]:
+    """Train a recipe of text and return the results."""
     from factorized.experiments.text.train import train_text
     from factorized.experiments.training.progress import Reporter
 
-    folder, results = out / recipe.name, []
+    results = []
     apart = recipe.of_seed(0) != recipe  # each seed goes on from a run of its own
     for together in [(seed,) for seed in seeds] if apart else [tuple(seeds)]:
         of_seed = recipe.of_seed(together[0])
-        corpus, reporter = load_text(of_seed, data, quiet=quiet), Reporter(console(quiet=quiet), quiet=quiet)
-        results += train_text(of_seed, corpus, folder, seeds=together, device=device, reporter=reporter, **how)
-    _report(recipe, results, folder)
+        results += train_text(
+            of_seed,
+            load_text(of_seed, data, quiet=quiet),
+            folder,
+            seeds=together,
+            device=device,
+            resume=resume,
+            overwrite=overwrite,
+            allow_other_devices=allow_other_devices,
+            reporter=Reporter(console(quiet=quiet), quiet=quiet),
+        )
+    return results
 
 
-def _report(recipe: TextRecipe, results: Sequence[dict[str, Any]], folder: Path) -> None:
-    from factorized.experiments.reproduce.summary import Summary
-
-    score = results[0]["score"]
-    table = plain_table("seed", score, "seconds", "run", numbers=("seed", score, "seconds"))
-    for result in results:
-        row = (str(result["seed"]), f"{result['scores'][score]:.2f}", f"{result['seconds']:.1f}")
-        table.add_row(*row, str(folder / f"seed-{result['seed']}"))
-    console().print(table)
-    mean = Summary.of([result["scores"][score] for result in results])
-    say(f"{recipe.name}: {score} {mean} (n = {mean.n}), {results[0]['parameters']:,} parameters")
-
-
-def plan_recipe(recipe: TextRecipe, html: Path | None) -> None:
-    """Show the plan of a recipe of text; nothing is read but the size of the vocabulary."""
+def plan_recipe(recipe: TextRecipe) -> tuple[nn.Module, Plan | None]:
+    """Return the network of a recipe of text and its plan, without reading more than the size of the vocabulary."""
     import torch
 
-    from factorized.experiments.cli.console import write_page
     from factorized.experiments.text.network import plan_text, starting_network
     from factorized.experiments.text.tokenizer import stand_in_tokenizer
-    from factorized.nn.running import count_parameters
     from factorized.surgery.compose import is_factorized
     from factorized.surgery.describe import describe
 
     needs_weights = bool(recipe.model.name or recipe.model.from_run) or recipe.factorize.depends_on_weights
     with torch.device("cpu" if needs_weights else "meta"):
         dense = starting_network(recipe, stand_in_tokenizer(recipe.data), seed=0)
-    plan = describe(dense) if is_factorized(dense) else plan_text(recipe, dense)
-    if plan is None and html is not None:
-        raise ValueError(f"{recipe.name} trains a dense network: there is no plan to draw; drop --html")
-    if plan is None:
-        say(f"{recipe.name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
-        return
-    say(str(plan))
-    if html is not None:
-        write_page(html, plan.to_html(), "--html")
-        say(f"drawn on {html}")
+    return dense, describe(dense) if is_factorized(dense) else plan_text(recipe, dense)
 
 
 def evaluate_run(run: Path, data: str | None, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,7 +22,7 @@ from factorized.experiments.cli.console import console, plain_table, say
 from factorized.experiments.cli.recipes import paper_figure
 
 if TYPE_CHECKING:
-    from factorized.experiments.recipes.recipe import Recipe
+    from factorized.experiments.recipes.text import AnyRecipe
 
 EXAMPLES = examples(
     "factorized train digits/resnet8-lowrank-0.1-si-fd",
@@ -30,7 +30,7 @@ EXAMPLES = examples(
     "factorized train cifar10/resnet32 --data DIR --seeds 3 --at-once 3",
     "factorized train cifar10/resnet32x2 --data cifar.npz --set schedule.epochs=30 --set optimizer.lr=0.05",
     "factorized train cifar10/resnet32x2 --data DIR --resume",
-    "torchrun --nproc-per-node 4 -m factorized.experiments.cli train tiny-imagenet/resnet32x2 --data DIR",
+    "torchrun --nproc-per-node 4 -m factorized train tiny-imagenet/resnet32x2 --data DIR",
 )
 
 
@@ -42,7 +42,7 @@ def train(
         int | None, typer.Option(min=1, max=MOST_SEEDS, help="Train seeds 0 to N-1.", show_default=False)
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Train this seed; 0 unless given.", show_default=False)
+        int | None, typer.Option(min=0, help="Train this seed; 0 unless given.", show_default=False)
     ] = None,
     at_once: Annotated[
         int,
@@ -69,6 +69,8 @@ def train(
     """Train a recipe, with one seed or several; checkpoints, curves and the result lie in OUT/NAME/seed-SEED."""
     if seeds is not None and seed is not None:
         raise ValueError(f"give --seeds {seeds} for seeds 0 to {seeds - 1}, or --seed {seed} for one, not both")
+    if seed is not None and seed > LARGEST_SEED:
+        raise ValueError(f"--seed must be at most {LARGEST_SEED}, the largest that torch takes, got {seed}")
     ways = [
         option
         for option, given in (("--resume", resume), ("--auto-resume", auto_resume), ("--overwrite", overwrite))
@@ -83,6 +85,7 @@ def train(
 
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.cli.images import load_data
+    from factorized.experiments.cli.text import train_recipe
     from factorized.experiments.recipes.find import load_any_recipe
     from factorized.experiments.recipes.text import TextRecipe
     from factorized.experiments.training.progress import Reporter
@@ -90,41 +93,52 @@ def train(
 
     recipe = load_any_recipe(name, changes or ())
     where = pick_device(device)
-    how_to_begin: Any = "auto" if auto_resume else resume
+    folder = out / recipe.name
+    how_to_begin: bool | Literal["auto"] = "auto" if auto_resume else resume
     if isinstance(recipe, TextRecipe):
         if at_once > 1:
             raise ValueError(f"--at-once {at_once} is for recipes of images; {recipe.name} is on text, leave it out")
-        from factorized.experiments.cli.text import train_recipe
-
-        how: Any = {"resume": how_to_begin, "overwrite": overwrite, "allow_other_devices": allow_other_devices}
-        train_recipe(recipe, data, out, where, quiet=quiet, seeds=chosen, **how)
-        return
-    recipe, images = load_data(recipe, data, quiet=quiet)
-    folder = out / recipe.name
-    results = train_seeds(
-        recipe,
-        images,
-        folder,
-        seeds=chosen,
-        at_once=at_once,
-        device=where,
-        resume=how_to_begin,
-        overwrite=overwrite,
-        allow_other_devices=allow_other_devices,
-        reporter=Reporter(console(quiet=quiet), quiet=quiet),
-    )
+        results = train_recipe(
+            recipe,
+            data,
+            folder,
+            seeds=chosen,
+            device=where,
+            resume=how_to_begin,
+            overwrite=overwrite,
+            allow_other_devices=allow_other_devices,
+            quiet=quiet,
+        )
+    else:
+        recipe, images = load_data(recipe, data, quiet=quiet)
+        results = train_seeds(
+            recipe,
+            images,
+            folder,
+            seeds=chosen,
+            at_once=at_once,
+            device=where,
+            resume=how_to_begin,
+            overwrite=overwrite,
+            allow_other_devices=allow_other_devices,
+            reporter=Reporter(console(quiet=quiet), quiet=quiet),
+        )
     _report(recipe, results, folder)
 
 
-def _report(recipe: Recipe, results: Sequence[dict[str, Any]], folder: Path) -> None:
+def _report(recipe: AnyRecipe, results: Sequence[dict[str, Any]], folder: Path) -> None:
+    from factorized.experiments.reproduce.runs import Run
     from factorized.experiments.reproduce.summary import Summary
 
-    table = plain_table("seed", "test accuracy, %", "seconds", "run", numbers=("seed", "test accuracy, %", "seconds"))
-    for result in results:
-        row = (str(result["seed"]), f"{result['accuracy']:.2f}", f"{result['seconds']:.1f}")
-        table.add_row(*row, str(folder / f"seed-{result['seed']}"))
+    runs = [Run(folder / f"seed-{result['seed']}", result) for result in results]
+    of_images, metric = "accuracy" in results[0], runs[0].metric
+    numbers = ("seed", "test accuracy, %" if of_images else metric, "seconds")
+    table = plain_table(*numbers, "run", numbers=numbers)
+    for run in runs:
+        table.add_row(str(run.seed), f"{run.score:.2f}", f"{run.result['seconds']:.1f}", str(run.path))
     console().print(table)
-    accuracy = Summary.of([result["accuracy"] for result in results])
-    where, figure = paper_figure(recipe.paper.model_dump() if recipe.paper else None)
+    mean = Summary.of([run.score for run in runs])
+    told = f"{mean} %" if of_images else f"{metric} {mean}"
+    where, figure = paper_figure(recipe.paper)
     beside = f"; paper, {where}: {figure} %" if figure else ""
-    say(f"{recipe.name}: {accuracy} % (n = {accuracy.n}), {results[0]['parameters']:,} parameters{beside}")
+    say(f"{recipe.name}: {told} (n = {mean.n}), {results[0]['parameters']:,} parameters{beside}")

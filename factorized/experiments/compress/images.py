@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.experiments.compress.subject import AnyRecipe, Subject
+from factorized.experiments.compress.subject import Subject
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.data.images import Images
 from factorized.experiments.models.build import build_model
 from factorized.experiments.recipes.recipe import Model, Recipe
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.evaluate import Evaluator
 from factorized.experiments.training.export import describe_network
 from factorized.experiments.training.network import Start
@@ -32,29 +34,13 @@ BATCH = 128
 PLAIN = "model.safetensors"
 
 
+@dataclass(eq=False, kw_only=True)
 class ImageSubject(Subject):
-    """A network that maps images to logits of their classes.
+    """A network that maps images to logits of their classes."""
 
-    Args:
-        model: its name as recipes have it: one of ours, ``module:function`` or ``hf:FOLDER``.
-        images: what it was trained on, normalized as it was then.
-    """
-
+    model: str  # its name as recipes have it: one of ours, ``module:function`` or ``hf:FOLDER``
+    images: Images  # what it was trained on, normalized as it was then
     score, lower_is_better = "accuracy", False
-
-    def __init__(
-        self,
-        name: str,
-        identity: Sequence[str],
-        device: torch.device,
-        make: Callable[[], nn.Module],
-        model: str,
-        images: Images,
-        recipe: AnyRecipe | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(name, identity, device, make, recipe, seed)
-        self.model, self.images = model, images
 
     @property
     def example_input(self) -> ExampleInput | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from factorized.experiments.reproduce.chart import Line, line_chart
-from factorized.experiments.reproduce.report import TEMPLATES as REPORT
+from factorized.experiments.reproduce.report import page_template
 from factorized.files.atomic import write_whole
 from factorized.planning.table import short_count
 
@@ -28,19 +28,11 @@ def write_page(state: Mapping[str, Any], folder: Path) -> Path:
 
 def compress_page(state: Mapping[str, Any]) -> str:
     """Return the page; the network was compressed, and perhaps recovered."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=FileSystemLoader([TEMPLATES, REPORT]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     stages = {name: state[name] for name in ("before", "compressed", "recovered") if name in state}
     rows = [{**row, "drawing": Markup(_drawing(row))} for row in _with_differences(state)]
-    return environment.get_template("compress.html").render(
+    return page_template("compress.html", TEMPLATES).render(
         name=state["asked"]["model"],
         asked=state["asked"],
         score=state["score"],
@@ -80,13 +72,12 @@ def _won_back(state: Mapping[str, Any]) -> float | None:
 def _charts(state: Mapping[str, Any]) -> list[str]:
     """Return the chart of differences along the network, and that of the recovery, each with its title."""
     names = [row["name"] for row in state["plan"]["layers"]]
-    labels = {"compressed": "compressed", "recovered": "recovered"}
     lines = []
-    for place, (stage, label) in enumerate(labels.items()):
+    for place, stage in enumerate(("compressed", "recovered")):
         found = state["differences"].get(stage, {})
         points = [(float(n), found[name]) for n, name in enumerate(names, start=1) if found.get(name, 0) > 0]
         if points:
-            lines.append(Line(label, points, f"s{place}"))
+            lines.append(Line(stage, points, f"s{place}"))
     title = "How outputs differ from the dense network's, layer by layer"
     charts = [_figure_element(title, line_chart(lines, title, "layer", log=True), lines)] if lines else []
     rows = state["recovered"]["history"] if "recovered" in state else []

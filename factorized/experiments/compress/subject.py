@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,44 +13,29 @@ from torch import Tensor, nn
 
 from factorized.experiments.recipes.recipe import LINEAR_WARMUP, Factorize, Recipe, Schedule
 from factorized.experiments.recipes.shorten import length_of, shorten
-from factorized.experiments.recipes.text import TextRecipe, TextSchedule
+from factorized.experiments.recipes.text import AnyRecipe, TextSchedule
 from factorized.experiments.training.progress import Reporter
 from factorized.nn.running import ExampleInput
 from factorized.planning.plan import Plan
 
-AnyRecipe = Recipe | TextRecipe
 Plain = Literal["lowered", "composed"]
 RECOVERY = 0.1  # of the training of a run: how long it is trained to recover, unless a recipe is given
 RATE = 0.2  # of its learning rate, at its highest: docs/log.md has what others do
 
 
+@dataclass(eq=False)
 class Subject(ABC):
-    """A trained network with its data. Abstract.
+    """A trained network with its data. Abstract."""
 
-    Args:
-        name: what messages and the page call it.
-        identity: checksums of its weights and data, which change when either does.
-        device: where it runs.
-        make: returns the trained network, read anew.
-        recipe: the one that it was trained with; None where nobody knows.
-        seed: of that training.
-    """
-
-    score: str  # the figure that it is judged by
-    lower_is_better: bool
+    name: str  # what messages and the page call it
+    identity: Sequence[str]  # checksums of its weights and data, which change when either does
+    device: torch.device  # where it runs
+    make: Callable[[], nn.Module]  # returns the trained network, read anew
+    recipe: AnyRecipe | None = None  # that it was trained with; None where nobody knows
+    seed: int = 0  # of that training
+    score: str = field(init=False)  # the figure that it is judged by
+    lower_is_better: bool = field(init=False)
     forms: ClassVar[tuple[Plain, ...]] = ("lowered", "composed")  # the plain forms that it can be written in
-
-    def __init__(
-        self,
-        name: str,
-        identity: Sequence[str],
-        device: torch.device,
-        make: Callable[[], nn.Module],
-        recipe: AnyRecipe | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.name, self.identity, self.device, self.make = name, identity, device, make
-        self.recipe, self.seed = recipe, seed
 
     def dense(self) -> nn.Module:
         """Return the trained network, read anew, on the device."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorized.experiments.compress.subject import AnyRecipe, Subject
+from factorized.experiments.compress.subject import Subject
 from factorized.experiments.data.extras import need
 from factorized.experiments.models.hugging_face import quiet
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.models import AUTO
 from factorized.experiments.text.task import IGNORED, TextTask, in_batches
@@ -28,34 +29,19 @@ from factorized.surgery.compose import is_factorized
 BATCH = 16
 
 
+@dataclass(eq=False, kw_only=True)
 class TextSubject(Subject):
     """A transformers model with the corpus of its task.
 
     It is composed to be written as plain modules: transformers opens no folder of a model whose layers are two.
-
-    Args:
-        recipe: of the run; for a model of others, one with its task and how its text is read.
-        corpus: the text, in the model's own tokens.
-        own: whether the recipe is the one that the model was trained with.
     """
 
+    reads: TextRecipe  # of the run; for a model of others, one with its task and how its text is read
+    corpus: Corpus  # the text, in the model's own tokens
     forms = ("composed",)
 
-    def __init__(
-        self,
-        name: str,
-        identity: Sequence[str],
-        device: torch.device,
-        make: Callable[[], nn.Module],
-        recipe: TextRecipe,
-        corpus: Corpus,
-        seed: int = 0,
-        *,
-        own: bool = True,
-    ) -> None:
-        super().__init__(name, identity, device, make, recipe if own else None, seed)
-        self.corpus, self.reads = corpus, recipe
-        self.task: TextTask = TASKS[recipe.task](recipe, corpus)
+    def __post_init__(self) -> None:
+        self.task: TextTask = TASKS[self.reads.task](self.reads, self.corpus)
         self.score, self.lower_is_better = self.task.score, self.task.lower_is_better
 
     def batches(self, samples: int) -> list[Any]:

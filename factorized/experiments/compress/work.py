@@ -15,15 +15,17 @@ from typing import Any, Literal
 from torch import nn
 
 from factorized.experiments.compress.layers import differences, layer_calls, layer_rows, losses_alone, output_spectra
-from factorized.experiments.compress.subject import AnyRecipe, Plain, Subject
+from factorized.experiments.compress.subject import Plain, Subject
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.progress import Progress, silent
 from factorized.experiments.recipes.recipe import Factorize
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
 from factorized.files.checksum import is_sealed
 from factorized.formats.product import LowRank
 from factorized.nn.running import count_parameters
+from factorized.planning.advice import Change, OutOfReach
 from factorized.planning.calibration import Calibrated
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan as make_plan
@@ -46,6 +48,7 @@ class Settings:
     ranks: Ranks = "loss"  # how the budget is spent
     kind: Literal["spatial", "channel"] = "spatial"  # of factorized convolutions
     exclude: tuple[str, ...] = ()
+    keep_first_and_last: bool = True
     multiple_of: int | None = None
     samples: int = SAMPLES  # examples to calibrate with
     layers_per_pass: int | None = None
@@ -65,6 +68,7 @@ class Settings:
             allocate="uniform" if self.ranks == "uniform" else "spectrum",
             kind=self.kind,
             exclude=list(self.exclude),
+            keep_first_and_last=self.keep_first_and_last,
             multiple_of=self.multiple_of,
         )
 
@@ -160,7 +164,9 @@ class Work:
             raise ValueError(f"{path} is damaged, or was changed; begin anew with --overwrite, or choose another --out")
         found.pop("checksum")
         other = [key for key, value in self.asked.items() if found["asked"].get(key) != value]
-        if other:
+        if "plan" not in found and not {"model", "identity"}.intersection(other):  # no setting was used yet
+            found["asked"] = self.asked
+        elif other:
             key = other[0]
             raise ValueError(
                 f"{self.folder} holds another compression: {key} is {found['asked'].get(key)!r} there, and "
@@ -199,16 +205,20 @@ class Work:
     def _plan(self) -> dict[str, Any]:
         settings, dense = self.settings, self.dense
         by_spectrum = settings.ranks != "uniform"
-        made = make_plan(
-            dense,
-            LowRank(settings.kind),
-            ratio=settings.ratio,
-            allocate="spectrum" if by_spectrum else "uniform",
-            calibration=self._calibration("choosing ranks") if by_spectrum else None,
-            exclude=settings.exclude,
-            multiple_of=settings.multiple_of,
-            example_input=self.subject.example_input,
-        )
+        try:
+            made = make_plan(
+                dense,
+                LowRank(settings.kind),
+                ratio=settings.ratio,
+                allocate="spectrum" if by_spectrum else "uniform",
+                calibration=self._calibration("choosing ranks") if by_spectrum else None,
+                exclude=settings.exclude,
+                keep_first_and_last=settings.keep_first_and_last,
+                multiple_of=settings.multiple_of,
+                example_input=self.subject.example_input,
+            )
+        except OutOfReach as error:
+            raise ValueError(error.told(_as_options, "none of its layers is left out by an option")) from None
         spectra = output_spectra(dense, made, self._calibration("reading spectra"))
         self.say(f"plan: {len(made.layers)} layers factorized, {made.params_after:,} of {made.params:,} parameters")
         return {"plan": made.to_dict(), "layers": layer_rows(made, spectra)}
@@ -282,6 +292,12 @@ class Work:
         """Return the score as a message has it."""
         name = self.subject.score
         return f"{name} {scores[name]:.2f}{' %' if name == 'accuracy' else ''}"
+
+
+def _as_options(change: Change) -> str | None:
+    """Return the options of ``factorized compress`` that make this change of a plan, or None if it has none."""
+    written = {"keep_first_and_last": "--first-and-last", "exclude": "no --exclude", "multiple_of": "no --multiple-of"}
+    return " with ".join(written[name] for name in change) if change.keys() <= written.keys() else None
 
 
 def make_folder(folder: Path) -> None:

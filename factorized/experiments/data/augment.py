@@ -61,18 +61,6 @@ def crop_flip(
     return cropped * inside[:, None]
 
 
-def random_crop_flip(
-    x: Tensor,  # (m, channels, height, width)
-    pad: int,
-    index: Tensor | None = None,  # (n,) in 0..m-1
-    flip: bool = True,
-) -> Tensor:  # (n, channels, height, width)
-    """Return each image shifted at random by up to ``pad`` pixels and mirrored at random: ``crop_flip`` of draws."""
-    count = len(x) if index is None else len(index)
-    top, left, flipped = draw_crops(count, pad, x.device, flip)
-    return crop_flip(x, top, left, flipped, pad, index)
-
-
 def _per_channel(values: Sequence[float] | Tensor, x: Tensor) -> Tensor:  # (channels, 1, 1)
     if isinstance(values, Tensor):
         return values.to(torch.float32)[:, None, None]

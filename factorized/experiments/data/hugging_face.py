@@ -51,7 +51,7 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     except Exception as error:  # datasets, its file readers and the network raise errors of many types
         raise ValueError(
             f"the Hugging Face data set {repository} could not be loaded: {error}. Give a local .npz, CIFAR folder or "
-            "image folder instead"
+            "image folder instead: --data PATH"
         ) from error
     where = f"hf:{address}"
     train = _split(where, found, (options.train,))

@@ -49,7 +49,7 @@ def write_prepared(images: Images, path: Path, progress: Progress = silent) -> N
     text = json.dumps(info)
     header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "info": text, "info_checksum": _digest(text)}}
     start = 0
-    tensors = [(key, tensor) for key, tensor in zip(TENSORS, _tensors(images), strict=True)]
+    tensors = [(key, getattr(images, key)) for key in TENSORS]
     tensors.sort(key=lambda item: item[1].dtype.itemsize, reverse=True)  # wide elements first keeps them aligned
     for key, tensor in tensors:
         end = start + tensor.nbytes
@@ -128,7 +128,3 @@ def _damaged(path: Path, reason: object) -> ValueError:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _tensors(images: Images) -> list[Any]:
-    return [images.x_train, images.y_train, images.x_test, images.y_test]

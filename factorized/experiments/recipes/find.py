@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from factorized.experiments.recipes.recipe import BUDGETS, Named, Recipe, Section, is_used_by
 from factorized.experiments.recipes.tables import Cell, read_cells
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 from factorized.experiments.recipes.toml import to_toml
 
 SHIPPED = Path(__file__).parent
@@ -29,11 +29,6 @@ def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package, such as ``"cifar10/resnet32x2"``."""
     files = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.glob("*/*.toml"))
     return sorted((*files, *_recipes_of_tables()))
-
-
-def image_recipe_names() -> list[str]:
-    """Return the names of those that train on images."""
-    return [name for name in recipe_names() if "task" not in read_recipe(name)]
 
 
 @cache
@@ -63,18 +58,15 @@ def table_cells(name: str) -> tuple[Cell, ...]:
     return _cells_of(SHIPPED / f"{name}.toml")
 
 
-def cell_recipe(cell: Cell) -> Recipe | TextRecipe:
+def cell_recipe(cell: Cell) -> AnyRecipe:
     """Return the recipe of a cell that has one, checked."""
     name = cell.recipe or ""
     if not cell.defines_recipe:
         return load_any_recipe(name)
-    table: Table = {"name": name}
-    for layer in cell.layers:
-        table = merge(table, layer)
-    return check_text_recipe(table, name) if "task" in table else check_recipe(table, name)
+    return check_any_recipe(reduce(merge, cell.layers, {"name": name}), name)
 
 
-def table_recipes(name: str, pattern: str = "*") -> list[Recipe | TextRecipe]:
+def table_recipes(name: str, pattern: str = "*") -> list[AnyRecipe]:
     """Return the recipes of a table whose names match ``pattern``, such as ``cifar10/*0.1*``, in the table's order."""
     recipes = {cell.recipe: cell for cell in table_cells(name) if cell.recipe is not None}
     if not recipes:
@@ -127,12 +119,17 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def load_any_recipe(name: str, changes: Sequence[str] = ()) -> Recipe | TextRecipe:
+def load_any_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     """Return a recipe of images or of text by name or path, checked, with ``changes``."""
     table = change_table(read_recipe(name), changes)
     own = name.endswith(".toml")  # a file of the user: where it lies does not belong to its name
     table = {"name": Path(name).stem if own else name, **table}
-    return check_text_recipe(table, name) if "task" in table else check_recipe(table, name)
+    return check_any_recipe(table, name)
+
+
+def check_any_recipe(table: Mapping[str, Any], source: str) -> AnyRecipe:
+    """Return the recipe in ``table``: one of text if it names a task, else one of images."""
+    return check_text_recipe(table, source) if "task" in table else check_recipe(table, source)
 
 
 def check_recipe(table: Mapping[str, Any], source: str) -> Recipe:
@@ -244,4 +241,4 @@ def _fields(recipe: type[Named], tables: Sequence[Any]) -> list[str]:
 
 def _nearest(word: str, known: Sequence[str]) -> str:
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f" (did you mean {found[0]!r}?)" if found else ""

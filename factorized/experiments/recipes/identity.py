@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from factorized.experiments.models.names import MODELS
-from factorized.experiments.recipes.find import check_recipe, check_text_recipe
-from factorized.experiments.recipes.recipe import Recipe
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.find import check_any_recipe
+from factorized.experiments.recipes.text import AnyRecipe
 
 # Fields that do not decide what is learned beyond rounding. The checksum of the data stands for their names and files.
 BESIDE: dict[str, tuple[str, ...]] = {
@@ -22,14 +21,14 @@ BESIDE: dict[str, tuple[str, ...]] = {
 RUNS = {"model": "from_run", "decay": "norms"}  # fields that name the folder of another run
 
 
-def deciding(recipe: Recipe | TextRecipe | Mapping[str, Any]) -> dict[str, Any]:
+def deciding(recipe: AnyRecipe | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that decide what a recipe trains, as plain data; of the data of a recipe, defaults included.
 
     Data that are no valid recipe, such as those of another version, are returned as they are.
     """
     table = _used(recipe if isinstance(recipe, Mapping) else recipe.to_dict())
     try:
-        checked = check_text_recipe(table, "") if "task" in table else check_recipe(table, "")
+        checked = check_any_recipe(table, "")
     except ValueError:
         return dict(table)
     found = _used(checked.model_dump(mode="json", exclude={"name", "title", "paper"}))
@@ -41,7 +40,7 @@ def deciding(recipe: Recipe | TextRecipe | Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def settings(recipe: Recipe | TextRecipe | Mapping[str, Any]) -> dict[str, Any]:
+def settings(recipe: AnyRecipe | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that decide what a recipe trains as ``section.field``, such as ``decay.strength``."""
     found: dict[str, Any] = {}
     for section, fields in deciding(recipe).items():
@@ -62,7 +61,7 @@ def _used(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, "factorize": fields}
 
 
-def fingerprint(recipe: Recipe | TextRecipe | Mapping[str, Any], checksum: str) -> str:
+def fingerprint(recipe: AnyRecipe | Mapping[str, Any], checksum: str) -> str:
     """Return eight digits that differ for another recipe, or for other data, whose checksum is given."""
     told = json.dumps([deciding(recipe), checksum], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:8]

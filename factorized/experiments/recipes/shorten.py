@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from factorized.experiments.recipes.recipe import Recipe
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 
-AnyRecipe = TypeVar("AnyRecipe", bound=Recipe | TextRecipe)
+Kind = TypeVar("Kind", bound=AnyRecipe)
 
 
-def unit_of(recipe: Recipe | TextRecipe) -> str:
+def unit_of(recipe: AnyRecipe) -> str:
     """Return what the length of a recipe is counted in: "epochs" or "updates"."""
     return "updates" if isinstance(recipe, TextRecipe) else "epochs"
 
 
-def length_of(recipe: Recipe | TextRecipe) -> int:
+def length_of(recipe: AnyRecipe) -> int:
     """Return how many epochs or updates a recipe trains."""
     return recipe.schedule.updates if isinstance(recipe, TextRecipe) else recipe.schedule.epochs
 
 
-def shorten(recipe: AnyRecipe, length: int) -> AnyRecipe:
+def shorten(recipe: Kind, length: int) -> Kind:
     """Return the recipe with ``length`` epochs or updates, marked as shortened; one that has no more is returned as is.
 
     Milestones and warm-up keep their share of the training.

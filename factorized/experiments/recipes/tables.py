@@ -34,11 +34,6 @@ class Cell:
     layers: tuple[Mapping[str, Any], ...] = ()
 
     @property
-    def quoted(self) -> bool:
-        """Whether the figure is of another paper."""
-        return self.source is not None
-
-    @property
     def defines_recipe(self) -> bool:
         """Whether its recipe is its own; else it has none, or names one of another table or file."""
         return bool(self.layers)

@@ -7,10 +7,19 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
-from factorized.experiments.recipes.recipe import Factorize, Line, Named, Section, Share, Strength, Word, portable
+from factorized.experiments.recipes.recipe import (
+    Factorize,
+    Line,
+    Named,
+    Recipe,
+    Section,
+    Share,
+    Strength,
+    Word,
+    portable,
+)
 
 Task = Literal["language", "masked", "translation", "questions"]
-TASKS: tuple[Task, ...] = ("language", "masked", "translation", "questions")
 Updates = Annotated[int, Field(gt=0, le=100_000_000)]
 Size = Annotated[int, Field(gt=0, le=1_000_000)]
 # which tasks use a field that others do not
@@ -224,3 +233,6 @@ class TextRecipe(Named):
                 f"run.batch = {self.run.batch} must be a multiple of run.accumulate = {self.run.accumulate}"
             )
         return self
+
+
+AnyRecipe = Recipe | TextRecipe

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from factorized.experiments.data.load import EMBEDDED
-from factorized.experiments.recipes.find import check_recipe, check_text_recipe
+from factorized.experiments.recipes.find import check_any_recipe
 from factorized.experiments.recipes.identity import RUNS, fingerprint
 from factorized.experiments.recipes.recipe import Recipe
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.reproduce.changes import Changes, as_set, compare_settings, folder_of, recipe_of, summarize
 from factorized.experiments.reproduce.data import data_checksum
 from factorized.experiments.reproduce.runs import Result, Run, read_run
@@ -37,8 +37,7 @@ def add_result(
     """
     run = read_run(path)
     recipe = recipe_of(run.result)
-    check = check_text_recipe if "task" in run.recipe else check_recipe
-    check(run.recipe, "its recipe")
+    check_any_recipe(run.recipe, "its recipe")
     settings, changes = compare_settings(run.result, recipe)
     if changes and not changed:
         _refuse_changes(run, changes)
@@ -77,7 +76,7 @@ def _refuse_changes(run: Run, changes: Changes) -> None:
     )
 
 
-def _check_data(run: Run, recipe: Recipe | TextRecipe, data: str | None, known: Sequence[Run]) -> None:
+def _check_data(run: Run, recipe: AnyRecipe, data: str | None, known: Sequence[Run]) -> None:
     name, checksum = recipe.data.name, str(run.result["data"]["checksum"])
     embedded = name == EMBEDDED if isinstance(recipe, Recipe) else not recipe.data.train
     if data is not None or embedded:

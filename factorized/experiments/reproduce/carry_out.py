@@ -1,4 +1,4 @@
-"""Doing what is planned: the jobs of every wave on an engine; each result is on this machine as soon as it is known."""
+"""Runs planned jobs on an engine, wave by wave, and keeps each result on this machine as soon as it is known."""
 
 from __future__ import annotations
 

@@ -9,22 +9,21 @@ from typing import Any
 
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.identity import RUNS, settings
-from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.shorten import shorten, unit_of
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.reproduce.planned import OTHER_RUN
 
 Changes = dict[str, tuple[Any, Any]]  # "section.field", with the recipe's value and the run's
 
 
-def recipe_of(result: Mapping[str, Any]) -> Recipe | TextRecipe:
+def recipe_of(result: Mapping[str, Any]) -> AnyRecipe:
     """Return the shipped recipe that a run names, shortened as the run was."""
     recipe = load_any_recipe(result["recipe"]["name"])
     length = result["recipe"].get("schedule", {}).get(unit_of(recipe))
     return shorten(recipe, length) if _is_shortened(result) and isinstance(length, int) else recipe
 
 
-def compare_settings(result: Mapping[str, Any], recipe: Recipe | TextRecipe) -> tuple[dict[str, Any], Changes]:
+def compare_settings(result: Mapping[str, Any], recipe: AnyRecipe) -> tuple[dict[str, Any], Changes]:
     """Return the settings that decided a run, and those in which it differs from ``recipe``.
 
     A run that it went on from is named by the end of its folder if the recipe says so, wherever that was; otherwise by

@@ -56,9 +56,7 @@ def line_chart(
     every = [point for line in lines for point in line.points]
     if not every:
         raise ValueError(f"the chart {title!r} has no point to draw")
-    values = [y for _, y in every] + [y for line in lines for _, *ends in line.band for y in ends]
-    steps = log and uses_log(values)
-    scale = _Scale.of([x for x, _ in every], values, size, log=steps)
+    scale = _Scale.of([x for x, _ in every], _heights(lines), size, log=log and uses_log(lines))
     parts = [
         *_axes(scale, whole_ticks(scale.x_low, scale.x_high), scale.ticks, x_label),
         *(
@@ -70,18 +68,17 @@ def line_chart(
     return _svg(size, title, parts)
 
 
-def uses_log(values: Sequence[float]) -> bool:
+def uses_log(lines: Sequence[Line]) -> bool:
     """Return whether values are so far apart that a logarithmic axis shows more."""
+    values = _heights(lines)
     return min(values) > 0 and math.log10(max(values) / min(values)) >= DECADES
 
 
-def scatter_chart(
-    dots: Sequence[Dot],
-    title: str,
-    x_label: str,
-    y_label: str,
-    size: tuple[int, int] = SIZE,
-) -> str:
+def _heights(lines: Sequence[Line]) -> list[float]:
+    return [y for line in lines for y in (*(y for _, y in line.points), *(y for _, *ends in line.band for y in ends))]
+
+
+def scatter_chart(dots: Sequence[Dot], title: str, x_label: str, y_label: str) -> str:
     """Return dots with the ranges in which they should be, around the line on which both axes agree."""
     if not dots:
         raise ValueError(f"the chart {title!r} has no point to draw")
@@ -89,22 +86,22 @@ def scatter_chart(
     both = [*(dot.x for dot in dots), *(dot.y for dot in dots), *ends]
     ticks = nice_ticks(min(both), max(both), most=9)
     low, high = ticks[0], ticks[-1]
-    scale = _Scale(low, high, low, high, *size)
+    scale = _Scale(low, high, low, high, *SIZE)
     parts = [
         *_axes(scale, ticks, ticks, x_label, y_label),
         f'<polyline class="diagonal" points="{scale.at(low, low)} {scale.at(high, high)}"/>',
         *(_range(dot, scale) for dot in dots),
         *(_dot(dot, scale) for dot in dots),
     ]
-    return _svg(size, title, parts)
+    return _svg(SIZE, title, parts)
 
 
-def strip_chart(dots: Sequence[Dot], band: float, title: str, y_label: str, size: tuple[int, int] = SIZE) -> str:
+def strip_chart(dots: Sequence[Dot], band: float, title: str, y_label: str) -> str:
     """Return dots side by side above and below zero, with the band in which they should be."""
     if not dots:
         raise ValueError(f"the chart {title!r} has no point to draw")
     heights = [*(dot.y for dot in dots), -band - 1, band + 1]
-    scale = _Scale.of([-0.7, len(dots) - 0.3], heights, size)
+    scale = _Scale.of([-0.7, len(dots) - 0.3], heights, SIZE)
     left, right = scale.x(scale.x_low), scale.x(scale.x_high)
     top, bottom, zero = scale.y(band), scale.y(-band), scale.y(0)
     parts = [
@@ -118,7 +115,7 @@ def strip_chart(dots: Sequence[Dot], band: float, title: str, y_label: str, size
         ),
         *(_dot(dot, scale) for dot in dots),
     ]
-    return _svg(size, title, parts)
+    return _svg(SIZE, title, parts)
 
 
 def seed_dots(values: Sequence[float], low: float, high: float, label: str) -> str:

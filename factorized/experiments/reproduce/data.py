@@ -1,4 +1,4 @@
-"""The data of a recipe, and their checksum, which tells whether two runs were trained on the same."""
+"""Loads the data of a recipe, and computes their checksum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from factorized.experiments.data.images import Images
 from factorized.experiments.data.load import data_folder, load_images
 from factorized.experiments.recipes.recipe import Recipe
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 
 if TYPE_CHECKING:
     from factorized.experiments.text.corpus import Corpus
@@ -32,7 +32,7 @@ def corpus_of(recipe: TextRecipe, data: str | None) -> Corpus:
     return load_corpus(recipe, _text_folder(recipe, data), data_folder() / "packed")
 
 
-def data_checksum(recipe: Recipe | TextRecipe, data: str | None) -> str:
+def data_checksum(recipe: AnyRecipe, data: str | None) -> str:
     """Return the checksum of the recipe's data; a ``ValueError`` where they are not there."""
     if isinstance(recipe, Recipe):
         return images_of(recipe, data).checksum

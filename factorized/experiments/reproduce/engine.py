@@ -1,4 +1,4 @@
-"""What runs jobs: the one thing that a machine, a Ray cluster and Slurm have to offer."""
+"""The interface of engines, which run jobs: on this machine, on a Ray cluster or by Slurm."""
 
 from __future__ import annotations
 

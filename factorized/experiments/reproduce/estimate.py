@@ -8,9 +8,8 @@ from statistics import median
 from typing import Any
 
 from factorized.experiments.data.known import KNOWN
-from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.shorten import length_of
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.reproduce.runs import Run
 
 
@@ -23,7 +22,7 @@ class Estimate:
     device: str  # of those runs
 
 
-def estimate(recipe: Recipe | TextRecipe, past: Sequence[Run], device: str) -> Estimate | None:
+def estimate(recipe: AnyRecipe, past: Sequence[Run], device: str) -> Estimate | None:
     """Return the time of a run on ``device``, by the median of the nearest past runs; None where none is near.
 
     Nearest first: runs of this recipe, of this network factorized alike, of this network, and of this network on other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorized.experiments.reproduce.chart import (
     SIZE,
@@ -105,11 +105,9 @@ def curve_groups(variants: Sequence[Variant]) -> list[Curves]:
 
 
 def _curve_panel(lines: Sequence[Line], title: str, told: str, by: str, *, log: bool) -> Panel:
-    lines = [replace(line, points=[p for p in line.points if abs(p[1]) != float("inf")]) for line in lines]
     half = max(line.points[-1][0] for line in lines) / 2
     later = [part for line in lines if len((part := line.since(half)).points) > 1]
-    values = [y for line in lines for _, y in line.points]
-    note = "Logarithmic axis." if log and uses_log(values) else ""
+    note = "Logarithmic axis." if log and uses_log(lines) else ""
     end = line_chart(later, f"{told}, second half", by, SIZE, log=log) if later else ""
     return Panel(title, line_chart(lines, told, by, SIZE, log=log), note, end)
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from factorized.experiments.recipes.find import check_recipe, check_text_recipe
+from factorized.experiments.recipes.find import check_any_recipe
+from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.reproduce.data import corpus_of, images_of
 from factorized.experiments.reproduce.runs import FAILURE, read_run
 from factorized.experiments.training.folder import claimed
@@ -77,22 +78,29 @@ def run_job(job: Job, device: str | None = None, reporter: Reporter | None = Non
 
 def _train(job: Job, folder: Path, device: str | None, reporter: Reporter | None, at_once: AtOnce) -> list[Result]:
     with StopRequest() as stop:  # also while data are read; training listens by itself
-        if "task" in job.recipe:
+        recipe = check_any_recipe(job.recipe, job.name)
+        if isinstance(recipe, TextRecipe):
             from factorized.experiments.text.train import train_text
 
-            text = check_text_recipe(job.recipe, job.name)
-            corpus = corpus_of(text, job.data)
+            corpus = corpus_of(recipe, job.data)
             _check_data(job, corpus.checksum)
             _check_stop(stop)
-            return train_text(text, corpus, folder, seeds=job.seeds, device=device, resume="auto", reporter=reporter)
+            return train_text(recipe, corpus, folder, seeds=job.seeds, device=device, resume="auto", reporter=reporter)
         from factorized.experiments.training.train import train
 
-        recipe = check_recipe(job.recipe, job.name)
         images = images_of(recipe, job.data)
         _check_data(job, images.checksum)
         _check_stop(stop)
-        how: Any = {"device": device, "resume": "auto", "reporter": reporter}
-        return train(recipe, images, folder, seeds=job.seeds, at_once=at_once, **how)
+        return train(
+            recipe,
+            images,
+            folder,
+            seeds=job.seeds,
+            at_once=at_once,
+            device=device,
+            resume="auto",
+            reporter=reporter,
+        )
 
 
 def _check_data(job: Job, checksum: str) -> None:

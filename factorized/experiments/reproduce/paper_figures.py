@@ -49,7 +49,7 @@ def draw_figures(variants: Sequence[Variant], folder: Path, only: str | None = N
             figure = _figure(panels)
             for kind in ("png", "svg"):
                 written.append(folder / f"{name}.{kind}")
-                _save(figure, written[-1])
+                save_figure(figure, written[-1])
     return written
 
 
@@ -293,13 +293,14 @@ def _figure(panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path, description: str | None = None) -> None:
+    """Write a figure of matplotlib, as SVG with the description; the same figure gives the same file."""
     from matplotlib import rc_context
 
-    about: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {}
+    about: dict[str, Any] = {"Date": None, "Creator": None, "Description": description} if path.suffix == ".svg" else {}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": "factorized"}):  # the same picture is the same file
+        with rc_context({"svg.hashsalt": "factorized", "svg.fonttype": "none"}):  # letters stay letters
             figure.savefig(path, dpi=160, metadata=about)
     except OSError as error:
         raise ValueError(

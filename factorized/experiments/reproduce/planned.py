@@ -11,15 +11,14 @@ from pathlib import Path
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.recipes.find import load_any_recipe, recipe_names
 from factorized.experiments.recipes.identity import RUNS, fingerprint
-from factorized.experiments.recipes.recipe import Data, Recipe
+from factorized.experiments.recipes.recipe import Data
 from factorized.experiments.recipes.shorten import length_of, shorten, unit_of
-from factorized.experiments.recipes.text import TextRecipe
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.reproduce.data import data_checksum
 from factorized.experiments.reproduce.job import Job
 from factorized.experiments.reproduce.runs import Run
 from factorized.experiments.training.trained import RESULT
 
-AnyRecipe = Recipe | TextRecipe
 # how a recipe names a run of another recipe
 OTHER_RUN = re.compile(r"out/(?P<name>.+)/seed-(?P<seed>\{seed\}|\d+)")
 

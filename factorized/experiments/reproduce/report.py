@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.recipes.find import paper_cells
@@ -25,6 +25,9 @@ from factorized.experiments.reproduce.tables import (
 )
 from factorized.experiments.reproduce.variant import Variant, group_runs, mark_best
 from factorized.files.atomic import write_whole
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE, TABLES = "report.html", "tables"
@@ -162,16 +165,7 @@ def report_tables(report: Report) -> Tables:
 
 def report_page(report: Report, heading: Heading, checks: Sequence[Check] = (), tables: Tables | None = None) -> str:
     """Return the page; the report holds at least one run."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html").render(
+    return page_template("report.html").render(
         title=heading.title or ("Runs beside the paper" if report.comparisons else "Training runs"),
         heading=heading,
         report=report,
@@ -182,6 +176,19 @@ def report_page(report: Report, heading: Heading, checks: Sequence[Check] = (), 
         products=product_panels(report.variants),
         checks=checks,
     )
+
+
+def page_template(name: str, *folders: Path) -> Template:
+    """Return the template of a page, which may use others in ``folders`` and those of reports."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader([*folders, TEMPLATES]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template(name)
 
 
 def _notices(report: Report) -> list[str]:
@@ -214,7 +221,4 @@ def _are(number: int, thing: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    def put(temporary: Path) -> Any:
-        return temporary.write_text(text, encoding="utf-8")
-
-    write_whole(path, put)
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -17,9 +17,9 @@ from factorized.experiments.reproduce.values import (
     whole_value,
 )
 from factorized.experiments.reproduce.variant import Variant
+from factorized.experiments.training.record import NORMS
 
 VERSIONS = ("factorized", "torch", "cuda", "python")
-NORMS = ("frobenius", "spectral", "nuclear", "nuclear_bound", "stable_rank")
 
 
 def variant_table(variants: Sequence[Variant]) -> Table:
@@ -167,7 +167,7 @@ def machine_table(runs: Sequence[Run]) -> Table:
         )
         for key, count in counted.items()
     ]
-    columns = (*(Column(name, long=name == "system") for name in names), Column("runs", number=True))
+    columns = (*(Column(name.replace("_", " "), long=name == "system") for name in names), Column("runs", number=True))
     return Table("machines", "Hardware and versions", columns, rows)
 
 

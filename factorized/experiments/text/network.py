@@ -19,12 +19,11 @@ from factorized.experiments.recipes.recipe import Factorize
 from factorized.experiments.recipes.text import TextDecay, TextRecipe
 from factorized.experiments.text.from_run import build_from_run
 from factorized.experiments.text.models import build_text_model
-from factorized.experiments.training.network import build_scheme, plan_options
+from factorized.experiments.training.network import build_scheme, plan_by_recipe, plan_options
 from factorized.nn.init import Init
 from factorized.optim.flambe import Flambe
 from factorized.optim.lamb import Lamb
 from factorized.planning.plan import Plan
-from factorized.planning.planner import plan as make_plan
 from factorized.surgery.compose import is_factorized
 from factorized.surgery.factorize import factorize
 from factorized.surgery.shrink import spectral_init_attention
@@ -39,7 +38,7 @@ def plan_text(recipe: TextRecipe, dense: nn.Module) -> Plan | None:
         return None
     if recipe.factorize.attention not in ("layers", False):
         _check_heads(recipe.factorize, dense)
-    return make_plan(dense, scheme, **plan_options(recipe.factorize))
+    return plan_by_recipe(dense, scheme, plan_options(recipe.factorize))
 
 
 def _check_heads(fields: Factorize, dense: nn.Module) -> None:

@@ -73,7 +73,7 @@ def train_text(
         if recipe.run.shard and processes.count == 1:
             raise ValueError(
                 "run.shard = true splits a network over several processes, and this is the only one; start it with "
-                "torchrun --nproc-per-node N -m factorized.experiments.cli train ..., or set run.shard = false"
+                "torchrun --nproc-per-node N -m factorized train ..., or set run.shard = false"
             )
         model = build_text_network(recipe, corpus.tokenizer, seeds[0]) if start is None else start
         needed = 6 * sum(parameter.nbytes for parameter in model.parameters()) + 2**20
@@ -117,14 +117,7 @@ def _train_one(
     with Recorder(run if processes.is_first else None, history, by="update") as recorder:
 
         def tell(row: dict[str, Any]) -> None:
-            loss, skipped = row.get("loss"), row.get("skipped")
-            wrong = f"the gradients of {skipped} updates are not finite" if skipped else None
-            wrong = wrong if loss is None or math.isfinite(loss) else f"the training loss is {loss:g}"
-            if wrong is not None:
-                raise ValueError(
-                    f"{wrong} at update {row['update']}; the checkpoint before it, if there was one, is kept. Try "
-                    f"optimizer.lr={recipe.optimizer.lr / 3:.2g}"
-                )
+            _check_finite(row, recipe.optimizer.lr)
             history.append(row)
             recorder.add(row)
             shown.figures(row["update"], {name: value for name, value in row.items() if name != "update"})
@@ -156,6 +149,18 @@ def _train_one(
         "history": history,
     }
     return _finish(task, trainer, run, seed, processes, measured)
+
+
+def _check_finite(row: dict[str, Any], lr: float) -> None:
+    """Raise if the loss in a row of figures is not finite, or updates were skipped for their gradients."""
+    loss, skipped = row.get("loss"), row.get("skipped")
+    wrong = f"the gradients of {skipped} updates are not finite" if skipped else None
+    wrong = wrong if loss is None or math.isfinite(loss) else f"the training loss is {loss:g}"
+    if wrong is not None:
+        raise ValueError(
+            f"{wrong} at update {row['update']}; the checkpoint before it, if there was one, is kept. Try "
+            f"optimizer.lr={lr / 3:.2g}"
+        )
 
 
 def _finish(

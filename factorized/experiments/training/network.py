@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from factorized.experiments.recipes.recipe import Factorize, Recipe
 from factorized.formats.scheme import Scheme
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.running import evaluation_mode
+from factorized.planning.advice import Change, OutOfReach
 from factorized.planning.cost import measure
 from factorized.planning.plan import Plan
 from factorized.planning.planner import PlanOptions
@@ -63,7 +65,19 @@ def plan_network(recipe: Recipe, dense: nn.Module, images: Images) -> Plan | Non
         return None
     options = plan_options(recipe.factorize)
     options["example_input"] = torch.zeros(1, images.channels, *images.size)
-    return make_plan(dense, scheme, **options)
+    return plan_by_recipe(dense, scheme, options)
+
+
+def plan_by_recipe(dense: nn.Module, scheme: Scheme, options: PlanOptions) -> Plan:
+    """Return ``fz.plan`` of a recipe's fields; if they are out of reach, the error names fields to change."""
+    try:
+        return make_plan(dense, scheme, **options)
+    except OutOfReach as error:
+        raise ValueError(error.told(_as_fields, "see factorize.include and factorize.exclude")) from None
+
+
+def _as_fields(change: Change) -> str:
+    return " ".join(f"--set factorize.{name}={json.dumps(value)}" for name, value in change.items())
 
 
 def build_network(recipe: Recipe, images: Images, seed: int) -> nn.Module:

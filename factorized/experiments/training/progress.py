@@ -20,10 +20,10 @@ class Reporter:
         self.console = console or Console()
         self.quiet = quiet
         self.live = self.console.is_terminal and not quiet
-        title, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+        title, figures = (_text(field) for field in ("{task.description}", "{task.fields[figures]}"))
         columns: tuple[ProgressColumn, ...] = (title, BarColumn(), figures, TimeRemainingColumn())
         if self.console.width < ONE_LINE:  # a narrow terminal would cut off the time left first
-            both = TextColumn("{task.description}\n{task.fields[figures]}")
+            both = _text("{task.description}\n{task.fields[figures]}")
             columns = (both, BarColumn(bar_width=10), TimeRemainingColumn(compact=True))
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
         self._layers: TaskID | None = None
@@ -65,8 +65,8 @@ class Reporter:
         if "test_accuracy" in row:
             self.test = f"  test {row['test_accuracy']:.2f} %"
         figures = self._show(row["epoch"] - 1, self.steps, row["loss"], row["images_per_second"])
-        if not self.live and not self.quiet:
-            self.console.print(f"{self.title}  {figures}", highlight=False, soft_wrap=True)
+        if not self.live:
+            self.note(f"{self.title}  {figures}")
 
     def figures(self, done: int, figures: Mapping[str, float]) -> None:
         """Show figures of a run, after ``done`` of its steps."""
@@ -79,3 +79,7 @@ class Reporter:
         figures = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}{self.test}  {images_per_second:,.0f} images/s"
         self.progress.update(self.task, completed=epoch * self.steps + steps, figures=figures)
         return figures
+
+
+def _text(field: str) -> TextColumn:
+    return TextColumn(field, markup=False)  # a recipe's name may hold brackets

@@ -25,6 +25,7 @@ from factorized.files.checksum import sealed
 from factorized.version import PACKAGE, __version__
 
 Row = dict[str, Any]
+NORMS = ("frobenius", "spectral", "nuclear", "nuclear_bound", "stable_rank")  # of a product that a result holds
 
 
 class Recorder:
@@ -96,27 +97,16 @@ def layer_rows(network: nn.Module) -> list[Row]:
     if not forms(network):
         return []
     network = deepcopy(network).cpu()  # as for ``product_row``
-    sizes = {row.name: row for row in summary(network).rows}
-    rows = []
+    sizes, rows = {row.name: row for row in summary(network).rows}, []
     for form, norms in zip(forms(network), diagnose(network, 0.0), strict=True):
-        size = sizes.get(form.name)  # None for the forms of attention, whose factors are weights of several layers
-        left, right = form.values[0], form.values[-1]
-        rows.append(
-            {
-                "name": form.name,
-                "kind": form.kind,
-                "format": size.format if size is not None else "product",
-                "shape": list(size.shape) if size is not None else [*left.shape[:-1], right.shape[-2]],
-                "rank": size.rank if size is not None else str(left.shape[-1]),
-                "params": size.params if size is not None else left.numel() + right.numel(),
-                "dense_params": size.dense_params if size is not None else None,
-                "frobenius": norms.frobenius,
-                "spectral": norms.spectral,
-                "nuclear": norms.nuclear,
-                "nuclear_bound": norms.nuclear_bound,
-                "stable_rank": norms.stable_rank,
-            }
-        )
+        if (size := sizes.get(form.name)) is not None:
+            own: Row = {"format": size.format, "shape": list(size.shape), "rank": size.rank}
+            own |= {"params": size.params, "dense_params": size.dense_params}
+        else:  # a form of attention, whose factors are weights of several layers
+            left, right = form.values[0], form.values[-1]
+            own = {"format": "product", "shape": [*left.shape[:-1], right.shape[-2]], "rank": str(left.shape[-1])}
+            own |= {"params": left.numel() + right.numel(), "dense_params": None}
+        rows.append({"name": form.name, "kind": form.kind, **own, **{name: getattr(norms, name) for name in NORMS}})
     return rows
 
 

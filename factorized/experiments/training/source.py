@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from factorized.experiments.data.images import Images
-from factorized.experiments.data.loader import epoch_order
 from factorized.experiments.training.processes import Processes
 
 Batch = tuple[Tensor, Tensor, Tensor]  # images (m, c, h, w) uint8, which of them (batch,), their labels (batch,)
@@ -59,10 +58,18 @@ class OnDevice:
         return self.x, index, self.y[index]
 
 
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:  # (count,) int64
+    """Return a shuffle of 0..count-1 that depends on the seed and the epoch, and on nothing that was drawn before."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(_mixed(f"{seed} {epoch}")))
+
+
 def draws_seed(seed: int, epoch: int) -> int:
     """Return the number that an epoch's draws start from; its order has another, so that they are independent."""
-    mixed = hashlib.sha256(f"{seed} {epoch} draws".encode()).digest()
-    return int.from_bytes(mixed[:8], "little") >> 1
+    return _mixed(f"{seed} {epoch} draws")
+
+
+def _mixed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def check_batch(count: int, batch: int, processes: int) -> None:

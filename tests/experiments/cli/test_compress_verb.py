@@ -212,7 +212,7 @@ def test_few_samples_are_noted_and_layers_stay_dense_on_request(cli: Cli, run: P
     [
         (("--ratio", "1.5"), "--ratio must be above 0 and below 1, the share of parameters to keep, got 1.5"),
         (("--ratio", "0"), "--ratio must be above 0 and below 1"),
-        (("--ratio", "0.001"), "ratio=0.001 is out of reach for ResNet"),
+        (("--ratio", "0.001"), "factorize more layers: --first-and-last would reach 0."),
         (("--ratio", "0.5", "--recover", "digits/resnet9"), "digits/resnet8"),
         (("--ratio", "0.5", "--recover", "language/tiny"), "--recover language/tiny trains on text, and"),
         (("--ratio", "0.5", "--exclude", "nothing"), "nothing"),
@@ -230,6 +230,7 @@ def test_wrong_arguments_are_one_line(
 def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path: Path, npz: Path) -> None:
     assert f"did you mean {run}?" in cli("compress", run.parents[1], "--ratio", "0.5").error
     assert "MODEL must be the folder of a finished run" in cli("compress", tmp_path, "--ratio", "0.5").error
+    assert "write a function that builds the network and loads" in cli("compress", "net.pt", "--ratio", "0.5").error
     assert "classifies images; name them by --data" in cli("compress", "a:b", "--ratio", "0.5").error
     assert "there is no module 'nowhere'" in cli("compress", "nowhere:b", "--ratio", "0.5", "--data", npz).error
 
@@ -254,7 +255,7 @@ def test_quiet_says_only_the_result(cli: Cli, run: Path, copied: Path) -> None:
     )
     lines = said.out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["network", "dense", "compressed"]
-    assert lines[-1] == f"{copied}; drawn on {copied / 'compress.html'}"
+    assert lines[-1] == f"written to {copied}; open {copied / 'compress.html'}"
 
 
 def test_a_factorized_run_and_a_folder_that_cannot_be_written_are_refused(

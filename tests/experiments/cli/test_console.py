@@ -1,4 +1,4 @@
-"""The bar of long work, beside the lines that a verb prints."""
+"""What verbs print: lines, tables, and the bar of long work beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from factorized.experiments.cli.console import Bar, progress_bar
+from factorized.experiments.cli.console import Bar, console, plain_table, progress_bar, say
 
 
 def test_nothing_is_shown_between_stages_so_that_lines_stay_where_they_are_printed() -> None:
@@ -45,3 +45,15 @@ def test_a_stage_without_an_end_is_shown_until_the_work_ends(monkeypatch: pytest
         assert (task.completed, task.total) == (20, None)
         assert bar.progress.live.is_started
     assert not bar.progress.live.is_started
+
+
+def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    say("out/net[small]/seed-0")
+    table = plain_table("recipe")
+    table.add_row("own/net[bold]")
+    console().print(table)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [
+        "out/net[small]/seed-0",
+        "recipe",
+        "own/net[bold]",
+    ]

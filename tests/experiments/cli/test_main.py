@@ -52,7 +52,7 @@ VERBS = [
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start the command line as a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "factorized.experiments.cli", *arguments],
+        [sys.executable, "-m", "factorized", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -65,6 +65,8 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 def test_the_help_of_every_verb_has_examples_of_it(verb: list[str]) -> None:
     result = CliRunner().invoke(app, [*verb, "--help"], prog_name="factorized")
     assert result.exit_code == 0
+    assert "<bool>" not in result.output  # a flag takes no value
+    assert "<int" not in result.output
     examples = result.output.split("Examples:")[1]
     assert re.search(rf"^ *factorized {' '.join(verb)}", examples, flags=re.MULTILINE)
 
@@ -75,6 +77,10 @@ def test_every_verb_is_tried_here() -> None:
     inside = {(name, command.name) for name, group in groups.items() for command in group.registered_commands}
     assert inside == {tuple(verb) for verb in VERBS if len(verb) == 2}
     assert {command.name for command in app.registered_commands} == {v[0] for v in VERBS if len(v) == 1} - set(groups)
+
+
+def test_python_with_the_package_is_the_command() -> None:
+    assert start("--version").communicate()[0] == f"{__version__}\n"
 
 
 def test_no_arguments_show_the_help(cli: Cli) -> None:
@@ -96,7 +102,7 @@ def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
         (["train", "digits/resnet8", "--sed", "1"], "there is no option --sed; did you mean --seed? See"),
         (["train", "digits/resnet8", "--ratio", "0.1"], "change the recipe by --set factorize.ratio=VALUE. See"),
         (["evaluate", "out", "--ratio", "0.1"], "there is no option --ratio. See"),
-        (["train", "digits/resnet8", "--seed", str(10**20)], "--seed"),
+        (["train", "digits/resnet8", "--seed", str(10**20)], "--seed must be at most 9223372036854775807, the largest"),
         (["train", "digits/resnet8", "--seeds", str(10**20)], "--seeds"),
         (["train", "digits/resnet8", "--device", ""], "the value of --device is empty: ''"),
         (["train", "digits/resnet8", "--device=  "], "the value of --device is empty: ' '"),
@@ -177,15 +183,23 @@ def test_ctrl_c_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (said.code, said.err) == (130, "factorized: stopped by Ctrl-C\n")
 
 
-def test_the_command_to_go_on_with_is_the_one_that_was_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(line: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("train digits/resnet8 --overwrite", "train digits/resnet8 --resume"),
+        ("compress out/run --ratio 0.5 --overwrite", "compress out/run --ratio 0.5"),  # which always goes on
+    ],
+)
+def test_the_command_to_go_on_with_is_the_one_that_was_given(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, given: str, expected: str
+) -> None:
+    def stop(name: str | None) -> None:
         raise Interrupted(signal.SIGTERM)
 
-    monkeypatch.setattr(plan, "say", stop)
-    assert cli("plan", "digits/resnet8").err.endswith("go on with: factorized plan digits/resnet8 --resume\n")
+    monkeypatch.setattr("factorized.experiments.cli.device.pick_device", stop)
+    assert cli(*given.split()).err.endswith(f"go on with: factorized {expected}\n")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    said = cli("plan", "digits/resnet8")
-    assert said.err.endswith("go on with: torchrun … -m factorized.experiments.cli plan digits/resnet8 --resume\n")
+    assert cli(*given.split()).err.endswith(f"go on with: torchrun … -m factorized {expected}\n")
 
 
 def test_the_version_is_told(cli: Cli) -> None:
@@ -214,7 +228,7 @@ def test_an_error_of_one_process_alone_is_told_by_that_process(cli: Cli, monkeyp
 
 
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
-    command = f"{sys.executable} -m factorized.experiments.cli recipes ls | head -1"
+    command = f"{sys.executable} -m factorized recipes ls | head -1"
     found = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
     assert found.stderr == ""
     assert found.stdout.startswith("recipe")
@@ -250,7 +264,7 @@ def test_a_shell_completes_verbs_recipes_models_and_fields(words: str, expected:
 def test_bash_itself_completes_a_change_by_the_script_that_is_installed(tmp_path: Path) -> None:
     script, _ = start(_FACTORIZED_COMPLETE="source_bash").communicate(timeout=120)
     command = tmp_path / "factorized"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m factorized.experiments.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m factorized "$@"\n')
     command.chmod(0o755)
     ask = (
         "COMP_WORDS=(factorized train digits/resnet8 --set factorize.scheme = ov); COMP_CWORD=6; "

@@ -159,7 +159,7 @@ def test_a_figure_is_drawn_from_its_runs(cli: Cli, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tabel1",), "there is no table 'tabel1' to train; did you mean 'table1'?"),
+        (("tabel1",), "there is no table 'tabel1' to train (did you mean 'table1'?)"),
         (
             ("table1", "--cells", "cifar10/vgg18*"),
             "no cell of table1 matches 'cifar10/vgg18*'; near ones are cifar10/vgg19",
@@ -189,7 +189,7 @@ def test_a_wrong_parameter_of_slurm_says_what_is_meant(cli: Cli, tmp_path: Path,
 def interrupt_in_training(arguments: list[str], folder: Path, number: int, wanted: int) -> tuple[int, str]:
     """Return exit code and errors of a command that gets a signal when so many checkpoints are there."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "factorized.experiments.cli", *arguments]
+    command = [sys.executable, "-m", "factorized", *arguments]
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -231,7 +231,7 @@ def test_ctrl_c_reaches_several_processes_once_and_they_save_themselves(tmp_path
     arguments = ["reproduce", str(write_table(tmp_path, slow)), "--seeds", "1", "--device", "cpu", "--workers", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "factorized.experiments.cli", *arguments],
+        [sys.executable, "-m", "factorized", *arguments],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -313,3 +313,15 @@ run.batch = 4
     assert "4 runs to do" in said.out
     assert sorted(run.name for run in runs_in(tmp_path / "out")) == ["small/bert"] * 2 + ["small/squad"] * 2
     assert "; 0 runs to do" in cli(*command).out
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_a_plan_has_whole_names_in_a_narrow_terminal_and_remarks_in_a_wide_one(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    out = cli("reproduce", "table1", "--dry-run", "--cells", "tiny-imagenet/resnet32x2-lowrank-0.15*").out
+    assert "tiny-imagenet/resnet32x2-lowrank-0.15-si-fd " in out
+    assert "62.24 ± 0.39" in out
+    assert ("estimated from" in out) == (columns == "120")

@@ -83,7 +83,7 @@ def test_a_shortened_result_is_kept_apart_from_the_whole_one(cli: Cli, copy: Pat
             "its optimizer.lr is 0.2, and digits/resnet8-wide-fd has 0.1",
         ),
         (lambda r: r["recipe"]["schedule"].update(epochs=3), "its schedule.epochs is 3, and .* has 12"),
-        (lambda r: r["recipe"].update(name="digits/resnet9"), "there is no recipe 'digits/resnet9'; did you mean"),
+        (lambda r: r["recipe"].update(name="digits/resnet9"), "there is no recipe 'digits/resnet9' .did you mean"),
         (
             lambda r: r["data"].update(checksum="0" * 64),
             "it was trained on other data: checksum 000000000000…, and those",
@@ -172,7 +172,7 @@ def test_a_recipe_that_cannot_be_read_is_refused(cli: Cli, copy: Path, options: 
     change(copy, lambda found: found["recipe"]["optimizer"].update(rl=0.2))
     said = cli("results", "add", copy, *options)
     assert (said.code, Path("results").exists()) == (1, False)
-    assert "mine.json: not added: its recipe: there is no field 'optimizer.rl'; did you mean 'lr'" in said.out
+    assert "mine.json: not added: its recipe: there is no field 'optimizer.rl' (did you mean 'lr'" in said.out
 
 
 def test_a_note_is_kept_with_the_result_and_its_seconds_do_not_count(cli: Cli, copy: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_script_can_always_resume(cli: Cli, tmp_path: Path) -> None:
 def test_two_processes_under_torchrun_train_one_run(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command = [
-        "factorized.experiments.cli",
+        "factorized",
         "train",
         "digits/resnet8",
         *SHORT,

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.experiments.compress.subject import AnyRecipe, Subject
+from factorized.experiments.compress.subject import Subject
+from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.progress import Reporter
 from factorized.planning.plan import Plan
 from tests.planning.models_for_planning import Mlp

@@ -27,7 +27,7 @@ def test_batches_of_images_are_normalized_and_of_all_classes_though_the_set_is_s
     images = digits()
     order = images.y_train.argsort()
     images = replace(images, x_train=images.x_train[order], y_train=images.y_train[order])
-    subject = ImageSubject("own", [], CPU, lambda: build_model("resnet8", 10, 8, 1), "resnet8", images)
+    subject = ImageSubject("own", [], CPU, lambda: build_model("resnet8", 10, 8, 1), model="resnet8", images=images)
     batches = subject.batches(200)
     assert [len(y) for _, y in batches] == [128, 72]
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
@@ -45,7 +45,7 @@ def test_batches_of_images_are_normalized_and_of_all_classes_though_the_set_is_s
 def test_batches_of_text_are_spread_over_it_and_always_the_same(task: str, tmp_path: Path) -> None:
     made, corpus = small(task, tmp_path)
     subject = TextSubject(
-        "own", [], CPU, lambda: build_text_network(made, corpus.tokenizer, 0), made, corpus, own=False
+        "own", [], CPU, lambda: build_text_network(made, corpus.tokenizer, 0), reads=made, corpus=corpus
     )
     examples = subject.task.examples
     count = len(examples) // 3

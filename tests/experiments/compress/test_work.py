@@ -139,6 +139,18 @@ def test_another_network_or_setting_in_the_folder_is_named(tmp_path: Path, chang
         Work(other, settings, tmp_path)
 
 
+def test_other_settings_are_taken_as_long_as_there_is_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="matches no layer"):
+        Work(Points(), Settings(ratio=0.02, exclude=("nothing",)), tmp_path, say=lambda line: None).run(None)
+    with pytest.raises(ValueError, match="factorize more layers: --first-and-last would reach"):
+        Work(Points(), Settings(ratio=0.02), tmp_path, say=lambda line: None).run(None)
+    work = Work(Points(), Settings(ratio=0.5, keep_first_and_last=False), tmp_path, say=lambda line: None)
+    work.run(None)
+    assert work.plan.ratio <= 0.5
+    assert not any("keep_first_and_last" in (entry.reason or "") for entry in work.plan.entries)
+    assert Work(Points(), work.settings, tmp_path).state["asked"]["keep_first_and_last"] is False
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"asked": {}, "checksum": "0"}', None])
 def test_a_damaged_state_is_refused(tmp_path: Path, damage: str | None) -> None:
     compressed(tmp_path)

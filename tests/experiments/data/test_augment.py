@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorized.experiments.data.augment import crop_flip, draw_crops, normalize, random_crop_flip
+from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
 from tests.experiments.data.small_sets import small_images
 
 
@@ -45,16 +45,6 @@ def test_an_index_chooses_the_images_in_the_same_gather() -> None:
     assert torch.equal(crop_flip(x, *draws, 2, index), crop_flip(x[index], *draws, 2))
 
 
-def test_random_crops_are_crops_of_the_draws_that_the_seed_gives() -> None:
-    x = small_images().x_train
-    index = torch.tensor([5, 2])
-    for chosen, count in ((None, 12), (index, 2)):
-        torch.manual_seed(3)
-        got = random_crop_flip(x, 4, chosen)
-        torch.manual_seed(3)
-        assert torch.equal(got, crop_flip(x, *draw_crops(count, 4, "cpu"), 4, chosen))
-
-
 def test_offsets_are_uniform_independent_and_half_of_the_images_are_flipped() -> None:
     torch.manual_seed(0)
     count, pad = 81_000, 4
@@ -69,8 +59,6 @@ def test_offsets_are_uniform_independent_and_half_of_the_images_are_flipped() ->
 
 def test_without_flips_no_image_is_mirrored() -> None:
     assert not draw_crops(1000, 0, "cpu", flip=False)[2].any()
-    x = small_images().x_train
-    assert torch.equal(random_crop_flip(x, 0, flip=False), x)
 
 
 def test_a_negative_pad_says_what_is_allowed() -> None:
@@ -107,4 +95,3 @@ def test_the_whole_of_it_compiles_without_a_break_and_computes_the_same() -> Non
 
     compiled = torch.compile(augment, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(images.x_train, index, *draws), augment(images.x_train, index, *draws))
-    torch.compile(random_crop_flip, backend="aot_eager", fullgraph=True)(images.x_train, 4, index)

@@ -13,10 +13,10 @@ import torch
 from factorized.experiments.data.stand_in import known_shape, stand_in
 from factorized.experiments.recipes.find import (
     check_recipe,
-    image_recipe_names,
     load_recipe,
     merge,
     read_recipe,
+    recipe_names,
     recipe_text,
 )
 from factorized.experiments.recipes.recipe import Recipe
@@ -24,7 +24,7 @@ from factorized.experiments.training.network import build_dense, plan_network
 from factorized.experiments.training.train import train
 from factorized.nn.running import count_parameters
 
-NAMES = image_recipe_names()
+NAMES = [name for name in recipe_names() if "task" not in read_recipe(name)]
 RECIPES = {name: load_recipe(name) for name in NAMES}
 HEAVY = ("vgg19", "wrn28-10", "resnet110", "resnet56")
 BATCH = 2

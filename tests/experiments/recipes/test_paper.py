@@ -10,21 +10,19 @@ from collections import Counter
 import pytest
 
 from factorized.experiments.recipes.find import (
-    image_recipe_names,
     load_any_recipe,
-    load_recipe,
     paper_cells,
     recipe_names,
 )
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.text import TextRecipe
 
-OURS = {name: load_recipe(name) for name in image_recipe_names()}
+OURS = {name: recipe for name in recipe_names() if isinstance(recipe := load_any_recipe(name), Recipe)}
 CELLS = paper_cells()
 
 
 def test_every_figure_of_the_papers_tables_is_there() -> None:
-    counted = Counter((cell.table, cell.metric, cell.quoted) for cell in CELLS if cell.figure is not None)
+    counted = Counter((cell.table, cell.metric, cell.source is not None) for cell in CELLS if cell.figure is not None)
     assert counted == {
         (1, "accuracy", False): 2 * 3 * (1 + 4 * 3),  # models, data sets; dense, four ways at three ratios
         (1, "accuracy", True): 2 * 3 * 4 * 3,
@@ -90,7 +88,7 @@ BEST_OF = {
 
 def test_what_table_1_quotes_is_the_best_of_tables_5_and_6() -> None:
     for cell in CELLS:
-        if cell.table == 1 and cell.quoted:
+        if cell.table == 1 and cell.source is not None:
             place, methods = (cell.grid, cell.column), BEST_OF[cell.row]
             single = [c for c in CELLS if c.table in (5, 6) and (c.grid, c.column) == place]
             assert cell.figure == max(c.figure or 0 for c in single if c.row.startswith(methods)), cell
@@ -112,7 +110,7 @@ def test_table_9_repeats_table_3_and_its_changes_are_differences() -> None:
 
 
 def test_every_cell_of_the_papers_own_has_a_recipe_with_its_figure() -> None:
-    own = [c for c in CELLS if c.metric in ("accuracy", "error") and not c.quoted and c.figure is not None]
+    own = [c for c in CELLS if c.metric in ("accuracy", "error") and c.source is None and c.figure is not None]
     assert len(own) == 78 + 37 + 42
     for cell in own:
         paper = OURS[cell.recipe or ""].paper

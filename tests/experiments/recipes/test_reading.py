@@ -96,8 +96,8 @@ def test_a_change_is_read_as_toml_and_a_word_needs_no_quotes(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\nnam = 'a'\n", "there is no field 'model.nam'; did you mean 'name'\\?; fields here: name"),
-        (MODEL + "[optimiser]\nlr = 1\n", "there is no field 'optimiser'; did you mean 'optimizer'\\?"),
+        ("[model]\nnam = 'a'\n", "there is no field 'model.nam' \\(did you mean 'name'\\?\\); fields here: name"),
+        (MODEL + "[optimiser]\nlr = 1\n", "there is no field 'optimiser' \\(did you mean 'optimizer'\\?\\)"),
         (MODEL + "papr = {table = 1}\n", "there is no field 'model.papr'"),
         (MODEL + "[decay]\nkind = 'l2'\n", "decay.kind: .*'weight'.*, got 'l2'"),
         (MODEL + "[schedule]\nepochs = 0\n", "schedule.epochs: .*greater than 0, got 0"),

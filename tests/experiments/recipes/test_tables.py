@@ -88,7 +88,7 @@ def test_recipes_that_are_defined_elsewhere_belong_to_a_table_too(tmp_path: Path
     assert table_recipes(path)[-1] == load_any_recipe("cifar10/vgg19")
     for also, message in (
         ("mine/net", "got several for mine/net"),
-        ("cifar10/vgg18", "no recipe 'cifar10/vgg18'; did"),
+        ("cifar10/vgg18", "no recipe 'cifar10/vgg18' .did"),
     ):
         with pytest.raises(ValueError, match=message):
             table_recipes(str(write(tmp_path, f'also = ["{also}"]{table}')))
@@ -141,7 +141,7 @@ def test_the_example_of_an_own_table_is_one(tmp_path: Path) -> None:
         (
             "tabel3",
             "*",
-            "there is no table 'tabel3' to train; did you mean 'table3'.; there are bert, figure1, .*table4",
+            "there is no table 'tabel3' to train .did you mean 'table3'..; there are bert, figure1, .*table4",
         ),
         ("table9", "*", "there is no table 'table9' to train"),
         ("table7", "*", "table7 of the paper's appendix shows the runs of table2; reproduce that one"),

@@ -51,7 +51,7 @@ def test_cells_of_the_same_tables_that_nobody_trained_are_missing() -> None:
     missing = [c for c in found if c.verdict == "missing"]
     aims = [cell for cell in paper_cells() if cell.table == 1 and cell.recipe and cell.figure is not None]
     assert len(missing) == len(aims) - 1
-    assert not any(c.cell.quoted for c in found)
+    assert all(c.cell.source is None for c in found)
     assert {c.cell.table for c in found} == {1}
 
 

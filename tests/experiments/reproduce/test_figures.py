@@ -60,3 +60,12 @@ def test_curves_are_grouped_by_network_and_data_and_hold_every_epoch() -> None:
 def test_norms_are_drawn_with_how_far_the_bound_is_above_them() -> None:
     (panel,) = product_panels(group_runs([run_of(image_result(SI, 0, 93.0))]))
     assert panel.note == "at the end, the bound is 1.43 times the norm"
+
+
+def test_a_logarithmic_axis_is_named_where_only_single_runs_are_far_apart() -> None:
+    results = [image_result(SI, seed, 93.0) for seed in (0, 1)]
+    for result, loss in zip(results, (0.4, 4.8), strict=True):  # means from 2.6 to 2.6, runs from 0.4 to 4.8
+        for row in result["history"]:
+            row["loss"] = loss
+    (group,) = curve_groups(group_runs([run_of(result) for result in results]))
+    assert [panel.note for panel in group.panels] == ["", "Logarithmic axis."]

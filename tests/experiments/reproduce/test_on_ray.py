@@ -101,7 +101,7 @@ def test_a_signal_to_the_driver_lets_the_tasks_save_themselves(cluster: None, tm
 def test_a_lost_cluster_leaves_everything_finished_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     table = str(write_table(tmp_path, LONG))
-    command = [sys.executable, "-m", "factorized.experiments.cli", "reproduce", table, "--seeds", "2"]
+    command = [sys.executable, "-m", "factorized", "reproduce", table, "--seeds", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
     process = subprocess.Popen(
         [*command, "--engine", "ray", "--cpus", "2"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True

@@ -165,3 +165,12 @@ def test_a_chromium_that_is_named_has_to_be_there_else_the_remedy_is_told(monkey
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"):
         find_chromium()
+
+
+def test_a_phone_shows_our_figures_without_scrolling_the_table(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "report.html", 400, 844)
+    edges = "document.querySelectorAll('#paper thead th')[2].getBoundingClientRect().right"
+    assert browser.run("document.querySelectorAll('#paper thead th')[2].textContent") == "ours"
+    assert browser.run(edges) <= browser.run(
+        "document.querySelector('#paper').parentElement.getBoundingClientRect().right"
+    )

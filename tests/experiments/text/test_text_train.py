@@ -280,7 +280,7 @@ def test_a_run_of_images_or_a_damaged_one_is_named(tmp_path: Path) -> None:
 def test_two_processes_prepare_one_text_and_train_one_run(tmp_path: Path, task: str) -> None:
     changes = [f"--set={change}" for change in (*SMALL, *BY_TASK[task], *files(tmp_path / "texts", task))]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "factorized.experiments.cli", "train", NAMES[task], "--data", "texts", *changes]
+    command = [*launch, "-m", "factorized", "train", NAMES[task], "--data", "texts", *changes]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
         [*command, "--device", "cpu"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.experiments.data.images import Images
-from factorized.experiments.data.loader import epoch_order
 from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.training.source import epoch_order
 from factorized.nn.layer import FactorizedLayer
 
 

@@ -6,12 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorized.experiments.data.augment import crop_flip, draw_crops, normalize, random_crop_flip
-from factorized.experiments.data.loader import ImageLoader, TensorSource
+from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
+from factorized.experiments.training.processes import Processes
+from factorized.experiments.training.source import epoch_order
+from factorized.experiments.training.streamed import Streamed
 from tests.experiments.data.small_sets import small_images
 from tests.on_gpu import needs_cuda
 
 pytestmark = needs_cuda
+
+
+def cropped(x: Tensor, index: Tensor) -> Tensor:
+    return crop_flip(x, *draw_crops(len(index), 4, x.device), 4, index)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
@@ -20,7 +26,7 @@ def test_nothing_waits_for_the_device() -> None:
     index = torch.tensor([1, 5, 5, 9], device="cuda")
     try:
         torch.cuda.set_sync_debug_mode("error")
-        normalize(random_crop_flip(images.x_train, 4, index), images.mean, images.std, torch.bfloat16)
+        normalize(cropped(images.x_train, index), images.mean, images.std, torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -40,7 +46,7 @@ def test_a_captured_step_draws_anew_at_each_replay(compiled: bool) -> None:
     index = torch.arange(64, device="cuda")
 
     def augment(x: Tensor, index: Tensor) -> Tensor:
-        return normalize(random_crop_flip(x, 4, index), images.mean, images.std, torch.bfloat16)
+        return normalize(cropped(x, index), images.mean, images.std, torch.bfloat16)
 
     step = torch.compile(augment, fullgraph=True) if compiled else augment
     stream = torch.cuda.Stream()
@@ -73,9 +79,13 @@ def test_compiled_and_eager_give_the_same_images_from_the_same_draws() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_the_loader_puts_batches_on_the_device() -> None:
+def test_streamed_batches_arrive_on_the_device() -> None:
     images = small_images()
-    loader = ImageLoader(TensorSource(images.x_train, images.y_train), 5, workers=1, device="cuda")
-    batches = list(loader.epoch(0))
-    assert [x.device.type for x, _ in batches] == ["cuda"] * 3
-    assert sum(len(y) for _, y in batches) == 12
+    source = Streamed(images, 4, Processes(torch.device("cuda")), workers=1)
+    source.start(0, 1)
+    for rows in epoch_order(12, 0, 1).split(4):
+        source.feed()
+        x, index, y = source.take()
+        assert x.device.type == y.device.type == "cuda"
+        assert torch.equal(x[index].cpu(), images.x_train[rows])
+        assert torch.equal(y.cpu(), images.y_train[rows])

@@ -53,6 +53,15 @@ def test_a_terminal_of_80_columns_sees_all_of_it_on_two_lines() -> None:
     assert second.rstrip() == "epoch 199/200  loss 1.250  test 87.50 %  43,210 images/s"
 
 
+@pytest.mark.parametrize(("terminal", "width"), [(True, 160), (True, 80), (False, 160)])
+def test_brackets_in_a_name_are_shown_as_they_are(terminal: bool, width: int) -> None:
+    reporter, file = shown_in(terminal, width=width)
+    with reporter:
+        reporter.begin("own/net[small] seed 0", epochs=2, steps=40, done=0)
+        reporter.epoch(ROW)
+    assert "own/net[small] seed 0" in file.getvalue()
+
+
 def test_the_bar_is_where_the_run_is_after_going_on_in_the_middle_of_an_epoch() -> None:
     reporter, _ = shown_in(terminal=True)
     with reporter:

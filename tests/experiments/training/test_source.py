@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorized.experiments.data.loader import epoch_order
+from factorized.experiments.data.prepare import prepare
+from factorized.experiments.data.prepared import read_prepared
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.source import OnDevice, Source, draws_seed
+from factorized.experiments.training.source import OnDevice, Source, draws_seed, epoch_order
 from factorized.experiments.training.streamed import Streamed
 from factorized.experiments.training.train import train
+from tests.experiments.data.small_sets import small_images, write_npz
 from tests.experiments.training.small import assert_same_run, digits, recipe
 
 CPU = Processes(torch.device("cpu"))
@@ -36,6 +38,34 @@ def assert_same(left: list[tuple[Tensor, Tensor]], right: list[tuple[Tensor, Ten
     for (x, y), (other_x, other_y) in zip(left, right, strict=True):
         assert torch.equal(x, other_x)
         assert torch.equal(y, other_y)
+
+
+def test_the_order_is_a_shuffle_that_seed_and_epoch_decide() -> None:
+    orders = {(seed, epoch): epoch_order(100, seed, epoch).tolist() for seed in (0, 1) for epoch in range(3)}
+    assert all(sorted(order) == list(range(100)) for order in orders.values())
+    assert len({tuple(order) for order in orders.values()}) == 6
+
+
+def test_the_order_and_the_draws_do_not_change_between_versions() -> None:
+    assert epoch_order(8, 0, 0).tolist() == [7, 1, 6, 0, 5, 3, 2, 4]
+    assert draws_seed(1, 2) == 6_267_803_784_824_751_413
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["on the device", "streamed"])
+def test_the_random_state_of_the_training_is_left_alone(kind: int) -> None:
+    state = torch.random.get_rng_state()
+    taken(sources(100)[kind], 0, 0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mapped_file_gives_the_images_that_are_in_it(tmp_path: Path, workers: int) -> None:
+    expected = small_images()
+    images = read_prepared(prepare(str(write_npz(tmp_path / "small.npz", expected)), tmp_path / "data"))
+    source = Streamed(images, 4, CPU, workers)
+    for epoch in (1, 0):
+        order = epoch_order(12, 0, epoch)
+        assert_same(taken(source, 0, epoch), [(expected.x_train[i], expected.y_train[i]) for i in order.split(4)])
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["on the device", "streamed"])

@@ -13,11 +13,11 @@ from torch.fx import GraphModule
 
 from factorized._torch import set_up_compiler
 from factorized.experiments.data.augment import normalize
-from factorized.experiments.data.loader import epoch_order
 from factorized.experiments.recipes.find import check_recipe
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training import step as step_module
 from factorized.experiments.training.processes import Processes
+from factorized.experiments.training.source import epoch_order
 from factorized.experiments.training.step import TrainingStep, autocast_type
 from factorized.experiments.training.train import Trainer, train
 from factorized.nn.linear import FactorizedLinear

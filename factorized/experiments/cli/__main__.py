@@ -1,7 +1,0 @@
-"""``python -m factorized.experiments.cli``: the same as the command ``factorized``."""
-
-import sys
-
-from factorized.experiments.cli.main import main
-
-sys.exit(main())
