@@ -40,6 +40,8 @@ def count_parameters(module: nn.Module) -> int:
 def move_to(model: nn.Module, values: Sequence[Any]) -> list[Any]:
     """Return the values with tensors on the device of the model."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type != "meta" and any(isinstance(value, Tensor) and value.is_meta for value in values):
+        raise ValueError("it is on the meta device, and has no values")
     return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
 
@@ -52,8 +54,6 @@ def _as_call(model: nn.Module, example_input: ExampleInput) -> tuple[list[Any], 
         names, values = [], list(example_input)
     else:  # an array would be taken apart, and each of its rows given as an argument
         raise ValueError(f"it is of type {type(example_input).__name__}")
-    if any(isinstance(value, Tensor) and value.is_meta for value in values) and _device_of(model).type != "meta":
-        raise ValueError("it is on the meta device, and has no values")
     moved = move_to(model, values)
     return ([], dict(zip(names, moved, strict=True))) if names else (moved, {})
 
