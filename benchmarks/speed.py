@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed     # draws the figures; ``python -m benchmarks.tables`` writes the tables
 
-The reports are ``benchmarks/results/bench-*/NAME.json``, a folder for each machine.
+The reports are ``benchmarks/results/bench-*/NAME.json``, a folder for each machine. Decoding is measured by
+``benchmarks.decode`` into ``decode-*.json``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 MACHINES = {"h200": "GPU", "cpu": "CPU"}
 BESIDE_DENSE = ("training", "inference", "llama", "layers")  # benchmarks whose first way is dense
+DECODERS = {"llama-445m": "8 layers, 2048 wide", "llama-wide": "4 layers, 4096 wide"}
+DECODINGS = ("decode-h200", "decode-fused-h200")  # of a model and batch that both have, the last one is shown
+TUNED = "coordinate_descent_tuning"
 OWN = ("low rank", "Tensor-Train", "Tucker", "feed-forward", "factorized")  # how ways of ours begin
 
 
@@ -96,6 +100,36 @@ def growth_table(report: Report) -> str:
         for fit in report["fits"]
     ]
     return markdown.table(["grows", "way", "sizes", "exponent of time", "exponent of memory"], rows, names=3)
+
+
+def decoding(results: Path = RESULTS) -> str:
+    """Return the table of milliseconds a token: dense, low rank and fused, each also as the tuned compiler makes it."""
+    reports = [json.loads((results / f"{name}.json").read_text()) for name in DECODINGS]
+    cases: dict[tuple[str, int], Report] = {}
+    for report in reports:
+        cases |= {(row["model"], row["batch"]): report for row in report["rows"]}
+    parameters = {row["model"]: row["parameters"] for report in reports for row in report["rows"] if _is_dense(row)}
+    columns = [(way, tuned) for way in ("dense", "low rank", "fused") for tuned in (False, True)]
+    rows = []
+    for (model, batch), report in sorted(cases.items()):
+        found = {
+            (row["way"], TUNED in row["options"]): f"{row['milliseconds']:.3f}"
+            for row in report["rows"]
+            if (row["model"], row["batch"]) == (model, batch)
+        }
+        name = f"{DECODERS[model]}, {parameters[model] / 1e6:.0f} M parameters"
+        rows.append([name, f"{batch}", *(found.get(column, "") for column in columns)])
+    titles = [f"{way}, tuned" if tuned else way for way, tuned in columns]
+    machines = [report["machine"] for report in reports]
+    commits = [row.get("commit", report["machine"]["commit"])[:7] for report in reports for row in report["rows"]]
+    rounds = sorted({report["rounds"] for report in reports})
+    note = (
+        f"{', '.join(dict.fromkeys(machine['device'] for machine in machines))}, torch "
+        f"{', '.join(dict.fromkeys(machine['torch'] for machine in machines))}; commits "
+        f"{', '.join(dict.fromkeys(commits))}. Medians of n = {' or '.join(map(str, rounds))} interleaved rounds of "
+        f"{reports[0]['repeats']} tokens."
+    )
+    return markdown.table(["dense model", "sequences", *titles], rows, note)
 
 
 def slower(results: Path = RESULTS) -> str:
@@ -199,8 +233,13 @@ def draw_figures(folder: Path = FIGURES, results: Path = RESULTS) -> None:
 TABLES: Mapping[str, Callable[[], str]] = {
     "speed": overview,
     "slower": slower,
+    "decoding": decoding,
     **{f"speed-{name}": partial(table, name) for name in BENCHMARKS},
 }
+
+
+def _is_dense(row: Row) -> bool:
+    return row["way"] == "dense" and "parameters" in row
 
 
 def _share(value: float | None) -> str:

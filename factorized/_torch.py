@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._functorch import config
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -144,6 +147,18 @@ def split_order(tensor: DTensor, dim: int) -> list[int]:
     late = [axis for axis, placement in cuts if isinstance(placement, _StridedShard) and placement.dim == dim]
     early = [axis for axis, placement in cuts if placement.is_shard(dim) and axis not in late]
     return [*early, *reversed(late)]
+
+
+def leave_process_group() -> None:
+    """Destroy every process group, and wait until their threads have ended.
+
+    torch caches the meshes of DTensors, and a mesh holds its groups: ``destroy_process_group`` alone leaves gloo's
+    threads running. One that frees the tensors of the last collective while Python exits aborts the process.
+    """
+    dist.destroy_process_group()
+    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+        mesh._pg_registry.clear()
+    gc.collect()  # sharded networks hold groups too, in cycles
 
 
 def not_compiled(function: Callable[Given, Found]) -> Callable[Given, Found]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import decode
+from benchmarks import decode, speed
 from factorized.nn import one_row
 
 CPU = torch.device("cpu")
@@ -90,3 +90,9 @@ def test_wrong_constants_are_refused(
 def test_a_cache_that_is_too_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--length 32 is less than the 81 tokens of all rounds"):
         decode.main([*SMALL, "--rounds", "5", "--repeats", "10", "--out", str(tmp_path / "decode.json")])
+
+
+def test_the_table_of_decoding_names_the_sizes_of_the_models() -> None:
+    configs = {name: decode.MODELS[name]() for name in speed.DECODERS}
+    sizes = {name: f"{c.num_hidden_layers} layers, {c.hidden_size} wide" for name, c in configs.items()}
+    assert sizes == speed.DECODERS

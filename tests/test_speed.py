@@ -135,3 +135,25 @@ def test_a_part_that_fails_on_a_gpu_does_not_stop_the_others(tmp_path: Path, mon
     assert not (tmp_path / "growth.json").exists()  # was not asked for
     gpu_speed.main(["--out", str(tmp_path), "--device", "cpu", "--warm", "layers", "no such row"])
     assert json.loads((tmp_path / "layers.json").read_text())["rows"] == []
+
+
+def test_decoding_shows_the_last_file_that_has_a_model_and_batch(tmp_path: Path) -> None:
+    def decoded(batch: int, way: str, ms: float, *options: str) -> dict[str, Any]:
+        dense = {"parameters": 444_631_040} if way == "dense" else {}
+        return {"model": "llama-445m", "batch": batch, "way": way, "milliseconds": ms, "options": [*options], **dense}
+
+    machine = {"device": "NVIDIA H200", "torch": "2.11", "commit": "0123456789"}
+    older = [decoded(1, "dense", 9), decoded(8, "dense", 0.5), decoded(8, "low rank", 0.4), decoded(8, "chains", 9)]
+    tuned = {**decoded(1, "fused", 0.1, "coordinate_descent_tuning"), "commit": "abcdef01"}
+    newer = [decoded(1, "dense", 0.3), decoded(1, "fused", 0.2), tuned, decoded(1, "fused, BLOCK=512", 9)]
+    for name, rows, rounds in (("decode-h200", older, 7), ("decode-fused-h200", newer, 9)):
+        report = {"machine": machine, "rounds": rounds, "repeats": 20, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    lines = speed.decoding(tmp_path).splitlines()
+    assert lines[2:4] == [
+        "| 8 layers, 2048 wide, 445 M parameters | 1 | 0.300 |  |  |  | 0.200 | 0.100 |",
+        "| 8 layers, 2048 wide, 445 M parameters | 8 | 0.500 |  | 0.400 |  |  |  |",
+    ]
+    assert lines[-1] == (
+        "NVIDIA H200, torch 2.11; commits 0123456, abcdef0. Medians of n = 7 or 9 interleaved rounds of 20 tokens."
+    )

@@ -27,8 +27,8 @@ def run_once(
             return model(*arguments, **keywords)
     except Exception as error:
         raise ValueError(
-            f"{argument} does not run through {type(model).__name__}: {error}. Give what its forward takes: "
-            "a tensor, a tuple of arguments or a dict of keywords"
+            f"{argument} does not run through {type(model).__name__}: {str(error).rstrip('.')}. Give what its forward "
+            "takes: a tensor, a tuple of arguments or a dict of keywords"
         ) from error
 
 
@@ -40,15 +40,22 @@ def count_parameters(module: nn.Module) -> int:
 def move_to(model: nn.Module, values: Sequence[Any]) -> list[Any]:
     """Return the values with tensors on the device of the model."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type != "meta" and any(isinstance(value, Tensor) and value.is_meta for value in values):
+        raise ValueError("it is on the meta device, and has no values")
     return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
 
 def _as_call(model: nn.Module, example_input: ExampleInput) -> tuple[list[Any], dict[str, Any]]:
-    if isinstance(example_input, Tensor):
-        return move_to(model, [example_input]), {}
     if isinstance(example_input, Mapping):
-        return [], dict(zip(example_input, move_to(model, list(example_input.values())), strict=True))
-    return move_to(model, example_input), {}
+        names, values = list(example_input), list(example_input.values())
+    elif isinstance(example_input, Tensor):
+        names, values = [], [example_input]
+    elif isinstance(example_input, Sequence) and not isinstance(example_input, (str, bytes)):
+        names, values = [], list(example_input)
+    else:  # an array would be taken apart, and each of its rows given as an argument
+        raise ValueError(f"it is of type {type(example_input).__name__}")
+    moved = move_to(model, values)
+    return ([], dict(zip(names, moved, strict=True))) if names else (moved, {})
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from factorized.nn.moments import InputMoments, OutputGradients, collecting
 from factorized.nn.running import frozen, move_to, run_once
 
 Loss = Callable[..., Tensor]  # of a model's outputs and the other parts of a batch
+
+MANY = 100_000  # examples of an iterator that may never end
 
 
 class Calibrated:
@@ -99,9 +102,15 @@ class Calibrated:
                 run_once(model, inputs, text)
             else:
                 _run_backward(model, loss, inputs, rest, text)
-            seen += _examples(inputs)
+            before, seen = seen, seen + _examples(inputs)
             if self.samples is not None and seen >= self.samples:
                 return
+            if self.samples is None and before < MANY <= seen and isinstance(self.batches, Iterator):
+                warnings.warn(
+                    f"Calibrated(batches) has read {seen:,} examples, and its iterator goes on; if it never ends, stop "
+                    "this and pass samples=",
+                    stacklevel=2,
+                )
         if not seen:
             raise ValueError(
                 "Calibrated(batches): batches holds no examples. An iterator that was used before is empty: pass "

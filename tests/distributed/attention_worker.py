@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import factorized as fz
+from factorized._torch import leave_process_group
 from tests.attention.attention_zoo import GPT2, LLAMA, VOCABULARY
 from tests.distributed.worker import OPTIMIZERS, STEPS, CountBytes, largest_difference
 
@@ -157,7 +158,7 @@ def main() -> None:
     result = {**compare(), "sharded gpt2": count(), "halves": halves()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import style as torch_style
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import factorized as fz
+from factorized._torch import leave_process_group
 from tests.distributed import placements_worker
 from tests.distributed.worker import OPTIMIZERS, CountBytes, largest_difference, whole_state
 
@@ -383,7 +384,7 @@ def main() -> None:
         result[scenario] = others[scenario](out.parent) if scenario in others else trained(*scenario.split("-"))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import factorized as fz
+from factorized._torch import leave_process_group
 from tests.distributed.worker import OPTIMIZERS, Make, largest_difference
 
 
@@ -196,7 +197,7 @@ def main() -> None:
     result = odd()
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps({sys.argv[1]: result}))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import factorized as fz
+from factorized._torch import leave_process_group
 from factorized.formats.kernel import KernelShape
 
 Placements = tuple[Placement, ...]
@@ -198,7 +199,7 @@ def main() -> None:
     result: dict[str, Any] = {"mixes": mixes(), "partial gradient": partial_gradient(), "refusals": refusals()}
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

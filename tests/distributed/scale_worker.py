@@ -25,6 +25,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import factorized as fz
 from benchmarks.counting import split_of
+from factorized._torch import leave_process_group
 
 HIDDEN, VOCABULARY, BATCH, LENGTH = 192, 1024, 4, 64
 TP = 2
@@ -199,7 +200,7 @@ def main() -> None:
     result = {scenario: measure(scenario) for scenario in sys.argv[1].split(",")}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

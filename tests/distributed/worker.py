@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import factorized as fz
+from factorized._torch import leave_process_group
 from factorized.files import checksum
 from factorized.nn.layer import FactorizedLayer
 
@@ -286,7 +287,7 @@ def main() -> None:
     result = {scenario: others.get(scenario, compare)(scenario, out.parent) for scenario in scenarios}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import factorized as fz
+from factorized._torch import leave_process_group
 from factorized.formats.kernel import KernelShape
 from factorized.nn.embedding_bag import FactorizedEmbeddingBag
 
@@ -31,7 +32,7 @@ class Turned(nn.Module):
 def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {

@@ -79,9 +79,11 @@ def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message:
         ),
         ([{"y": torch.randn(8, 20)}], "batch 0 of .* does not run through Sequential.*a dict of keywords"),
         ([torch.randn(30, 20), torch.full((1, 20), torch.nan)], "0: its inputs on the batches .* hold NaN"),
-        ([torch.randn(8, 20, device="meta")], "batch 0 of"),
-        (["text"], "batch 0 of"),
-        ([3], "batch 0 of"),
+        ([torch.randn(8, 20, device="meta")], "batch 0 of .*: it is on the meta device, and has no values. Give"),
+        ([{"input": torch.randn(8, 20, device="meta")}], "it is on the meta device, and has no values"),
+        ([torch.randn(8, 20).numpy()], "batch 0 of .* Sequential: it is of type ndarray. Give .* a tensor"),
+        (["text"], "batch 0 of .*: it is of type str"),
+        ([3], "batch 0 of .*: it is of type int"),
     ],
 )
 def test_batches_that_do_not_fit_leave_the_model_unchanged(batches: Any, message: str) -> None:
@@ -89,6 +91,16 @@ def test_batches_that_do_not_fit_leave_the_model_unchanged(batches: Any, message
     with unchanged(model), pytest.raises(ValueError, match=message):
         fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated(batches))
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_iterator_that_goes_on_and_on_is_a_warning_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factorized.planning.calibration.MANY", 100)
+    model, batches = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 16)), [torch.randn(64, 20)] * 5
+    with pytest.warns(UserWarning, match=r"has read 128 examples.*; if it never ends, stop this and pass samples="):
+        fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated(iter(batches)))
+    for calibrated in (fz.Calibrated(iter(batches), samples=200), fz.Calibrated(batches)):  # warnings are errors
+        dense = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 16))
+        fz.factorize(dense, rank=3, keep_first_and_last=False, init=calibrated)
 
 
 def test_weights_on_the_meta_device_cannot_be_calibrated() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
+from factorized._torch import leave_process_group
 from factorized.experiments.bench.measure import Spread
 from factorized.experiments.bench.stack import Stack
 
@@ -57,4 +58,4 @@ def _work(number: int, count: int, stack: Stack, folder: str) -> None:
         row = {**facts, "ms": Spread.of(times).to_dict(), "memory": 4 * local, "clock": "wall clock"}
         (Path(folder) / ROW).write_text(json.dumps(row))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_process_group()

@@ -24,6 +24,11 @@ class Known:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
+    @property
+    def pixels(self) -> int:
+        """The number of pixels of all training images, which the work of an epoch is proportional to."""
+        return self.classes * self.train_per_class * self.size**2
+
 
 KNOWN = {
     "cifar10": Known(

@@ -45,7 +45,7 @@ def add_result(
     kept = _kept(run, settings, as_set(changes), note)
     there = results / folder_of(run.name, as_set(changes)) / f"seed-{run.seed}.json"
     mark = _fingerprint(kept)
-    if recipe.shortened_from is not None or (there.exists() and _fingerprint(read_run(there).result) != mark):
+    if recipe.shortened_from is not None or (there.exists() and _mark_of(there) != mark):
         there = there.parent / mark / there.name  # another run than the one that people look for
     if there.exists():
         raise ValueError(f"{there} already holds this run; remove that file first if it is to be replaced")
@@ -55,6 +55,13 @@ def add_result(
     else:
         write_json(there, kept)
     return there
+
+
+def _mark_of(there: Path) -> str:
+    try:
+        return _fingerprint(read_run(there).result)
+    except ValueError as error:
+        raise ValueError(f"{there} is there already, and is damaged ({error}); remove that file first") from None
 
 
 def _fingerprint(result: Result) -> str:

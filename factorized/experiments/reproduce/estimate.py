@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from factorized.experiments.data.known import KNOWN
 from factorized.experiments.recipes.shorten import length_of
 from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.reproduce.runs import Run
@@ -26,7 +27,8 @@ def estimate(recipe: AnyRecipe, past: Sequence[Run], device: str) -> Estimate | 
 
     Nearest first: runs of this recipe, of this network factorized alike, of this network, and of this network on other
     data; all on this device, then on others. Runs that shared their device count only if none of all these did not;
-    of runs that took turns on it, each counts with its share.
+    of runs that took turns on it, each counts with its share. Times on other images are scaled by images × pixels,
+    where both sets are the paper's.
     """
     table = recipe.to_dict()
     network, scheme, data = _network(table), _scheme(table), table["data"]["name"]
@@ -44,11 +46,26 @@ def estimate(recipe: AnyRecipe, past: Sequence[Run], device: str) -> Estimate | 
             for kind, fits in kinds:
                 found = [run for run in runs if fits(run)]
                 if found:
-                    shares = (run.result["seconds"] / run.at_once / (run.length or 1) for run in found)
-                    shared = " (shared)" if any("note" in run.result for run in found) else ""
-                    basis = f"{kind}, n = {len(found)}{shared}"
-                    return Estimate(median(shares) * length_of(recipe), basis, where)
+                    return Estimate(_median(found, data) * length_of(recipe), _basis(kind, found, data), where)
     return None
+
+
+def _median(runs: Sequence[Run], data: str) -> float:
+    """Return the seconds of an epoch or update on ``data``."""
+    return median(_work(data, run) * run.result["seconds"] / run.at_once / (run.length or 1) for run in runs)
+
+
+def _basis(kind: str, runs: Sequence[Run], data: str) -> str:
+    work = sorted({_work(data, run) for run in runs})
+    scaled = "" if work == [1] else f", {'/'.join(f'{times:g}' for times in work)}× pixels"
+    shared = "" if all(run.timed for run in runs) else " (shared)"
+    return f"{kind}{scaled}, n = {len(runs)}{shared}"
+
+
+def _work(data: str, run: Run) -> float:
+    """Return the work of an epoch on ``data`` over that of an epoch of ``run``; 1 where it is not known."""
+    ours, theirs = (KNOWN.get(name) for name in (data, run.result["data"]["name"]))
+    return 1 if ours is None or theirs is None else ours.pixels / theirs.pixels
 
 
 def _device(run: Run) -> str:

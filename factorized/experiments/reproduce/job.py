@@ -117,10 +117,14 @@ def _check_stop(stop: StopRequest) -> None:
 
 
 def _finished(job: Job, folder: Path) -> tuple[list[Result], list[int]]:
-    """Return the results that are there, and the seeds without one."""
-    paths = {seed: folder / f"seed-{seed}" / RESULT for seed in job.seeds}
-    left = [seed for seed, path in paths.items() if not path.is_file()]
-    return [read_run(path).result for seed, path in paths.items() if seed not in left], left
+    """Return the results that are there, and the seeds without one that can be read."""
+    results, left = [], []
+    for seed in job.seeds:
+        try:
+            results.append(read_run(folder / f"seed-{seed}" / RESULT).result)
+        except ValueError:
+            left.append(seed)
+    return results, left
 
 
 def _note_failure(job: Job, run: Path, seed: int, message: str) -> None:

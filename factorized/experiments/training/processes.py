@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from factorized._torch import leave_process_group
 from factorized.experiments.training.interrupt import StopRequest
 
 ASK = 20  # steps between two checks, across processes, for a stop request
@@ -93,4 +94,4 @@ def joined_processes(device: torch.device | str | None = None) -> Iterator[Proce
         yield Processes(device, dist.get_rank(), dist.get_world_size())
     finally:
         if mine:
-            dist.destroy_process_group()
+            leave_process_group()

@@ -153,12 +153,12 @@ def read_sealed(run: Path) -> tuple[Any, bool]:
         found: Any = json.loads(path.read_text())
         return found, isinstance(found, dict) and is_sealed(found)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}; delete it and train the run again") from None
 
 
 def changed(run: Path) -> str:
     """Return the message for a result whose checksum is wrong."""
-    return f"{run / RESULT} is damaged, or was changed: its checksum does not match; train the run again"
+    return f"{run / RESULT} is damaged, or was changed: its checksum does not match; delete it and train the run again"
 
 
 def check_result(found: Any, path: Path) -> dict[str, Any]:

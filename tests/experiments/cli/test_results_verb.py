@@ -115,6 +115,17 @@ def test_a_damaged_or_corrupt_file_is_named_and_the_others_are_taken_in(cli: Cli
     assert f"mine.json: added as results/{NAME}/seed-0.json" in said.out
 
 
+def test_a_damaged_file_in_the_place_of_a_result_is_the_one_that_is_named(cli: Cli, copy: Path) -> None:
+    there = Path(f"results/{NAME}/seed-0.json")
+    there.parent.mkdir(parents=True)
+    there.write_text("{")
+    said = cli("results", "add", copy)
+    assert said.code == 1
+    words = f"mine.json: not added: {there} is there already, and is damaged (not valid JSON: .*); remove that file"
+    assert re.search(words.replace("(", r"\(").replace(")", r"\)"), " ".join(said.out.split()))
+    assert there.read_text() == "{"
+
+
 def test_data_that_nothing_is_known_of_have_to_be_given(cli: Cli, copy: Path) -> None:
     from factorized.experiments.recipes.find import load_recipe
 

@@ -42,6 +42,7 @@ RUNS = [
         ("cifar10/vgg19", 50, "this recipe, n = 1"),
         ("cifar10/vgg19-lowrank-0.1", 50, "vgg19, n = 1"),
         ("cifar100/resnet32x2", 350, "resnet32x2 on other data, n = 4"),
+        ("tiny-imagenet/resnet32x2", 8 * 350, "resnet32x2 on other data, 8× pixels, n = 4"),
         ("translation/numbers-fd-ov", 60, "translation 64x2, none, n = 1"),
     ],
 )
@@ -57,10 +58,10 @@ def test_a_run_that_took_turns_with_others_counts_with_its_share() -> None:
     runs = [past("cifar10/resnet20", seconds, machine=machine) for seconds in (240, 300, 360)]
     found = estimate(load_any_recipe("cifar10/resnet20"), runs, HERE)
     assert found is not None
-    assert found.seconds == pytest.approx(100)
+    assert (found.seconds, found.basis) == (pytest.approx(100), "this recipe, n = 3 (shared)")
     alone = estimate(load_any_recipe("cifar10/resnet20"), [*runs, past("cifar10/resnet20", 80)], HERE)
     assert alone is not None
-    assert alone.seconds == pytest.approx(80)
+    assert (alone.seconds, alone.basis) == (pytest.approx(80), "this recipe, n = 1")
 
 
 def test_a_shortened_run_takes_its_share_of_the_time() -> None:

@@ -69,6 +69,21 @@ def test_an_error_ends_the_job_and_is_left_beside_its_run(tmp_path: Path) -> Non
     assert unfinished.error == outcome.error
 
 
+def test_a_damaged_result_ends_its_job_and_no_other(tmp_path: Path) -> None:
+    job = jobs(tmp_path, seeds=2, length=1)[0]
+    assert run_job(job, "cpu").error is None
+    damaged = Path(job.folder) / "seed-1" / "result.json"
+    damaged.write_text("{")
+    outcome = run_job(job, "cpu")
+    assert [result["seed"] for result in outcome.results] == [0]
+    assert outcome.error is not None
+    assert f"{damaged} is not valid JSON" in outcome.error
+    assert outcome.error.endswith("; delete it and train the run again")
+    assert damaged.read_text() == "{"
+    damaged.unlink()
+    assert [result["seed"] for result in run_job(job, "cpu").results] == [0, 1]
+
+
 def test_a_seed_that_fails_leaves_those_that_take_turns_with_it_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

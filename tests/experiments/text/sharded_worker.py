@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from factorized._torch import leave_process_group
 from factorized.experiments.text import masked
 from factorized.experiments.text.task import IGNORED
 from factorized.experiments.text.train import train_text
@@ -50,7 +51,7 @@ def main(folder: Path) -> None:
         train("language", folder, "whole", *LONGER)
         stop_and_resume(folder)
     finally:
-        dist.destroy_process_group()
+        leave_process_group()
 
 
 def train(task: str, folder: Path, name: str, *changes: str, resume: bool = False) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
+from factorized._torch import leave_process_group
 from factorized.experiments.text import masked
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
 from factorized.experiments.text.sharding import shard, split_when_loaded, whole_state, whole_weights
@@ -33,7 +34,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        leave_process_group()
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -69,6 +70,26 @@ def test_weights_and_states_of_a_sharded_network_are_those_of_a_plain_one(tmp_pa
         torch.testing.assert_close(value, expected[name])
     places = {name: value.untyped_storage().data_ptr() for name, value in weights.items()}
     assert len(set(places.values())) == len({v.untyped_storage().data_ptr() for v in expected.values()})  # ties
+
+
+def _threads_of_groups() -> int:
+    return sum(path.read_text().strip() == "pt_gloo_runloop" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_the_threads_of_a_process_group_end_with_it(tmp_path: Path) -> None:
+    # one that outlives it may abort the process as Python exits
+    others = _threads_of_groups()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    recipe, corpus = small("language", tmp_path, *LOW_RANK)
+    model = build_text_network(recipe, corpus.tokenizer, 0)
+    shard(model, torch.device("cpu"))
+    _step(model, build_text_optimizer(recipe, model))
+    whole_weights(model)
+    del model
+    assert _threads_of_groups() > others
+    leave_process_group()
+    assert _threads_of_groups() == others
 
 
 @pytest.mark.usefixtures("one_process")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from factorized._torch import leave_process_group
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.step import TrainingStep
@@ -81,7 +82,7 @@ def main() -> None:
         return
     dist.init_process_group("gloo")
     found = scenarios(folder, mine, rank)
-    dist.destroy_process_group()
+    leave_process_group()
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
