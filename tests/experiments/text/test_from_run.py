@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,11 @@ def test_a_run_of_the_same_task_is_trained_further_whole(tmp_path: Path) -> None
         assert torch.equal(further.state_dict()[name], value)
 
 
-def test_the_plan_of_a_recipe_is_that_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_a_recipe_is_that_of_its_run(tmp_path: Path) -> None:
     run = pretrained_run(tmp_path, low_rank)
-    plan_recipe(recipe_of({"model": {"from_run": str(run)}}), None)
-    assert "bert.encoder.layer.1.intermediate.dense" in capsys.readouterr().out
+    _, plan = plan_recipe(recipe_of({"model": {"from_run": str(run)}}))
+    assert plan is not None
+    assert "bert.encoder.layer.1.intermediate.dense" in {entry.name for entry in plan.layers}
 
 
 def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
@@ -134,18 +136,27 @@ def test_the_origin_of_a_run_is_known_back_to_the_first(tmp_path: Path) -> None:
 
 
 def test_each_seed_of_a_recipe_goes_on_from_the_run_of_that_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FACTORIZED_DATA", str(tmp_path / "data"))
     run = pretrained_run(tmp_path)
     for seed in (0, 2):
         shutil.copytree(run, tmp_path / f"runs/seed-{seed}")
     recipe = recipe_of({"model": {"from_run": str(tmp_path / "runs/seed-{seed}")}})
-    where = (str(tmp_path / "squad"), tmp_path / "out", torch.device("cpu"))
-    train_recipe(recipe, *where, quiet=True, seeds=(0, 2), resume=False, overwrite=False)
-    assert "(n = 2)" in capsys.readouterr().out
+    train = partial(
+        train_recipe,
+        recipe,
+        str(tmp_path / "squad"),
+        tmp_path / "out",
+        device=torch.device("cpu"),
+        resume=False,
+        overwrite=False,
+        allow_other_devices=False,
+        quiet=True,
+    )
+    assert [result["seed"] for result in train(seeds=(0, 2))] == [0, 2]
     for seed in (0, 2):
-        result = read_text_result(tmp_path / "out" / recipe.name / f"seed-{seed}")
+        result = read_text_result(tmp_path / "out" / f"seed-{seed}")
         assert result["recipe"]["model"]["from_run"].endswith(f"runs/seed-{seed}")
     with pytest.raises(ValueError, match=r"runs/seed-1': there is no .*; give the folder of a finished run"):
-        train_recipe(recipe, *where, quiet=True, seeds=(1,), resume=False, overwrite=False)
+        train(seeds=(1,))
