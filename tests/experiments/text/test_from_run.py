@@ -78,7 +78,7 @@ def test_the_plan_of_a_recipe_is_that_of_its_run(tmp_path: Path) -> None:
     run = pretrained_run(tmp_path, low_rank)
     _, plan = plan_recipe(recipe_of({"model": {"from_run": str(run)}}))
     assert plan is not None
-    assert "bert.encoder.layer.1.intermediate.dense" in [entry.name for entry in plan.layers]
+    assert "bert.encoder.layer.1.intermediate.dense" in {entry.name for entry in plan.layers}
 
 
 def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_each_seed_of_a_recipe_goes_on_from_the_run_of_that_seed(
     for seed in (0, 2):
         shutil.copytree(run, tmp_path / f"runs/seed-{seed}")
     recipe = recipe_of({"model": {"from_run": str(tmp_path / "runs/seed-{seed}")}})
-    train_seeds = partial(
+    train = partial(
         train_recipe,
         recipe,
         str(tmp_path / "squad"),
@@ -159,9 +159,9 @@ def test_each_seed_of_a_recipe_goes_on_from_the_run_of_that_seed(
         allow_other_devices=False,
         quiet=True,
     )
-    assert [result["seed"] for result in train_seeds(seeds=(0, 2))] == [0, 2]
+    assert [result["seed"] for result in train(seeds=(0, 2))] == [0, 2]
     for seed in (0, 2):
         result = read_text_result(tmp_path / "out" / f"seed-{seed}")
         assert result["recipe"]["model"]["from_run"].endswith(f"runs/seed-{seed}")
     with pytest.raises(ValueError, match=r"runs/seed-1': there is no .*; give the folder of a finished run"):
-        train_seeds(seeds=(1,))
+        train(seeds=(1,))
