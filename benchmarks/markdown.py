@@ -18,7 +18,7 @@ def figure(values: Sequence[float], digits: int = 2) -> str:
     """Return the mean of some figures, with their standard deviation where there are several."""
     if not values:
         return "–"
-    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    spread = f" ± {stdev(values):,.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):,.{digits}f}{spread}"
 
 
