@@ -88,7 +88,7 @@ class OneInterrupt:
         signal.signal(signal.SIGINT, lambda *_: os._exit(exit_code))
 
     def _raise_once(self, number: int, frame: FrameType | None) -> None:
-        if self.taken:
+        if self.taken or _is_importing(frame):
             self._leave()
         self.taken = True
         raise KeyboardInterrupt
@@ -101,3 +101,10 @@ class OneInterrupt:
     def _leave(self) -> None:
         os.write(2, b"factorized: stopped by Ctrl-C\n")
         os._exit(128 + signal.SIGINT)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported: torch's C++ code calls Python there, and aborts if that raises."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None

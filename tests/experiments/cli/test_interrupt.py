@@ -81,3 +81,13 @@ def test_an_interrupt_where_nobody_can_catch_it_ends_the_process_without_a_trace
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "factorized: stopped by Ctrl-C\n")
+
+
+def test_an_interrupt_of_an_import_ends_the_process_at_once(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    print('raised')\n"
+    )
+    code = "from factorized.experiments.training.interrupt import OneInterrupt; OneInterrupt().install(); import slow"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "factorized: stopped by Ctrl-C\n")
