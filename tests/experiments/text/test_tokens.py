@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
 from factorized.experiments.recipes.text import TextData
 from factorized.experiments.text import tokenizer as tokenizer_module
@@ -43,7 +44,6 @@ def test_a_folder_without_a_tokenizer_says_how_to_write_one_there_and_that_works
         ValueError, match=r"tokenizer\.json is missing; write the model's tokenizer there by "
     ) as caught:
         load_tokenizer(tmp_path)
-    transformers = pytest.importorskip("transformers")
     command = re.search(r"transformers\.(AutoTokenizer\..*\)), where NAME", str(caught.value))
     assert command is not None
     eval(command[1], {"AutoTokenizer": transformers.AutoTokenizer, "NAME": tmp_path})
