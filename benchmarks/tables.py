@@ -82,6 +82,20 @@ def distillation() -> str:
     return table(["recipe", *trained, "deployed", "test accuracy"], rows, _conditions(found))
 
 
+def step_size() -> str:
+    """Return the table of low-rank ResNet-20s with different decays, those of the paper's Figure 3."""
+    ways = {"si": "ordinary decay", "si-fd": "Frobenius decay", "normalized": "none, with the norms of Frobenius decay"}
+    found = {row.name: row for row in _report().variants}
+    rows, picked = [], [found[f"cifar10/resnet20-lowrank-{way}"] for way in ways]
+    for decay, row in zip(ways.values(), picked, strict=True):
+        history = row.runs[0].result["history"]
+        steps = [f"{history[epoch - 1]['effective_step']:.1e}" for epoch in (100, 150, 200)]
+        rows.append([decay, *steps, f"{history[-1]['loss']:.3f}", str(row.score), str(row.score.n)])
+    titles = ["decay", "effective step after 100 epochs", "150", "200", "training loss", "test accuracy", "n"]
+    note = f"ResNet-20 on CIFAR-10, rank scale 1/9, spectral initialization. {_conditions(picked)}"
+    return table(titles, rows, note)
+
+
 def sparsity() -> str:
     """Return the paper's figures for sparse and low-rank VGG-19."""
     names = ("Pruning", "Dynamic Sparsity", "Lottery (w. hybrid/rewind)", "Fixed Sparsity", "Low-Rank (SI & FD)")
@@ -274,6 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "low-rank": low_rank,
     "distillation": distillation,
+    "step-size": step_size,
     "sparsity": sparsity,
     "together": together,
     "training-step": training_step,

@@ -44,7 +44,8 @@ def report(
     if quiet:
         return
     judged = len(written.judged)
-    beside = f"; {written.within} of {judged} within two of the paper's deviations" if judged else ""
+    expected = f"({written.expected_within:.1f} expected if only seeds differed)"
+    beside = f"; {written.within} of {judged} within two of the paper's deviations {expected}" if judged else ""
     say(f"{counted(len(written.found.runs), 'run')} of {counted(len(written.variants), 'variant')}{beside}")
     say(f"{out / PAGE}; tables as CSV and Markdown: {out / TABLES}")
     if figures:

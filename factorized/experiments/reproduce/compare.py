@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +52,13 @@ class Comparison:
         return round(self.difference / self.paper.deviation, 9)  # 1.32 / 0.66 is 2
 
     @property
+    def chance(self) -> float | None:
+        """How probable a difference at least as large is where ours and the paper's runs differ by chance alone."""
+        if self.ours is None or self.in_deviations is None:
+            return None
+        return 1 - chance_within(abs(self.in_deviations), self.ours.n)
+
+    @property
     def verdict(self) -> Verdict:
         """Whether the paper's figure was reached; runs that are shorter or otherwise changed are not judged."""
         if self.variant is None:
@@ -64,6 +72,16 @@ class Comparison:
         if self.in_deviations is None:
             return "no deviation"
         return "within" if abs(self.in_deviations) <= BAND else "off"
+
+
+def chance_within(deviations: float, n: int) -> float:
+    """Return how probably the mean of ``n`` runs is at most that many of the paper's deviations away from its mean.
+
+    All runs are taken as draws from one normal distribution. Its deviation is known from the paper's three trials
+    alone, so the difference of the means over its own deviation follows Student's t with two degrees of freedom.
+    """
+    t = deviations / math.sqrt(1 / TRIALS + 1 / n)
+    return t / math.sqrt(t * t + TRIALS - 1)  # the distribution function in closed form, which two degrees have
 
 
 def compare(variants: Sequence[Variant]) -> list[Comparison]:

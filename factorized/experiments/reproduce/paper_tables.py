@@ -25,6 +25,7 @@ def paper_table(comparisons: Sequence[Comparison]) -> Table:
         Column("n", number=True),
         Column("difference", number=True),
         Column("in deviations", number=True),
+        Column("by chance", number=True),
         Column("verdict"),
         Column("metric"),
         Column("table", number=True),
@@ -47,6 +48,7 @@ def paper_table(comparisons: Sequence[Comparison]) -> Table:
                 count_value(found.ours),
                 signed_value(found.difference),
                 signed_value(found.in_deviations, found.verdict),
+                Value("" if found.chance is None else f"{found.chance:.2f}", (found.chance,)),
                 Value(_verdict(found), (found.verdict,), tone=found.verdict.replace(" ", "-")),
                 Value(cell.metric),
                 Value(str(cell.table), (cell.table,)),
@@ -55,7 +57,9 @@ def paper_table(comparisons: Sequence[Comparison]) -> Table:
         tones.append(found.verdict.replace(" ", "-"))
     note = (
         f"The paper's figures are means of three trials. A figure is within the band if it is at most {BAND:g} of the "
-        "paper's deviations away. Shortened and changed runs are not judged."
+        "paper's deviations away. “By chance” is the probability of a difference at least as large if only seeds "
+        "differed (by Student's t, as the paper's deviations are of three trials). Shortened and changed runs are not "
+        "judged."
     )
     return Table("paper", "The paper and ours", columns, rows, note, tones)
 

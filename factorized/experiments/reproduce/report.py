@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.recipes.find import paper_cells
-from factorized.experiments.reproduce.compare import Comparison, compare
+from factorized.experiments.reproduce.compare import BAND, Comparison, chance_within, compare
 from factorized.experiments.reproduce.figures import curve_groups, paper_panels, product_panels
 from factorized.experiments.reproduce.paper_tables import grid_tables, missing_table, paper_table
 from factorized.experiments.reproduce.runs import Found, Run, read_runs
@@ -78,6 +78,11 @@ class Report:
     def within(self) -> int:
         """How many of them are within the band."""
         return sum(comparison.verdict == "within" for comparison in self.judged)
+
+    @property
+    def expected_within(self) -> float:
+        """How many would be within it on average if ours and the paper's runs differed by their seeds alone."""
+        return sum(chance_within(BAND, found.ours.n) for found in self.judged if found.ours is not None)
 
     @property
     def failed(self) -> int:

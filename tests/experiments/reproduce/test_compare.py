@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from factorized.experiments.recipes.find import paper_cells
-from factorized.experiments.reproduce.compare import Comparison, compare
+from factorized.experiments.reproduce.compare import Comparison, chance_within, compare
 from factorized.experiments.reproduce.variant import group_runs
 from tests.experiments.reproduce.made import image_result, run_of
 
@@ -32,6 +33,30 @@ def test_a_difference_is_counted_in_the_papers_deviations() -> None:
 @pytest.mark.parametrize(("accuracy", "verdict"), [(93.84, "within"), (93.85, "off"), (91.2, "within"), (91.19, "off")])
 def test_two_deviations_are_within_the_band_and_more_are_not(accuracy: float, verdict: str) -> None:
     assert one(SI, accuracy).verdict == verdict  # 93.84 - 92.52 is two deviations of 0.66 but for rounding
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "chance"),
+    [((92.52,), 1.0), ((93.84,), 1 - (0.6) ** 0.5), ((93.84, 93.84, 93.84), 0.1339746)],  # t = 0, √3 and √6
+)
+def test_a_difference_has_a_probability_by_students_t_with_two_degrees(
+    accuracies: tuple[float, ...], chance: float
+) -> None:
+    assert one(SI, *accuracies).chance == pytest.approx(chance)
+
+
+def test_the_probability_is_that_of_drawn_trials() -> None:
+    draw = torch.Generator().manual_seed(0)
+    paper, ours = torch.randn(200_000, 3, generator=draw), torch.randn(200_000, 2, generator=draw)
+    away = (ours.mean(1) - paper.mean(1)).abs() / paper.std(1)
+    for deviations in (0.5, 2.0, 4.0):
+        drawn = (away <= deviations).float().mean()
+        assert chance_within(deviations, 2) == pytest.approx(float(drawn), abs=4e-3)
+
+
+def test_runs_that_are_not_compared_have_no_probability() -> None:
+    (missing, *_) = (c for c in compare(group_runs([run_of(image_result(SI, 0, 93.0))])) if c.variant is None)
+    assert missing.chance is None
 
 
 def test_errors_are_compared_as_errors() -> None:
