@@ -27,7 +27,7 @@ from unittest.mock import patch
 RECIPES = ("cifar10/resnet32x2", "cifar10/resnet32x2-lowrank-0.1-si-fd")
 BEGAN = "STARTUP_BEGAN"  # environment variable of a child: when its parent started it
 STEPS = 100
-# The parts of making a trainer, each ended by the call of a function of ``training/train.py``.
+# The parts of making a trainer, each ended by the call of a function of ``training/trainer.py``.
 PARTS = {"network": "check_network", "to device": "build_optimizer", "optimizer": "OnDevice", "images": "TrainingStep"}
 # The parts of a compilation, by torch's names.
 COMPILE = {
@@ -48,7 +48,7 @@ def start(recipe: str, changes: Sequence[str], images: int, device: str) -> dict
     marks = {"torch": time.time()}
     from factorized.experiments.data.stand_in import stand_in
     from factorized.experiments.recipes.find import load_recipe
-    from factorized.experiments.training import train as train_module
+    from factorized.experiments.training import trainer as module
     from factorized.experiments.training.processes import Processes
 
     marks["imports"] = time.time()
@@ -72,8 +72,8 @@ def start(recipe: str, changes: Sequence[str], images: int, device: str) -> dict
 
     with ExitStack() as stack:
         for part, name in PARTS.items():
-            stack.enter_context(patch.object(train_module, name, ending(part, getattr(train_module, name))))
-        trainer = train_module.Trainer(load_recipe(recipe, changes), data, Processes(where), 0)
+            stack.enter_context(patch.object(module, name, ending(part, getattr(module, name))))
+        trainer = module.Trainer(load_recipe(recipe, changes), data, Processes(where), 0)
     wait()
     marks["step"] = time.time()
     trainer.source.start(0, 0)

@@ -22,7 +22,7 @@ from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.train import Trainer
+from factorized.experiments.training.trainer import Trainer
 from factorized.experiments.training.turns import STEPS, Turn
 
 RECIPES = ("cifar10/resnet32", "cifar10/resnet32-full-fd")

@@ -7,7 +7,7 @@ import torch
 from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.train import Trainer
+from factorized.experiments.training.trainer import Trainer
 
 
 def test_the_norms_of_shortcuts_are_all_that_goes() -> None:

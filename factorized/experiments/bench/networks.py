@@ -13,7 +13,7 @@ from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.training.network import build_network
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.train import Trainer
+from factorized.experiments.training.trainer import Trainer
 from factorized.nn.running import count_parameters
 from factorized.nn.timing import capture
 from factorized.surgery.lower import lower

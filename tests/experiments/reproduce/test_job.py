@@ -14,7 +14,7 @@ from torch import Tensor
 from factorized.experiments.reproduce.job import run_job
 from factorized.experiments.reproduce.runs import FAILURE, read_runs
 from factorized.experiments.training.interrupt import Interrupted
-from factorized.experiments.training.train import Trainer
+from factorized.experiments.training.trainer import Trainer
 from tests.experiments.reproduce.small_table import TABLE, jobs
 from tests.experiments.training.small import Signals, assert_same_run
 

@@ -11,7 +11,8 @@ import factorized as fz
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.network import build_dense, build_network, plan_network, set_learning_rate
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.train import Trainer, train
+from factorized.experiments.training.train import train
+from factorized.experiments.training.trainer import Trainer
 from factorized.files.checksum import save_tensors
 from tests.experiments.training import smooth
 from tests.experiments.training.sgd_reference import train_by_hand

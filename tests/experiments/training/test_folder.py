@@ -166,7 +166,7 @@ def test_a_result_that_cannot_be_written_is_a_readable_error(
     def fail(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"factorized.experiments.training.train.{name}", fail)
+    monkeypatch.setattr(f"factorized.experiments.training.trainer.{name}", fail)
     with pytest.raises(CannotWrite, match=r"cannot write to .*seed-0: No space left on device; make room$"):
         train(recipe("schedule.epochs=1", "decay.record_norms=true"), digits(), tmp_path, device="cpu")
     assert not (tmp_path / "seed-0" / "result.json").exists()

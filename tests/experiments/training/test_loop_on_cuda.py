@@ -11,7 +11,8 @@ import torch
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.train import Trainer, train
+from factorized.experiments.training.train import train
+from factorized.experiments.training.trainer import Trainer
 from tests.experiments.training import smooth
 from tests.experiments.training.small import NAME, STEPS, Signals, digits, recipe, state_of
 from tests.on_gpu import needs_cuda

@@ -133,7 +133,7 @@ def test_layers_that_are_being_decomposed_have_a_bar_until_all_are() -> None:
 def test_training_reports_decompositions_that_take_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, int]] = []
     monkeypatch.setattr(Reporter, "decomposing", lambda self, done, total: heard.append((done, total)))
-    monkeypatch.setattr("factorized.experiments.training.train.late", lambda show: show)
+    monkeypatch.setattr("factorized.experiments.training.trainer.late", lambda show: show)
     train(recipe(), digits(), tmp_path, device="cpu", reporter=Reporter(quiet=True))
     assert heard
     assert heard[-1][0] == heard[-1][1]

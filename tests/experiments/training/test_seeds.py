@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from factorized.experiments.training import train as train_module
+from factorized.experiments.training import trainer as trainer_module
 from factorized.experiments.training.network import build_network
 from factorized.experiments.training.source import OnDevice
-from factorized.experiments.training.train import Trainer, train
+from factorized.experiments.training.train import train
+from factorized.experiments.training.trainer import Trainer
 from tests.experiments.training.small import assert_same_run, digits, recipe, state_of
 
 
@@ -47,7 +49,7 @@ def test_seeds_share_one_network_one_step_and_one_copy_of_the_data(
             made["sources"].append(self)
 
     monkeypatch.setattr(train_module, "Trainer", Watched)
-    monkeypatch.setattr(train_module, "OnDevice", Source)
+    monkeypatch.setattr(trainer_module, "OnDevice", Source)
     train(recipe("schedule.epochs=1"), digits(), tmp_path, seeds=(0, 1, 2), device="cpu")
     assert len(made["trainers"]) == len(made["sources"]) == 1
     assert len(made["run"]) == 3
@@ -64,8 +66,8 @@ def test_the_network_of_a_seed_is_built_once_and_planned_once_for_all_seeds(
 ) -> None:
     calls: list[str] = []
     for name in ("build_dense", "plan_network", "factorize_network"):
-        real = getattr(train_module, name)
-        monkeypatch.setattr(train_module, name, partial(_counted, calls, real))
+        real = getattr(trainer_module, name)
+        monkeypatch.setattr(trainer_module, name, partial(_counted, calls, real))
     train(recipe("schedule.epochs=1"), digits(), tmp_path, seeds=(0, 1), device="cpu")
     assert Counter(calls) == {"build_dense": 2, "plan_network": 1, "factorize_network": 2}
 

@@ -19,7 +19,8 @@ from factorized.experiments.training import step as step_module
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.source import epoch_order
 from factorized.experiments.training.step import TrainingStep, autocast_type
-from factorized.experiments.training.train import Trainer, train
+from factorized.experiments.training.train import train
+from factorized.experiments.training.trainer import Trainer
 from factorized.nn.linear import FactorizedLinear
 from tests.experiments.training import smooth
 from tests.experiments.training.small import STEPS, digits, recipe

@@ -14,12 +14,14 @@ import torch
 from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training import train as train_module
+from factorized.experiments.training import trainer as trainer_module
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.source import OnDevice
 from factorized.experiments.training.step import TrainingStep
-from factorized.experiments.training.train import SMALL, Trainer, train
+from factorized.experiments.training.train import train
+from factorized.experiments.training.trainer import SMALL, Trainer
 from factorized.experiments.training.turns import RunsFailed, Turn
 from tests.experiments.training import smooth
 from tests.experiments.training.small import STEPS, Signals, assert_same_run, digits, metrics, recipe, state_of
@@ -61,7 +63,7 @@ def test_a_run_that_ends_makes_room_for_the_next_seed(tmp_path: Path, monkeypatc
         steps.append(self)
         original(self)
 
-    monkeypatch.setattr(train_module, "OnDevice", Source)
+    monkeypatch.setattr(trainer_module, "OnDevice", Source)
     monkeypatch.setattr(TrainingStep, "__call__", watched)
     train(chance(), digits(), tmp_path, seeds=range(5), at_once=2, device="cpu")
     assert len(made) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from factorized.experiments.recipes.recipe import Recipe
-from factorized.experiments.training import train as train_module
+from factorized.experiments.training import trainer as trainer_module
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.train import train
 from factorized.experiments.training.turns import Turn
@@ -29,7 +29,7 @@ SEEDS = (0, 1, 2)
 
 @pytest.fixture(autouse=True)
 def _short_turns_in_whole_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "STEPS", 2)  # of the four in an epoch
+    monkeypatch.setattr(trainer_module, "STEPS", 2)  # of the four in an epoch
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
