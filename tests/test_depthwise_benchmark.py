@@ -36,7 +36,8 @@ for dtype, most in [(torch.float32, 1e-6), (torch.float16, 2e-3)] * 4:
 """
 
 
-def test_a_block_is_checked_and_timed_in_every_way(tmp_path: Path) -> None:
+def test_a_block_is_checked_and_timed_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depthwise, "REPEATS", 1)
     words = ["--out", str(tmp_path / "found.json"), "--batch", "1", "--blocks", "1", "--device", "cpu"]
     depthwise.main([*words, "--ways", *ON_A_CPU])
     found = json.loads((tmp_path / "found.json").read_text())

@@ -147,7 +147,7 @@ class TensorFormat(Format):
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
         """Expand the tensor; near full rank, only its cores are kept for the backward pass.
 
-        A compiler would unroll the slices of that pass into ten times as many operations. It decides what it keeps.
+        A compiler would unroll the slices of that pass into ten times as many products; it decides itself what is kept.
         """
         batch = cores[0].shape[: cores[0].dim() - len(self.core_shapes[0])]
         if batch or torch.compiler.is_compiling() or self.keeps_little:
