@@ -3,13 +3,15 @@
     python -m benchmarks.compositions --out benchmarks/results/compositions-h200.json
 
 Cores in, pointwise weights out, and back: compiled, one CUDA graph, bf16 by autocast, as a training step computes them.
-Times are medians of interleaved rounds, in microseconds. Before that both ways are compared in float64.
+"float32" rounds the composed weight only, not the cores. Times are medians of interleaved rounds, in microseconds.
+Before that the gradients of both orders are compared in float64.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 import factorized as fz
 from benchmarks.script import parser_of, write
+from factorized._torch import set_up_compiler, without_autocast
 from factorized.experiments.models.wide_resnet import wide_resnet
 from factorized.formats.format import Cores, Format
 from factorized.formats.scheme import Scheme
@@ -48,7 +51,18 @@ def together(formats: Sequence[Format], cores: Sequence[Cores]) -> list[Tensor]:
     return [weights[place] for place in range(len(formats))]
 
 
-WAYS: dict[str, Compose] = {"one by one": one_by_one, "together": together}
+def in_float32(compose: Compose, formats: Sequence[Format], cores: Sequence[Cores]) -> list[Tensor]:
+    """Return the weights, composed in float32 and then rounded, in place of rounding every core."""
+    with without_autocast(cores[0][0].device):
+        return [weight.bfloat16() for weight in compose(formats, cores)]
+
+
+WAYS: dict[str, Compose] = {
+    "one by one": one_by_one,
+    "together": together,
+    "one by one, float32": partial(in_float32, one_by_one),
+    "together, float32": partial(in_float32, together),
+}
 
 
 def tensorized(name: str, depth: int, width: int) -> tuple[list[Format], list[Cores]]:
@@ -87,7 +101,7 @@ def check(formats: Sequence[Format], cores: Sequence[Cores]) -> float:
 
 
 def measure(name: str, depth: int, width: int, device: torch.device) -> dict[str, Any]:
-    """Return the microseconds of both ways for one scheme."""
+    """Return the microseconds of every way for one scheme."""
     formats, cores = tensorized(name, depth, width)
     error = check(formats, cores)
     cores = [tuple(core.to(device) for core in part) for part in cores]
@@ -109,6 +123,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=10)
     parser.add_argument("--device", type=torch.device, default="cuda")
     given = parser.parse_args(words)
+    set_up_compiler()
     rows = []
     for name in SCHEMES:
         rows.append(measure(name, given.depth, given.width, given.device))
