@@ -27,7 +27,7 @@ def light_expansion(
     result. Here only the cores are kept, and the backward pass computes the intermediates again.
     """
     if not torch.is_grad_enabled() or not any(core.requires_grad for core in cores):
-        return expand(cores)  # torch's compiler cannot trace the function below where nothing needs a gradient
+        return expand(cores)
     return _LightExpansion.apply(expand, indices, *cores)
 
 

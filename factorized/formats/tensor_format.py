@@ -145,9 +145,15 @@ class TensorFormat(Format):
         return self.decompose_tensor(weights.reshape(*batch, *self.dims), method_of(exact))
 
     def compose(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
-        """Expand the tensor; near full rank, only its cores are kept for the backward pass."""
+        """Expand the tensor; near full rank, only its cores are kept for the backward pass.
+
+        A compiler would unroll the slices of that pass into ten times as many products; it decides itself what is kept.
+        """
         batch = cores[0].shape[: cores[0].dim() - len(self.core_shapes[0])]
-        tensor = self.expand(cores) if batch or self.keeps_little else light_expansion(self.expand, self.indices, cores)
+        if batch or torch.compiler.is_compiling() or self.keeps_little:
+            tensor = self.expand(cores)
+        else:
+            tensor = light_expansion(self.expand, self.indices, cores)
         return tensor.reshape(*batch, *self.shape.weight_shape)
 
     def norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)

@@ -145,8 +145,14 @@ def test_a_train_for_a_core_has_the_ranks_that_the_tensor_would_need() -> None:
     assert made.core_shapes == ((1, 17, 80), (80, 17, 14), (14, 14, 1), (80, 17), (80, 17), (64, 14))
 
 
-def test_the_order_of_the_products_is_the_cheapest() -> None:
-    made = format_of((60, 8, 30), (2, 7, 10))
+@pytest.mark.parametrize(
+    ("dims", "ranks", "standing"),
+    [((60, 8, 30), (2, 7, 10), False), ((50, 64, 32), (34, 44, 22), True), ((80, 80, 64), (54, 54, 44), True)],
+)
+def test_the_products_are_in_the_cheapest_order_unless_that_copies_to_save_little(
+    dims: tuple[int, ...], ranks: tuple[int, ...], standing: bool
+) -> None:
+    made = format_of(dims, ranks)
     growth = [(d, r) for d, r in zip(made.dims, made.rank, strict=True)]
     costs = {}
     for order in [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]:
@@ -155,7 +161,9 @@ def test_the_order_of_the_products_is_the_cheapest() -> None:
             extents[mode] = growth[mode][0]
             macs += extents[0] * extents[1] * extents[2] * growth[mode][1]
         costs[order] = macs
-    assert made.compose_macs == costs[made.order] == min(costs.values())
+    assert made.compose_macs == costs[made.order]
+    assert (made.order == (0, 1, 2)) == standing == (costs[0, 1, 2] <= 1.25 * min(costs.values()))
+    assert standing or costs[made.order] == min(costs.values())
 
 
 @pytest.mark.parametrize(("dims", "ranks", "kept"), [((4, 5, 6), (2, 3, 4), 0), ((8, 6, 3, 3), (4, 3), 2)])

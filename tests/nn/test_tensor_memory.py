@@ -105,7 +105,7 @@ def test_a_separable_convolution_does_so(method: type[TensorScheme]) -> None:
         (nn.Linear(128, 128), 1, (15, 29, 29), Tucker(dims=(16, 32, 32))),
         (nn.Conv2d(128, 96, 3, padding=1), 1, (17, 23, 31, 8), Tucker(dims=(18, 24, 32, 8))),
         (nn.Conv2d(16, 96, 5, stride=2), 1, (15, 11, 12, 7), Tucker(dims=(15, 16, 16, 10))),
-        (nn.Linear(24, 128), 1, (2, 4, 1, 3, 24), Tucker(dims=(2, 4, 1, 4, 96))),
+        (nn.Linear(24, 128), 1, (24, 2, 4, 1, 3), Tucker(dims=(96, 2, 4, 1, 4))),
         (nn.Linear(100, 30), 1, (5, 6, 9, 10), Tucker()),
         (
             nn.Linear(96, 128, bias=False),
