@@ -164,7 +164,7 @@ class FrobeniusDecay(AttachedDecay):
             acts = held(parameter) and parameter.requires_grad and parameter.grad is not None
             return parameter.detach() if acts else None
 
-        self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f], to_factors=True)
+        self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f])
 
     def _numbers(self) -> dict[Factor, Number]:
         if isinstance(self.strength, float):  # the same as ``strengths``, five times faster
