@@ -4,7 +4,7 @@
 
 The decay adds to gradients, without a training step around it; on a GPU it is one CUDA graph. Times are medians of
 interleaved rounds, in microseconds. Launches are those of the graph. Errors are the largest of any factor's gradient
-against float64, relative to its norm. ``--tiles 32,64,32,8 64,64,16,8`` compares sizes of the kernels' tiles, in the
+against float64, relative to its norm. ``--tiles 32,64,16,4 32,128,32,8`` compares sizes of the kernels' tiles, in the
 order of ``factorized.decay.fused.Tiles``.
 """
 

@@ -212,6 +212,25 @@ def test_gradients_that_are_laid_out_otherwise_are_added_to_by_torch() -> None:
     check(model, 0.5)
 
 
+def test_gradients_anywhere_in_memory_need_no_other_kernels() -> None:
+    from factorized.decay.kernels import gram_kernel
+
+    model = products()
+    decay, device = by_kernels(model, 0.5), torch.cuda.current_device()
+    built = len(gram_kernel.device_caches[device][0])
+    for parameter in list(model.parameters())[::3]:
+        parameter.grad = parameter.new_zeros(parameter.numel() + 1)[1:].view_as(parameter)  # no multiple of 16
+    decay.apply_()
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            parameter.grad.zero_()
+    decay.apply_()
+    assert len(gram_kernel.device_caches[device][0]) == built > 0
+    check(model, 0.5)
+
+
 def test_what_the_kernels_do_not_know_is_computed_by_torch() -> None:
     assert set(workers(products())) == {Fused}
     assert set(workers(products(torch.float64))) <= {Alike, Arena, Pair}

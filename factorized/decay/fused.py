@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from factorized._torch import on_one_device, triton_capability
+from factorized._torch import triton_capability
 from factorized.decay.forms import Factor, Form
 from factorized.decay.plain import add_products
 from factorized.decay.strength import Number
@@ -26,9 +26,9 @@ class Tiles(NamedTuple):
     """What one program of the kernels computes."""
 
     block: int = 32  # columns
-    rows: int = 64  # of a product
-    step: int = 32  # rows that a Gram matrix takes at a time
-    span: int = 8  # rows of one sum of Gram matrices, for each column: the sums are an eighth of the factor
+    rows: int = 128  # of a product
+    step: int = 16  # rows that a Gram matrix takes at a time
+    span: int = 4  # rows of one sum of Gram matrices, for each column: the sums are a quarter of the factor
 
 
 TILES = Tiles()
@@ -93,7 +93,7 @@ class Products:
         if all(number is None for number in given):
             return self.ones
         one = self.ones[0]
-        return on_one_device([one, *(one if number is None else number.reshape(()) for number in given)])[1:].float()
+        return torch.stack([one if n is None else n.to(self.device).reshape(()) for n in given]).float()
 
     def _table(self, targets: Sequence[Tensor | None]) -> Tensor:
         """Return where the factors are: copies of them, if they are the targets."""
@@ -158,21 +158,23 @@ def launch(
     products: Products, factors: Tensor, addresses: Sequence[int], numbers: Sequence[float], scales: Tensor
 ) -> None:
     """Launch both kernels."""
-    from factorized.decay.kernels import TYPES, gram_kernel, product_kernel
+    from factorized.decay.kernels import TYPES, gram_kernel, odd, product_kernel
 
     sizes, notes = products.sizes, (products.places, products.coefficients)
     with torch.cuda.device_of(scales):  # Triton launches on the current GPU
         gram_kernel[(len(products.blocks),)](
-            *(products.blocks, factors, products.sums, *notes, tuple(addresses), tuple(numbers)),
+            *(products.blocks, factors, products.sums, *notes, tuple(map(odd, addresses)), tuple(numbers)),
             DTYPE=TYPES[products.dtype],
             ROWS=sizes.step,
             BLOCK=sizes.block,
+            num_stages=4,
         )
         product_kernel[(len(products.tiles),)](
             *(products.tiles, factors, products.sums, *notes, scales),
             DTYPE=TYPES[products.dtype],
             ROWS=sizes.rows,
             BLOCK=sizes.block,
+            num_warps=sizes.rows // 16,
         )
 
 

@@ -18,14 +18,19 @@ import triton.language as tl
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit(do_not_specialize=["targets", "numbers"])
+def odd(address: int) -> int:
+    """Return an address as the kernel takes it: Triton would build a new one for every pattern of multiples of 16."""
+    return 2 * address + 1
+
+
+@triton.jit
 def gram_kernel(
     blocks,  # (programs, 6): factor, first row, row after the last, first columns of both sides, where the sum begins
     factors,  # (factors, 9)
     sums,  # written
     places,  # (factors,), written for the other kernel
     coefficients,  # (factors,), written for the other kernel
-    targets,  # one address per factor; not in a table, because a captured graph repeats the arguments of its launches
+    targets,  # ``odd`` addresses, one per factor: arguments, which a captured graph repeats, where a table may change
     numbers,  # one per factor
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -34,18 +39,20 @@ def gram_kernel(
     """Write a block of a Gram matrix, on or above the diagonal, and its mirror image."""
     if tl.program_id(0) == 0:
         for f in tl.static_range(len(targets)):
-            tl.store(places + f, targets[f])
+            tl.store(places + f, targets[f] >> 1)
             tl.store(coefficients + f, numbers[f])
     own = blocks + 6 * tl.program_id(0)
     factor = factors + 9 * tl.load(own)
-    first, last = tl.load(own + 1), tl.load(own + 2)
-    left, right, begin = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
+    first, last = _size(own + 1), _size(own + 2)
+    left, right, begin = _size(own + 3), _size(own + 4), tl.load(own + 5)
+    source, rank = tl.load(factor).to(tl.pointer_type(DTYPE)), _size(factor + 2)
+    down, across = tl.load(factor + 3), tl.load(factor + 4)
     gram = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for row in range(first, last, ROWS):
-        a = _load_block(factor, row, last, left, DTYPE, ROWS, BLOCK)
-        b = _load_block(factor, row, last, right, DTYPE, ROWS, BLOCK)
+        a = _load_block(source, row, left, last, rank, down, across, ROWS, BLOCK)
+        b = _load_block(source, row, right, last, rank, down, across, ROWS, BLOCK)
         gram = tl.dot(tl.trans(a), b, gram, input_precision="tf32x3")
-    pitch = tl.cdiv(tl.load(factor + 2), BLOCK) * BLOCK
+    pitch = tl.cdiv(rank, BLOCK) * BLOCK
     i, j = left + tl.arange(0, BLOCK), right + tl.arange(0, BLOCK)
     tl.store(sums + begin + i[:, None] * pitch + j[None, :], gram)
     if left < right:
@@ -69,33 +76,38 @@ def product_kernel(
     Programs read all columns of rows of which others write some: factor and target must not share memory.
     """
     own = tiles + 3 * tl.program_id(0)
-    f, row, column = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    f, row, column = tl.load(own), _size(own + 1), _size(own + 2)
     coefficient = tl.load(coefficients + f) * tl.load(scales + f)
     if coefficient != 0.0:
         factor = factors + 9 * f
-        rows, rank = tl.load(factor + 1), tl.load(factor + 2)
-        begin, count = tl.load(factor + 7), tl.load(factor + 8)
+        source, rows, rank = tl.load(factor).to(tl.pointer_type(DTYPE)), _size(factor + 1), _size(factor + 2)
+        down, across = tl.load(factor + 3), tl.load(factor + 4)
+        begin, count = tl.load(factor + 7), _size(factor + 8)
         pitch = tl.cdiv(rank, BLOCK) * BLOCK
         i, j, k = row + tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
         product = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for middle in range(0, rank, BLOCK):
-            part = _load_block(factor, row, rows, middle, DTYPE, ROWS, BLOCK)
+            part = _load_block(source, row, middle, rows, rank, down, across, ROWS, BLOCK)
             place = sums + begin + (middle + k[:, None]) * pitch + j[None, :]
-            gram = tl.load(place)
+            known = (middle + k[:, None] < rank) & (j[None, :] < rank)  # the rest are zeros, which need not be read
+            gram = tl.load(place, mask=known, other=0.0)
             for span in range(1, count):
-                gram += tl.load(place + span * pitch * pitch)
+                gram += tl.load(place + span * pitch * pitch, mask=known, other=0.0)
             product = tl.dot(part, gram, product, input_precision="tf32x3")
-        down, across = tl.load(factor + 5), tl.load(factor + 6)
-        target = tl.load(places + f).to(tl.pointer_type(DTYPE)) + i[:, None] * down + j[None, :] * across
+        target = tl.load(places + f).to(tl.pointer_type(DTYPE))
+        target += i[:, None] * tl.load(factor + 5) + j[None, :] * tl.load(factor + 6)
         inside = (i[:, None] < rows) & (j[None, :] < rank)
         old = tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, (old + coefficient * product).to(DTYPE), mask=inside)
 
 
 @triton.jit
-def _load_block(factor, row, last, column, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    source = tl.load(factor).to(tl.pointer_type(DTYPE))
-    rank, down, across = tl.load(factor + 2), tl.load(factor + 3), tl.load(factor + 4)
+def _size(place):
+    return tl.load(place).to(tl.int32)  # what is computed in 64 bits takes twice the registers
+
+
+@triton.jit
+def _load_block(source, row, column, rows, rank, down, across, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     i, j = row + tl.arange(0, ROWS), column + tl.arange(0, BLOCK)
-    inside = (i[:, None] < last) & (j[None, :] < rank)
+    inside = (i[:, None] < rows) & (j[None, :] < rank)
     return tl.load(source + i[:, None] * down + j[None, :] * across, mask=inside, other=0.0).to(tl.float32)
