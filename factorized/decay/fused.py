@@ -62,10 +62,10 @@ class Products:
         blocks, self.sums_of, size = _cut_grams(self.shapes, tiles)
         self.blocks = torch.tensor(blocks, device=self.device)
         self.tiles = torch.tensor(_cut_products(self.shapes, tiles), device=self.device)
-        self.sums = torch.empty(size, device=self.device)
+        self.sums = torch.empty(size, dtype=torch.float32, device=self.device)
         self.places = torch.empty(len(matrices), dtype=torch.int64, device=self.device)
-        self.coefficients = torch.empty(len(matrices), device=self.device)
-        self.ones = torch.ones(len(matrices), device=self.device)
+        self.ones = torch.ones(len(matrices), dtype=torch.float32, device=self.device)
+        self.coefficients = torch.empty_like(self.ones)
         self._memory: list[tuple[int, ...]] = []
         self._tables: dict[bool, Tensor] = {}  # of the matrices, and of their copies
         # builds the kernels, which a step that is being captured cannot do
@@ -83,17 +83,16 @@ class Products:
             add_products(self.matrices, unknown, numbers)
             targets = [target if is_known else None for is_known, target in zip(known, targets, strict=True)]
         addresses = [m.data_ptr() if t is None else t.data_ptr() for t, m in zip(targets, self.matrices, strict=True)]
-        plain = [1.0 if isinstance(number, Tensor) else float(number) for number in numbers]
-        plain = [0.0 if target is None else number for target, number in zip(targets, plain, strict=True)]
-        launch(self, self._table(targets), addresses, plain, self._scales(targets, numbers))
+        given = [0.0 if target is None else number for target, number in zip(targets, numbers, strict=True)]
+        plain = [1.0 if isinstance(number, Tensor) else float(number) for number in given]
+        launch(self, self._table(targets), addresses, plain, self._scales(given))
 
-    def _scales(self, targets: Sequence[Tensor | None], numbers: Sequence[Number]) -> Tensor:  # (factors,)
+    def _scales(self, numbers: Sequence[Number]) -> Tensor:  # (factors,)
         """Return the numbers that are tensors, and ones for others."""
-        given = [n if isinstance(n, Tensor) and t is not None else None for t, n in zip(targets, numbers, strict=True)]
-        if all(number is None for number in given):
+        if not any(isinstance(number, Tensor) for number in numbers):
             return self.ones
         one = self.ones[0]
-        return torch.stack([one if n is None else n.to(self.device).reshape(()) for n in given]).float()
+        return torch.stack([n.to(self.device).reshape(()) if isinstance(n, Tensor) else one for n in numbers]).float()
 
     def _table(self, targets: Sequence[Tensor | None]) -> Tensor:
         """Return where the factors are: copies of them, if they are the targets."""
@@ -205,7 +204,7 @@ def can_build_kernels(device: torch.device) -> bool:
     if triton_capability(device) < CAPABILITY:
         return False
     try:
-        Products([torch.ones(1, 1, device=device)] * 2)
+        Products([torch.ones(1, 1, dtype=torch.float32, device=device)] * 2)
     except Exception as error:  # a compiler that is missing, or may not write, can fail in any way
         logger.info("the decay's kernels could not be built; using torch operations instead: %s", error)
         return False

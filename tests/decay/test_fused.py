@@ -158,6 +158,16 @@ def test_targets_that_are_not_laid_out_like_their_factors_are_added_to_by_torch(
     check(targets, [0.5, 0.5, 0.0, 0.0], exact(matrices))
 
 
+def test_sums_are_float32_whatever_the_default_type_is(launches: list[list[float]]) -> None:
+    matrices = [torch.randn(12, 3), torch.randn(9, 3)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        products = Products(matrices)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert products.sums.dtype == products.ones.dtype == products.coefficients.dtype == torch.float32
+
+
 def test_more_products_than_one_launch_takes_are_split(launches: list[list[float]]) -> None:
     worker = Fused(fz.forms(nn.ModuleList(fz.FactorizedLinear(4, 3, 1) for _ in range(MOST + 3))))
     launches.clear()
