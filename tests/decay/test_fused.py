@@ -17,6 +17,7 @@ from factorized.decay.fused import MOST, TILES, Fused, Products, Tiles, _cut_gra
 from factorized.decay.plain import Plain
 from factorized.decay.strength import Number
 from tests.interpreted import needs_interpreter, run_interpreted
+from tests.on_gpu import decayed_gradients
 
 SHAPES = [(192, 9), (65, 16), (64, 17), (3, 1), (130, 37), (90, 64), (66, 65), (400, 73), (90, 128)]
 INTERPRETED = "from tests.decay import test_fused\ntest_fused."
@@ -258,3 +259,16 @@ def test_factors_of_two_products_are_left_to_torch() -> None:
     assert [type(worker) for worker in decay._engine.workers] == [Fused, Plain]
     assert len(decay._engine.workers[0].factors) == 4
     assert [type(worker) for worker in deepcopy(decay)._engine.workers] == []  # made again where the copy is used
+
+
+def test_a_compiled_decay_needs_no_kernels(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> None:
+    model = layers()
+    eager = [gradient.clone() for gradient in decayed_gradients(model, compiled=False)]
+    decay, found = fz.FrobeniusDecay(model, 0.1), []
+    monkeypatch.setattr(fused, "launch", lambda *arguments: found.append(arguments))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.compile(decay.apply_, fullgraph=True, backend="aot_eager")()
+    assert not found
+    for parameter, want in zip(model.parameters(), eager, strict=True):
+        torch.testing.assert_close(parameter.grad, want)
