@@ -25,8 +25,8 @@ nightly: $(STAMP)
 # GPU kernels on the CPU: Triton and the NumPy that its interpreter needs, beside the environment.
 interpreted: $(STAMP)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/interpreted triton==3.6.0 numpy==2.3.5
-	PYTHONPATH=$(VENV)/interpreted $(BIN)/python -m pytest -k interpreted tests/formats/test_thin.py tests/nn/test_one_row.py \
-		tests/test_depthwise_benchmark.py
+	PYTHONPATH=$(VENV)/interpreted $(BIN)/python -m pytest -k interpreted tests/decay/test_fused.py \
+		tests/formats/test_thin.py tests/nn/test_one_row.py tests/test_depthwise_benchmark.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

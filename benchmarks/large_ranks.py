@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import factorized as fz
-from factorized.decay.engine import Alike
+from factorized.decay.plain import Pair
 from factorized.experiments.bench.decay import feed_forward
 from factorized.experiments.bench.llama import STRENGTH, LlamaSizes, build_llama
 from factorized.experiments.training.record import describe_machine
@@ -62,7 +62,7 @@ def training_step(model: nn.Module, run: nn.Module, arguments: argparse.Namespac
 def use(way: str, decay: fz.FrobeniusDecay) -> fz.FrobeniusDecay:
     """Make a decay compute its products in one of ``WAYS``."""
     if way != WAYS[2]:
-        decay._engine.workers = [Alike([form]) for form in dict.fromkeys(decay._engine.form_of.values())]
+        decay._engine.workers = [Pair([form]) for form in dict.fromkeys(decay._engine.form_of.values())]
     return decay
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.decay.engine import Worker
+from factorized.decay.plain import Plain
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -18,3 +22,9 @@ def decayed_gradients(model: nn.Module, *, compiled: bool) -> list[Tensor]:
     apply = fz.FrobeniusDecay(model, 0.1).apply_
     (torch.compile(apply, fullgraph=True, backend="aot_eager") if compiled else apply)()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def kinds(workers: Sequence[Worker]) -> list[type]:
+    """Return the classes of a decay's workers, and of the parts of those that torch computes."""
+    found = [worker.parts if isinstance(worker, Plain) else [worker] for worker in workers]
+    return [type(part) for parts in found for part in parts]

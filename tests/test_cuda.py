@@ -15,7 +15,7 @@ from factorized.decay.arena import Arena
 from factorized.experiments.models.resnet import resnet
 from factorized.formats.format import WAYS
 from factorized.formats.svd import spectral_factors
-from tests.on_gpu import needs_cuda
+from tests.on_gpu import kinds, needs_cuda
 
 pytestmark = needs_cuda
 
@@ -88,7 +88,7 @@ def trained(
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(fz.parameter_groups(model, 1e-2), lr=0.05, momentum=0.9)
     decay = fz.FrobeniusDecay(model, 0.05).attach(optimizer)
-    assert any(isinstance(worker, Arena) for worker in decay._engine.workers)
+    assert Arena in kinds(decay._engine.workers)
     return optimizer
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.decay.engine import Alike, make_workers
+from factorized.decay.engine import make_workers
+from factorized.decay.plain import Alike, Pair
 from factorized.decay.rounded import Rounded
 from factorized.nn.timing import capture
-from tests.on_gpu import decayed_gradients, needs_cuda
+from tests.on_gpu import decayed_gradients, kinds, needs_cuda
 
 pytestmark = needs_cuda
 SHAPES = [(5632, 512, 2048), (4100, 129, 4099), (2048, 500, 3000), (8000, 65, 9000), (3000, 1000, 4096)]
@@ -43,7 +44,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def workers(model: nn.Module) -> list[type]:
-    return [type(worker) for worker in make_workers(fz.forms(model))]
+    return kinds(make_workers(fz.forms(model)))
 
 
 def test_gradients_are_those_of_the_products() -> None:
@@ -119,7 +120,7 @@ def test_a_factor_with_nan_has_gradients_with_nan() -> None:
 
 
 def test_factors_of_two_products_and_other_types_are_computed_by_torch() -> None:
-    assert workers(products().double()) == [Alike] * len(SHAPES)
+    assert workers(products().double()) == [Pair] * len(SHAPES)
     model = products([SHAPES[0]] * 2)
     model[1].U = model[0].U
     assert workers(model) == [Alike] * 2

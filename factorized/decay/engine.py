@@ -6,21 +6,21 @@ On the CPU each product is computed alone; on a GPU many are computed together i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from factorized._torch import computable, without_autocast
+from factorized._torch import without_autocast
 from factorized.decay.arena import Arena
 from factorized.decay.forms import Factor, Form, is_attention
 from factorized.decay.fused import Fused, is_fusible
 from factorized.decay.local import placed_like
+from factorized.decay.plain import Alike, Pair, Part, Plain, forms_product, is_pair
 from factorized.decay.rounded import Rounded, is_large
-from factorized.decay.sharded import Sharded, ShardedHeads, is_sharded, is_sharded_by_rows, own_gradient, whole
+from factorized.decay.sharded import Sharded, ShardedHeads, is_sharded, is_sharded_by_rows
 from factorized.decay.strength import Number
-from factorized.formats.frobenius import product_is_cheaper
 
 # What the gradient of a factor is added to, shaped like its parameter; None leaves the factor out.
 Target = Callable[[Factor], Tensor | None]
@@ -31,6 +31,17 @@ Place = tuple[torch.device, torch.dtype, torch.Size]  # of a parameter; workers 
 LARGEST_BATCHED = {"cuda": 2**20, "cpu": 2**15}
 
 
+class Worker(Protocol):
+    """Computes some forms that share no factor with those of other workers."""
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """The factors of all forms."""
+
+    def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[Number]) -> None:
+        """Add ``numbers`` times the gradients to ``targets``, which may be the parameters: all are read before."""
+
+
 class Engine:
     """Computes the Frobenius gradients of some forms, at every step."""
 
@@ -39,57 +50,27 @@ class Engine:
         self._parameters = list(dict.fromkeys(factor.parameter for factor in self.form_of))
         self.workers = make_workers(found)
         self._made_for: list[Place] = self._places()
-        self._turn = _turns(self.form_of)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles: without workers, which are made again for the device in use."""
         return {**self.__dict__, "workers": [], "_made_for": []}
 
-    def add(self, target: Target, coefficient: Callable[[Factor], Number], *, to_factors: bool = False) -> None:
+    def add(self, target: Target, coefficient: Callable[[Factor], Number]) -> None:
         """Add ``coefficient(factor)`` times every factor's gradient to its ``target``.
 
-        ``to_factors`` means that the targets are the factors themselves: then none is changed before all are read.
+        The targets may be the factors themselves: none is changed before all that need it have read it.
         """
         if self._places() != self._made_for:  # parameters were moved, or changed their type or shape
             self.workers, self._made_for = make_workers(list(dict.fromkeys(self.form_of.values()))), self._places()
-        additions: dict[tuple[int, Number], tuple[list[Tensor], list[Tensor]]] = {}
         with torch.no_grad(), without_autocast(*(parameter.device for parameter in self._parameters)):
             for worker in self.workers:
                 targets = [target(factor) for factor in worker.factors]
-                if all(tensor is None for tensor in targets):
-                    continue
-                numbers = [0.0 if t is None else coefficient(f) for f, t in zip(worker.factors, targets, strict=True)]
-                if isinstance(worker, Rounded) and not torch.compiler.is_compiling():
-                    worker.add_to(targets, numbers)
-                    continue
-                plain = [number for number in numbers if not isinstance(number, Tensor)]
-                if isinstance(worker, Alike) and worker.is_plain_pair and len(plain) == 2 and not to_factors:
-                    worker.add_to(targets, plain)
-                    continue
-                found = zip(worker.factors, targets, numbers, worker.gradients(), strict=True)
-                for factor, tensor, number, gradient in found:
-                    if tensor is not None:
-                        into, parts = additions.setdefault((self._turn[factor], number), ([], []))
-                        into.append(tensor if factor.is_whole else factor.part(tensor))
-                        parts.append(gradient)
-            for (_, number), (into, parts) in additions.items():
-                if isinstance(number, Tensor):
-                    torch._foreach_add_(into, torch._foreach_mul(parts, number.to(parts[0].device).reshape(())))
-                elif number != 0:
-                    torch._foreach_add_(into, parts, alpha=number)
+                if any(tensor is not None for tensor in targets):
+                    found = zip(worker.factors, targets, strict=True)
+                    worker.add_to(targets, [0.0 if tensor is None else coefficient(f) for f, tensor in found])
 
     def _places(self) -> list[Place]:
         return [(parameter.device, parameter.dtype, parameter.shape) for parameter in self._parameters]
-
-
-def _turns(factors: Iterable[Factor]) -> dict[Factor, int]:
-    """Number the factors that share a parameter: one launch may add to many tensors, but not twice to the same one."""
-    seen: Counter[nn.Parameter] = Counter()
-    turns = {}
-    for factor in factors:
-        turns[factor] = seen[factor.parameter] if factor.projection is None else 0  # projections are different parts
-        seen[factor.parameter] += 1
-    return turns
 
 
 def gradient_of(factor: Factor) -> Tensor | None:
@@ -109,74 +90,37 @@ def gradient_of(factor: Factor) -> Tensor | None:
     return placed
 
 
-class Alike:
-    """Forms of one format, computed as a stack; or a single form.
-
-    Sharded factors are gathered: the cores of formats other than products, and products that are split by columns.
-    """
-
-    def __init__(self, members: Sequence[Form]) -> None:
-        self.members = list(members)
-        self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in form.factors)
-        self.is_plain_pair = len(members) == 1 and _is_plain_pair(members[0])
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradient of half the squared norm for every factor, in the order of ``factors``."""
-        values = [
-            computable(factor.view(whole(factor)) if is_sharded(factor.parameter) else factor.value)
-            for factor in self.factors
-        ]
-        form = self.members[0]
-        count = len(form.factors)
-        if len(self.members) == 1:
-            gradients = form.gradients(values)
-        else:
-            stacks = form.gradients([torch.stack(values[place::count]) for place in range(count)])
-            gradients = [stacks[place][member] for member in range(len(self.members)) for place in range(count)]
-        return [_like_target(factor, gradient) for factor, gradient in zip(self.factors, gradients, strict=True)]
-
-    def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[float]) -> None:
-        """Add ``numbers`` times the gradients of a plain pair of matrices to ``targets``, without temporary results.
-
-        The targets are shaped like the parameters, but must not be the parameters, which are read meanwhile.
-        """
-        U, V = (factor.parameter for factor in self.factors)
-        left, right = targets
-        of_U = U.mT @ U if right is not None else None
-        if left is not None and numbers[0] != 0:
-            left.addmm_(U, V.mT @ V, alpha=numbers[0])
-        if right is not None and of_U is not None and numbers[1] != 0:
-            right.addmm_(V, of_U, alpha=numbers[1])
-
-
-Worker = Alike | Fused | Rounded | Arena | Sharded | ShardedHeads
-
-
 def make_workers(found: Sequence[Form]) -> list[Worker]:
-    """Group forms that are computed together: sharded ones, those for the kernels, other small ones on a GPU."""
+    """Group forms that are computed together: those for the kernels, large ones, single ones, and all others."""
     products = [form for form in found if form.is_product]
     sharded = [form for form in products if any(is_sharded(factor.parameter) for factor in form.factors)]
     by_rows = [form for form in sharded if is_sharded_by_rows(form)]
     heads = [form for form in by_rows if is_attention(form)]
     layers = [form for form in by_rows if not is_attention(form)]
-    workers: list[Worker] = [Alike([form]) for form in sharded if form not in by_rows]
-    workers += [Sharded(layers)] if layers else []
-    workers += [ShardedHeads(heads)] if heads else []
+    parts: list[Part] = [Alike([form]) for form in sharded if form not in by_rows]
+    parts += [Sharded(layers)] if layers else []
+    parts += [ShardedHeads(heads)] if heads else []
     uses = Counter(factor.parameter for form in found for factor in form.factors)
+    sharing = {form for form in found if any(uses[factor.parameter] > 1 for factor in form.factors)}
     together: dict[tuple[Any, ...], list[Form]] = {}
     for form in found:
         if form not in sharded:
-            shares = any(uses[factor.parameter] > 1 for factor in form.factors)
-            together.setdefault(_batch_key(form, shares), []).append(form)
-    for (worker, *_), members in together.items():
-        workers.append(Alike(members) if len(members) == 1 and worker is not Rounded else worker(members))
-    return workers
+            together.setdefault(_batch_key(form, form in sharing), []).append(form)
+    workers: list[Worker] = []
+    for (kind, *_), members in together.items():
+        if len(members) == 1 and kind in (Fused, Arena):
+            kind = _kind_alone(members[0], members[0] in sharing)
+        if kind in (Alike, Arena):
+            parts.append(kind(members))
+        else:
+            workers.append(kind(members))
+    return [*workers, Plain(parts)] if parts else workers
 
 
 def _batch_key(form: Form, shares: bool) -> tuple[Any, ...]:
     """Return the class that computes a form, and what forms that are computed together have in common.
 
-    ``shares`` means that a factor also belongs to another form, so that it may not be changed before all are read.
+    ``shares`` means that a factor also belongs to another form: such forms are computed by parts of one worker.
     """
     core = form.factors[0].parameter
     if form.format is not None and not form.is_product:
@@ -186,8 +130,12 @@ def _batch_key(form: Form, shares: bool) -> tuple[Any, ...]:
     if is_large(form) and not shares:
         return Rounded, form.left.parameter.shape, form.right.parameter.shape, core.device
     if not _gains_from_batching(form):
-        return Alike, form
-    return Fused if is_fusible(form) else Arena, core.dtype, core.device
+        return _kind_alone(form, shares), form
+    return Fused if is_fusible(form) and not shares else Arena, core.dtype, core.device
+
+
+def _kind_alone(form: Form, shares: bool) -> type[Pair | Alike]:
+    return Pair if is_pair(form) and not shares else Alike
 
 
 def _check_matrices(form: Form) -> None:
@@ -208,24 +156,4 @@ def _gains_from_batching(form: Form) -> bool:
     """Return whether a product is computed faster together with others: on a GPU, where launches dominate the cost."""
     too_large = form.left.value.numel() + form.right.value.numel() > LARGEST_BATCHED["cuda"]
     shares_matrices = form.U.dim() > 3  # grouped queries: there are more products than matrices
-    return form.U.is_cuda and not (form.middle or too_large or shares_matrices or _forms_product(form))
-
-
-def _is_plain_pair(form: Form) -> bool:
-    """Return whether a form is two whole matrices whose gradients come from their Gram matrices, in their own type."""
-    if not form.is_product or form.middle or not (form.left.is_whole and form.right.is_whole):
-        return False
-    return not _forms_product(form) and computable(form.left.value).dtype == form.U.dtype
-
-
-def _forms_product(form: Form) -> bool:
-    """Return whether the product itself is cheaper than Gram matrices."""
-    (rows, rank), columns = form.U.shape[-2:], form.V.shape[-2]
-    return product_is_cheaper(rows, columns, rank, 0, products=3)
-
-
-def _like_target(factor: Factor, gradient: Tensor) -> Tensor:
-    """Return a gradient shaped like its target: this rank's part, or without a batch dimension of one."""
-    if is_sharded(factor.parameter):
-        return own_gradient(gradient, factor)
-    return gradient[0] if factor.is_whole else gradient
+    return form.U.is_cuda and not (form.middle or too_large or shares_matrices or forms_product(form))

@@ -158,13 +158,20 @@ class FrobeniusDecay(AttachedDecay):
 
     def _shrink(self, rate: Callable[[nn.Parameter], Number], held: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()
+        made: dict[tuple[Number, Number], Number] = {}  # equal numbers share one tensor, and so one launch
 
         def parameter_of(factor: Factor) -> Tensor | None:
             parameter = factor.parameter
             acts = held(parameter) and parameter.requires_grad and parameter.grad is not None
             return parameter.detach() if acts else None
 
-        self._engine.add(parameter_of, lambda f: -rate(f.parameter) * numbers[f], to_factors=True)
+        def number_of(factor: Factor) -> Number:
+            key = rate(factor.parameter), numbers[factor]
+            if key not in made:
+                made[key] = -key[0] * key[1]
+            return made[key]
+
+        self._engine.add(parameter_of, number_of)
 
     def _numbers(self) -> dict[Factor, Number]:
         if isinstance(self.strength, float):  # the same as ``strengths``, five times faster

@@ -1,8 +1,12 @@
 """The two GPU kernels of Frobenius decay: Gram matrices of many factors, and the factors times those of their partners.
 
-A factor is read in place, by its address. A program handles a tile of its rows. A factor's Gram matrix is stored as one
-sum per tile; its readers add the tiles up in a fixed order, so that results do not vary from run to run. Each matrix
-product is three in tf32, which keeps the precision of float32 and runs on tensor cores.
+Factors and targets are read in place, by their addresses. Matrices are cut into square blocks, so that one launch takes
+factors of any ranks. A factor's Gram matrix is stored as one sum for every span of its rows. Readers add these up in a
+fixed order, so that results do not vary from run to run. Each matrix product is three in tf32, which keeps the
+precision of float32 and runs on tensor cores.
+
+The table ``factors`` has nine columns: address, rows, rank, two strides, two strides of the target, where the partner's
+sums begin and how many there are.
 """
 
 from __future__ import annotations
@@ -14,57 +18,96 @@ import triton.language as tl
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+def odd(address: int) -> int:
+    """Return an address as the kernel takes it: Triton would build a new one for every pattern of multiples of 16."""
+    return 2 * address + 1
+
+
 @triton.jit
 def gram_kernel(
-    tiles,  # (tiles, 2): factor, first row
-    factors,  # (factors, 8): address, rows, rank, its two strides, where its results begin, its partner's first tile
-    # and how many tiles that has
-    sums,  # (tiles, R, R), written
+    blocks,  # (programs, 6): factor, first row, row after the last, first columns of both sides, where the sum begins
+    factors,  # (factors, 9)
+    sums,  # written
+    places,  # (factors,), written for the other kernel
+    coefficients,  # (factors,), written for the other kernel
+    targets,  # ``odd`` addresses, one per factor: arguments, which a captured graph repeats, where a table may change
+    numbers,  # one per factor
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
-    R: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write the Gram matrix of every tile."""
-    tile = tl.program_id(0)
-    part = _load_tile(tiles, factors, tile, DTYPE, ROWS, R)
-    k = tl.arange(0, R)
-    gram = tl.dot(tl.trans(part), part, input_precision="tf32x3")
-    tl.store(sums + tile * R * R + k[:, None] * R + k[None, :], gram)
+    """Write a block of a Gram matrix, on or above the diagonal, and its mirror image."""
+    if tl.program_id(0) == 0:
+        for f in tl.static_range(len(targets)):
+            tl.store(places + f, targets[f] >> 1)
+            tl.store(coefficients + f, numbers[f])
+    own = blocks + 6 * tl.program_id(0)
+    factor = factors + 9 * tl.load(own)
+    first, last = _size(own + 1), _size(own + 2)
+    left, right, begin = _size(own + 3), _size(own + 4), tl.load(own + 5)
+    source, rank = tl.load(factor).to(tl.pointer_type(DTYPE)), _size(factor + 2)
+    down, across = tl.load(factor + 3), tl.load(factor + 4)
+    gram = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for row in range(first, last, ROWS):
+        a = _load_block(source, row, left, last, rank, down, across, ROWS, BLOCK)
+        b = _load_block(source, row, right, last, rank, down, across, ROWS, BLOCK)
+        gram = tl.dot(tl.trans(a), b, gram, input_precision="tf32x3")
+    pitch = tl.cdiv(rank, BLOCK) * BLOCK
+    i, j = left + tl.arange(0, BLOCK), right + tl.arange(0, BLOCK)
+    tl.store(sums + begin + i[:, None] * pitch + j[None, :], gram)
+    if left < right:
+        tl.store(sums + begin + j[None, :] * pitch + i[:, None], gram)
 
 
 @triton.jit
 def product_kernel(
-    tiles,  # (tiles, 2)
-    factors,  # (factors, 8)
-    sums,  # (tiles, R, R)
-    results,  # all gradients, one factor after the other, written
+    tiles,  # (programs, 3): factor, first row, first column
+    factors,  # (factors, 9)
+    sums,
+    places,  # (factors,): addresses of targets
+    coefficients,  # (factors,)
+    scales,  # (factors,): by which coefficients are multiplied
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
-    R: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write every tile times the Gram matrix of its factor's partner."""
-    tile = tl.program_id(0)
-    own = factors + 8 * tl.load(tiles + 2 * tile)
-    rows, rank, begin = tl.load(own + 1), tl.load(own + 2), tl.load(own + 5)
-    partner, count = tl.load(own + 6), tl.load(own + 7)
-    k = tl.arange(0, R)
-    gram = tl.zeros((R, R), dtype=tl.float32)
-    for other in range(partner, partner + count):
-        gram += tl.load(sums + other * R * R + k[:, None] * R + k[None, :])
-    part = _load_tile(tiles, factors, tile, DTYPE, ROWS, R)
-    i = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
-    place = results + begin + i[:, None] * rank + k[None, :]
-    product = tl.dot(part, gram, input_precision="tf32x3")
-    tl.store(place, product, mask=(i[:, None] < rows) & (k[None, :] < rank))
+    """Add a tile of a factor's product with its partner's Gram matrix to the target, unless its coefficient is zero.
+
+    Programs read all columns of rows of which others write some: factor and target must not share memory.
+    """
+    own = tiles + 3 * tl.program_id(0)
+    f, row, column = tl.load(own), _size(own + 1), _size(own + 2)
+    coefficient = tl.load(coefficients + f) * tl.load(scales + f)
+    if coefficient != 0.0:
+        factor = factors + 9 * f
+        source, rows, rank = tl.load(factor).to(tl.pointer_type(DTYPE)), _size(factor + 1), _size(factor + 2)
+        down, across = tl.load(factor + 3), tl.load(factor + 4)
+        begin, count = tl.load(factor + 7), _size(factor + 8)
+        pitch = tl.cdiv(rank, BLOCK) * BLOCK
+        i, j, k = row + tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+        product = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for middle in range(0, rank, BLOCK):
+            part = _load_block(source, row, middle, rows, rank, down, across, ROWS, BLOCK)
+            place = sums + begin + (middle + k[:, None]) * pitch + j[None, :]
+            known = (middle + k[:, None] < rank) & (j[None, :] < rank)  # the rest are zeros, which need not be read
+            gram = tl.load(place, mask=known, other=0.0)
+            for span in range(1, count):
+                gram += tl.load(place + span * pitch * pitch, mask=known, other=0.0)
+            product = tl.dot(part, gram, product, input_precision="tf32x3")
+        target = tl.load(places + f).to(tl.pointer_type(DTYPE))
+        target += i[:, None] * tl.load(factor + 5) + j[None, :] * tl.load(factor + 6)
+        inside = (i[:, None] < rows) & (j[None, :] < rank)
+        old = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, (old + coefficient * product).to(DTYPE), mask=inside)
 
 
 @triton.jit
-def _load_tile(tiles, factors, tile, DTYPE: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr):
-    own = factors + 8 * tl.load(tiles + 2 * tile)
-    source = tl.load(own).to(tl.pointer_type(DTYPE))
-    rows, rank = tl.load(own + 1), tl.load(own + 2)
-    down, across = tl.load(own + 3), tl.load(own + 4)
-    i = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
-    k = tl.arange(0, R)
-    inside = (i[:, None] < rows) & (k[None, :] < rank)
-    return tl.load(source + i[:, None] * down + k[None, :] * across, mask=inside, other=0.0).to(tl.float32)
+def _size(place):
+    return tl.load(place).to(tl.int32)  # what is computed in 64 bits takes twice the registers
+
+
+@triton.jit
+def _load_block(source, row, column, rows, rank, down, across, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    i, j = row + tl.arange(0, ROWS), column + tl.arange(0, BLOCK)
+    inside = (i[:, None] < rows) & (j[None, :] < rank)
+    return tl.load(source + i[:, None] * down + j[None, :] * across, mask=inside, other=0.0).to(tl.float32)

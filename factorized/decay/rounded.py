@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from factorized.decay.forms import Factor, Form
-from factorized.decay.fused import CAPABILITY, RANKS
+from factorized.decay.fused import CAPABILITY
+from factorized.decay.plain import add_products, forms_product
 from factorized.decay.strength import Number
-from factorized.formats.frobenius import frobenius_gradients, product_is_cheaper
 
+LEAST_RANK = 65
 LEAST = 2**20  # entries of both factors; smaller products are computed many at once, whatever their shapes
 MOST = 2**26  # entries that are held rounded at a time, 128 MiB
 
@@ -28,13 +29,11 @@ class Rounded:
         self.members = list(members)
         self.factors: tuple[Factor, ...] = tuple(factor for form in members for factor in (form.left, form.right))
 
-    def gradients(self) -> list[Tensor]:
-        """Return the gradient of ½‖U Vᵀ‖² for every factor, in the order of ``factors``, without rounding."""
-        pairs = ((form.left.parameter, form.right.parameter) for form in self.members)
-        return [gradient for U, V in pairs for gradient in frobenius_gradients(U, V)[:2]]
-
     def add_to(self, targets: Sequence[Tensor | None], numbers: Sequence[Number]) -> None:
         """Add ``numbers`` times the gradients to ``targets``, shaped like the factors, or the factors themselves."""
+        if torch.compiler.is_compiling():  # compiled decays keep the precision of float32
+            add_products([factor.parameter for factor in self.factors], targets, numbers)
+            return
         pair = self.members[0].left.parameter.numel() + self.members[0].right.parameter.numel()
         count = max(1, MOST // pair)
         for first in range(0, len(self.members), count):
@@ -76,8 +75,8 @@ def is_large(form: Form) -> bool:
         and form.left.is_whole
         and form.right.is_whole
         and U.dim() == V.dim() == 2
-        and U.shape[1] > RANKS[-1]
+        and U.shape[1] >= LEAST_RANK
         and U.numel() + V.numel() > LEAST
-        and not product_is_cheaper(len(U), len(V), U.shape[1], 0, products=3)
+        and not forms_product(form)
         and torch.cuda.get_device_capability(U.device) >= CAPABILITY
     )

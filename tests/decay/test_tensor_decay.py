@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.decay.engine import Alike, make_workers
+from factorized.decay.engine import make_workers
+from factorized.decay.plain import Alike, Plain
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
 from factorized.testing import error
@@ -168,12 +169,13 @@ def test_strengths_go_by_format(kind: str, names: list[str]) -> None:
 def test_weights_of_one_format_are_one_batch_and_give_what_each_alone_does(scheme: Scheme) -> None:
     formats = [scheme.at_rank(KernelShape.of((24, 24)), rank) for rank in (2, 2, 2, 3)]
     model = nn.Sequential(*(fz.FactorizedLinear(24, 24, format, dtype=torch.float64) for format in formats))
-    workers = make_workers(fz.forms(model))
-    assert sorted(len(worker.members) for worker in workers if isinstance(worker, Alike)) == [1, 3]
+    (worker,) = make_workers(fz.forms(model))
+    assert isinstance(worker, Plain)
+    assert sorted(len(part.members) for part in worker.parts if isinstance(part, Alike)) == [1, 3]
     found = {
-        factor.parameter: part
-        for worker in workers
-        for factor, part in zip(worker.factors, worker.gradients(), strict=True)
+        factor.parameter: gradient
+        for part in worker.parts
+        for factor, gradient in zip(part.factors, part.gradients(), strict=True)
     }
     for layer in layers(model).values():
         gradients = layer.format.gradients([core.detach() for core in layer.factors])

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import factorized as fz
 from factorized.decay.arena import Arena
-from factorized.decay.engine import Alike, make_workers
+from factorized.decay.engine import make_workers
 from factorized.decay.forms import Form
+from factorized.decay.plain import Alike, Pair, Plain, add_products, is_pair
+from factorized.decay.strength import Number
 from factorized.testing import error
 from tests.decay.models_for_decay import by_weights
 
@@ -54,26 +56,57 @@ def test_its_gradients_are_autograds(
 
 
 def test_on_the_cpu_every_product_is_computed_by_itself() -> None:
-    workers = make_workers(fz.forms(nn.Sequential(*SQUARE, *GROUPED)))
-    assert [type(worker) for worker in workers] == [Alike] * 4
+    *pairs, rest = make_workers(fz.forms(nn.Sequential(*SQUARE, *GROUPED)))
+    assert [type(worker) for worker in pairs] == [Pair] * 3
+    assert isinstance(rest, Plain)
+    assert [type(part) for part in rest.parts] == [Alike]
 
 
-@pytest.mark.parametrize("frozen", [None, "U", "V"])
-def test_a_lone_product_adds_its_gradients_in_the_products_themselves(frozen: str | None) -> None:
+def drawn_pair() -> tuple[list[Tensor], Pair, list[Tensor]]:
+    """Return the factors of a product, the worker that computes it alone, and its gradients."""
+    torch.manual_seed(0)
     (form,) = fz.forms(fz.FactorizedLinear(9, 7, 2).double())
-    worker = Alike([form])
-    assert worker.is_plain_pair
-    parameters = dict(zip("UV", (factor.parameter for factor in worker.factors), strict=True))
-    targets = [None if name == frozen else torch.randn_like(p.detach()) for name, p in parameters.items()]
-    expected = [
-        None if target is None else target + number * gradient
-        for target, number, gradient in zip(targets, (0.5, 0.25), worker.gradients(), strict=True)
-    ]
+    U, V = factors = [factor.parameter.detach() for factor in form.factors]
+    return factors, Pair([form]), [U @ (V.mT @ V), V @ (U.mT @ U)]
+
+
+NUMBERS: list[list[Number]] = [[0.5, 0.25], [torch.tensor(0.5), 0.25], [torch.tensor(0.5), torch.tensor(0.25)]]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("left_out", [None, 0, 1])
+@pytest.mark.parametrize("by", ["pair", "products"])
+def test_a_lone_product_adds_its_gradients(left_out: int | None, numbers: list[Number], by: str) -> None:
+    factors, worker, gradients = drawn_pair()
+    before = [torch.randn_like(factor) for factor in factors]
+    targets = [None if index == left_out else old.clone() for index, old in enumerate(before)]
     with torch.no_grad():
-        worker.add_to(targets, [0.5, 0.25])
-    for target, wanted in zip(targets, expected, strict=True):
-        if target is not None and wanted is not None:
-            torch.testing.assert_close(target, wanted, rtol=1e-12, atol=1e-12)
+        worker.add_to(targets, numbers) if by == "pair" else add_products(factors, targets, numbers)
+    for target, old, number, gradient in zip(targets, before, numbers, gradients, strict=True):
+        if target is not None:
+            torch.testing.assert_close(target, old + float(number) * gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("by", ["pair", "products"])
+def test_the_targets_of_a_lone_product_may_be_its_factors(numbers: list[Number], by: str) -> None:
+    factors, worker, gradients = drawn_pair()
+    numbers = [-number for number in numbers]
+    wanted = [factor + float(n) * gradient for factor, n, gradient in zip(factors, numbers, gradients, strict=True)]
+    with torch.no_grad():
+        worker.add_to(factors, numbers) if by == "pair" else add_products(factors, factors, numbers)
+    for factor, want in zip(factors, wanted, strict=True):
+        torch.testing.assert_close(factor, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_coefficient_of_zero_leaves_targets_alone_even_where_the_product_is_infinite() -> None:
+    factors, worker, _ = drawn_pair()
+    targets = [torch.ones_like(factor) for factor in factors]
+    factors[0][0, 0] = torch.inf
+    with torch.no_grad():
+        worker.add_to(targets, [0.0, 0.0])
+        add_products(factors, targets, [0.0, 0.0])
+    assert all((target == 1).all() for target in targets)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +118,18 @@ def test_a_lone_product_adds_its_gradients_in_the_products_themselves(frozen: st
         pytest.param(fz.FactorizedConv2d(8, 12, 3, 2, groups=2), id="groups"),
     ],
 )
-def test_a_lone_product_that_is_no_plain_pair_goes_the_long_way(module: nn.Module) -> None:
+def test_a_product_that_is_no_plain_pair_goes_the_long_way(module: nn.Module) -> None:
     (form,) = fz.forms(module)
-    assert not Alike([form]).is_plain_pair
+    assert not is_pair(form)
+    (worker,) = make_workers([form])
+    assert isinstance(worker, Plain)
+
+
+def test_products_with_a_factor_in_common_are_computed_by_one_worker() -> None:
+    model = nn.Sequential(*(fz.FactorizedLinear(12, 12, 3, bias=False) for _ in range(3)))
+    model[1].V = model[0].U
+    kinds = [type(worker) for worker in make_workers(fz.forms(model))]
+    assert kinds == [Pair, Plain]
 
 
 def test_no_tensor_is_added_to_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
