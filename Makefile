@@ -25,7 +25,7 @@ nightly: $(STAMP)
 # GPU kernels on the CPU: Triton and the NumPy that its interpreter needs, beside the environment.
 interpreted: $(STAMP)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/interpreted triton==3.6.0 numpy==2.3.5
-	PYTHONPATH=$(VENV)/interpreted $(BIN)/python -m pytest -k interpreted tests/formats/test_thin.py tests/nn/test_one_row.py
+	PYTHONPATH=$(VENV)/interpreted $(BIN)/python -m pytest -k interpreted tests/formats/test_launches.py tests/formats/test_thin.py tests/nn/test_one_row.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -187,7 +187,7 @@ assert not missed, missed
 
 @pytest.mark.nightly
 @needs_interpreter
-def test_interpreted_or_not_a_launch_for_a_gpu_finds_its_kernel_built(
+def test_not_interpreted_a_launch_for_a_gpu_finds_its_kernel_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
