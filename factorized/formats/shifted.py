@@ -51,9 +51,14 @@ def two_products(
     if x.is_cuda:  # the GPU multiplies, and moves, channels in aligned runs of eight
         surplus = -U.shape[1] % 8
         U, V = F.pad(U, (0, surplus)), F.pad(V, (0, surplus))
+    rank = U.shape[1]
+    # Both factors hold the taps of a channel in rows that follow each other.
+    first = V.reshape(g, shape.in_channels // g, -1).mT  # (groups, column taps·rank, in/groups)
+    second = U.reshape(g, shape.out_channels // g, -1)  # (groups, out/groups, row taps·rank)
+
     x, geometry = _drop_unused_positions(x, shape, geometry)
     run = _channels_last if g == 1 and is_channels_last(x) else _channels_first
-    y = run(x, U, V, bias, shape, geometry)
+    y = run(x, first, second, bias, rank, shape, geometry)
     return y.squeeze(0) if unbatched else y
 
 
@@ -72,16 +77,14 @@ def _drop_unused_positions(x: Tensor, shape: KernelShape, geometry: Geometry) ->
 
 def _channels_first(
     x: Tensor,  # (batch, in, *spatial)
-    U: Tensor,  # (out·row taps, rank)
-    V: Tensor,  # (in·column taps, rank)
+    first: Tensor,  # (groups, column taps·rank, in/groups)
+    second: Tensor,  # (groups, out/groups, row taps·rank)
     bias: Tensor | None,
+    rank: int,
     shape: KernelShape,
     geometry: Geometry,
 ) -> Tensor:  # (batch, out, *spatial)
-    batch, spatial, g, rank = x.shape[0], x.shape[2:], shape.groups, U.shape[1]
-    # Both factors hold the taps of a channel in rows that follow each other.
-    first = V.reshape(g, shape.in_channels // g, -1).mT  # (groups, column taps·rank, in/groups)
-    second = U.reshape(g, shape.out_channels // g, -1)  # (groups, out/groups, row taps·rank)
+    batch, spatial, g = x.shape[0], x.shape[2:], shape.groups
     x = x.reshape(batch, g, shape.in_channels // g, prod(spatial))
     P = first @ x  # (batch, groups, column taps·rank, positions)
     P = P.reshape(batch, g * first.shape[1], *spatial)
@@ -99,22 +102,20 @@ def _channels_first(
 
 def _channels_last(
     x: Tensor,  # (batch, in, *spatial), channels last in memory
-    U: Tensor,  # (out·row taps, rank)
-    V: Tensor,  # (in·column taps, rank)
+    first: Tensor,  # (1, column taps·rank, in)
+    second: Tensor,  # (1, out, row taps·rank)
     bias: Tensor | None,
+    rank: int,
     shape: KernelShape,
     geometry: Geometry,
 ) -> Tensor:  # (batch, out, *spatial), channels last in memory
-    rank = U.shape[1]
-    first = V.reshape(shape.in_channels, -1).mT  # (column taps·rank, in)
-    second = U.reshape(shape.out_channels, -1)  # (out, row taps·rank)
-    P = F.linear(x.movedim(1, -1), first)  # (batch, *spatial, column taps·rank)
+    P = F.linear(x.movedim(1, -1), first[0])  # (batch, *spatial, column taps·rank)
     if geometry.padding_mode != "zeros":  # in these modes torch pads only tensors with channels first
         P = pad(P.movedim(-1, 1), geometry.padding, geometry.padding_mode).movedim(1, -1)
         geometry = geometry.unpadded
-    P = P.reshape(*P.shape[:-1], len(first) // rank, rank)
+    P = P.reshape(*P.shape[:-1], first.shape[1] // rank, rank)
     S = _shift_and_stack(P, shape, geometry, dim=P.dim() - 2, first_dim=1)  # (batch, *out, row taps, rank)
-    return F.linear(S.reshape(*S.shape[:-2], second.shape[1]), second, bias).movedim(-1, 1)
+    return F.linear(S.reshape(*S.shape[:-2], second.shape[2]), second[0], bias).movedim(-1, 1)
 
 
 def _shift_and_stack(
