@@ -6,8 +6,9 @@ import atexit
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from threading import Lock, Thread
 from typing import Any
 
@@ -88,6 +89,8 @@ class Builder:
             self._asked.add(key)
             self._waiting.append((device, launches, parts))
             if not self._is_working:
+                with suppress(ImportError):
+                    import_module("triton")  # which the compiler imports too: two threads might see half of a module
                 self._is_working = True
                 self._thread = Thread(target=self._work, name="building kernels", daemon=True)
                 self._thread.start()
