@@ -17,8 +17,8 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def run_interpreted(program: str) -> None:
-    """Run a program in a process of its own, in which kernels are interpreted; fail with what it says."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+def run_interpreted(program: str, interpret: bool = True) -> None:
+    """Run a program in a process of its own, in which kernels are interpreted or built; fail with what it says."""
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

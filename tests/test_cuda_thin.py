@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import factorized as fz
 from factorized.formats import thin
+from factorized.formats.launches import builder
 from tests.on_gpu import needs_cuda
 
 pytestmark = needs_cuda
@@ -46,13 +49,15 @@ def test_outputs_and_gradients_are_those_of_float64(
 ) -> None:
     torch._dynamo.reset()
     layer, x = made(case, dtype)
-    used = []
+    used = []  # on which devices: kernels are also built ahead, from tensors on the meta device
     monkeypatch.setattr(
-        thin, "launch_backward", lambda *given, own=thin.launch_backward: used.append(given) or own(*given)
+        thin,
+        "backward_launches",
+        lambda x, *given, own=thin.backward_launches: used.append(x.device.type) or own(x, *given),
     )
     with torch.autocast("cuda", dtype):
         found = outputs_and_gradients(torch.compile(layer, fullgraph=True) if compiled else layer, x)
-    assert used
+    assert "cuda" in used
     layer.execution = "composed"
     expected = outputs_and_gradients(layer.double(), x.detach().double().requires_grad_())
     for actual, wanted in zip(found, expected, strict=True):
@@ -76,3 +81,27 @@ def test_gradients_of_gradients_are_those_of_the_composed_layer() -> None:
             (gradient,) = torch.autograd.grad(layer(x).float().square().mean(), x, create_graph=True)
         results.append(torch.autograd.grad(gradient.float().square().sum(), layer.U)[0])
     assert (results[0] - results[1]).norm() < 2e-2 * results[1].norm()
+
+
+def test_the_first_step_of_compiled_code_finds_its_kernels_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    torch._dynamo.reset()
+    case = (4, 48, 80, 2, 20, 12, 13)  # no other test has these kernels
+    layer, x = made(case, torch.bfloat16)
+    built: list[tuple[str, str]] = []
+
+    def keep(*, fn: Any, **_: Any) -> None:
+        built.append((threading.current_thread().name, fn.name))
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", keep)
+
+    def wait_and_run(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+        builder.wait()
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=wait_and_run, bw_compiler=wait_and_run)
+    with torch.autocast("cuda", torch.bfloat16):
+        outputs_and_gradients(torch.compile(layer, fullgraph=True, backend=backend), x)
+    names = ["pack_kernel", "convolve_kernel", "convolve_kernel", "gradients_kernel", "gradients_kernel"]
+    assert built == [("building kernels", name) for name in names]

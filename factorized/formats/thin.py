@@ -17,7 +17,8 @@ from torch.nn import Parameter
 from factorized._torch import is_exporting, is_known, is_traced, is_transformed, kept_by_compiler, triton_capability
 from factorized.formats.convolution import Geometry, convolve
 from factorized.formats.kernel import KernelShape, to_kernel
-from factorized.formats.thin_launches import TAPS, count_splits, launch_backward, launch_forward
+from factorized.formats.launches import Launch, builder, run_all
+from factorized.formats.thin_launches import TAPS, backward_launches, count_splits, forward_launches
 
 PLAIN = (Tensor, Parameter)  # distributed tensors and other subclasses have operators of their own
 LARGEST_RANK = 32  # above it, the compiler's matrix products were faster
@@ -88,12 +89,25 @@ def _thin_convolution(
     x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the convolution, the thin tensor, and both factors as the kernels read them."""
-    y, thin, packed = _empty_results(x, U, V, stride, padding)
-    launch_forward(x.contiguous(memory_format=torch.channels_last), U, V, y, thin, packed, stride, padding)
-    return y, thin, packed
+    results = _empty_results(x, U, V, stride, padding)
+    x = x.contiguous(memory_format=torch.channels_last)
+    run_all(forward_launches(x, U, V, *results, stride, padding), x.device)
+    return results
 
 
 @_thin_convolution.register_fake
+def _traced_results(
+    x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.is_cuda:
+        builder.ask(_forward_of, x.device, x, U, V, tuple(stride), tuple(padding))
+    return _empty_results(x, U, V, stride, padding)
+
+
+def _forward_of(x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]) -> list[Launch]:
+    return forward_launches(x, U, V, *_empty_results(x, U, V, stride, padding), stride, padding)
+
+
 def _empty_results(
     x: Tensor, U: Tensor, V: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,14 +138,27 @@ def _thin_backward(
     """Return the gradient of ``x`` and parts to be added up: the gradients of ``U`` and ``V``, one after the other."""
     x_gradient, sums = _empty_gradients(gradient, x, thin, packed, rank)
     x, gradient = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, gradient))
-    launch_backward(gradient, x, thin, packed, x_gradient, sums, rank, stride, padding)
+    run_all(backward_launches(gradient, x, thin, packed, x_gradient, sums, rank, stride, padding), x.device)
     return x_gradient, sums
 
 
 @_thin_backward.register_fake
-def _empty_gradients(
-    gradient: Tensor, x: Tensor, thin: Tensor, packed: Tensor, rank: int, *_: Sequence[int]
+def _traced_gradients(
+    gradient: Tensor, x: Tensor, thin: Tensor, packed: Tensor, rank: int, *where: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        builder.ask(_backward_of, x.device, gradient, x, thin, packed, rank, *map(tuple, where))
+    return _empty_gradients(gradient, x, thin, packed, rank)
+
+
+def _backward_of(
+    gradient: Tensor, x: Tensor, thin: Tensor, packed: Tensor, rank: int, *where: Sequence[int]
+) -> list[Launch]:
+    empty = _empty_gradients(gradient, x, thin, packed, rank)
+    return backward_launches(gradient, x, thin, packed, *empty, rank, *where)
+
+
+def _empty_gradients(gradient: Tensor, x: Tensor, thin: Tensor, packed: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     batch, channels, height, width = x.shape
     x_gradient = x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)
     parts = max(count_splits(gradient, rank), count_splits(x, rank))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from factorized.formats.launches import Launch
+
 TAPS = 3
 PACKED_AT_ONCE = 1024
 
@@ -31,7 +33,7 @@ class Tiles:
 TILES = Tiles()
 
 
-def launch_forward(
+def forward_launches(
     x: Tensor,  # (batch, in, height, width), channels-last
     U: Tensor,  # (out·3, rank)
     V: Tensor,  # (in·3, rank)
@@ -40,22 +42,25 @@ def launch_forward(
     packed: Tensor,  # (out·3 + in·3, at least the rank), written
     stride: Sequence[int],
     padding: Sequence[int],  # top, bottom, left, right
-) -> None:
+) -> list[Launch]:
     """Pack both factors, convolve along the width into the thin tensor, and from there along the height."""
     from factorized.formats.thin_kernels import convolve_kernel, pack_kernel
 
     own_U, own_V = packed.split([len(U), len(V)])
     first = _Line(x, own_V, thin, _by_thin(own_V), stride[1], padding[2], along_height=False)
     second = _Line(thin, own_U, y, _by_wide(own_U), stride[0], padding[0], along_height=True)
-    with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        grid = (-(-packed.numel() // PACKED_AT_ONCE),)
-        sizes = (len(U), len(packed), U.shape[1], packed.shape[1])
-        pack_kernel[grid](U.contiguous(), V.contiguous(), packed, *sizes, SIZE=PACKED_AT_ONCE)
-        for line in (first, second):
-            convolve_kernel[(line.programs,)](*line.arguments, **line.constants, **_launching())
+    sizes = (len(U), len(packed), U.shape[1], packed.shape[1])
+    packing = (U.contiguous(), V.contiguous(), packed, *sizes)
+    return [
+        Launch(pack_kernel, -(-packed.numel() // PACKED_AT_ONCE), packing, {"SIZE": PACKED_AT_ONCE}),
+        *(
+            Launch(convolve_kernel, line.programs, line.arguments, {**line.constants, **_launching()})
+            for line in (first, second)
+        ),
+    ]
 
 
-def launch_backward(
+def backward_launches(
     gradient: Tensor,  # of y
     x: Tensor,
     thin: Tensor,
@@ -65,7 +70,7 @@ def launch_backward(
     rank: int,
     stride: Sequence[int],
     padding: Sequence[int],
-) -> None:
+) -> list[Launch]:
     """Go back along the height and then along the width; each launch also sums up the gradient of a factor."""
     from factorized.formats.thin_kernels import gradients_kernel
 
@@ -79,11 +84,15 @@ def launch_backward(
         _Sum(gradient, thin, sums, rank, transposed=False),
         _Sum(x, thin_gradient, sums[:, len(own_U) * rank :], rank, transposed=True),
     ]
-    with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        for line, side in zip(lines, sides, strict=True):
-            grid = (line.programs + side.programs,)
-            arguments = (*line.arguments, *side.arguments)
-            gradients_kernel[grid](*arguments, **line.constants, **side.constants, **_launching())
+    return [
+        Launch(
+            gradients_kernel,
+            line.programs + side.programs,
+            (*line.arguments, *side.arguments),
+            {**line.constants, **side.constants, **_launching()},
+        )
+        for line, side in zip(lines, sides, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

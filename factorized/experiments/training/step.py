@@ -15,6 +15,7 @@ from factorized.diagnostics.match import NormMatcher
 from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
 from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.training.counters import counted_at_once
 from factorized.experiments.training.network import trained_parameters
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.source import Source
@@ -54,7 +55,8 @@ class TrainingStep:
         if processes.count > 1:
             self._forward = DistributedDataParallel(torch.compile(network) if compiled else network)
         elif compiled:
-            self._loss = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
+            whole = torch.compile(self._loss_and_correct, fullgraph=True, dynamic=False)
+            self._loss = counted_at_once(network)(whole)
         # Measuring convolutions beats cuDNN's guesses: those run thin networks in tf32, with conversions around it.
         torch.backends.cudnn.benchmark = self.device.type == "cuda"
         self._run: Callable[[], object] = self._step

@@ -123,7 +123,8 @@ def test_torch_s_cache_takes_the_program_of_a_step(
     trainer = Trainer(recipe(*changes, name=f"digits/{name}"), digits(), CPU, seed=0)
     trainer.source.start(0, 0)
     trainer.step()
-    assert len(cacheable_programs) == 1
+    (program,) = cacheable_programs
+    assert "add_" not in [node.target for node in program.graph.nodes]  # batches are counted outside
     assert torch.is_autocast_enabled("cpu") is False
 
 
@@ -141,6 +142,20 @@ def test_a_compiled_backward_pass_does_not_autocast_what_the_forward_pass_did_no
             loss = function(x)
         gradients += torch.autograd.grad(loss, x)
     assert torch.equal(*gradients)
+
+
+@COMPILED
+@pytest.mark.usefixtures("torch_s_settings")
+def test_a_program_is_not_divided_for_cuda_graphs_that_training_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.scheduler import Scheduler
+
+    def divide(self: Scheduler) -> None:
+        raise AssertionError("divided")
+
+    monkeypatch.setattr(Scheduler, "_codegen_partitions", divide)
+    set_up_compiler()
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        assert torch.equal(torch.compile(torch.neg)(torch.ones(3)), -torch.ones(3))
 
 
 @pytest.mark.nightly
