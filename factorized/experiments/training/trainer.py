@@ -58,6 +58,7 @@ from factorized.experiments.training.streamed import Streamed
 from factorized.experiments.training.trained import RESULT, read_result, save_trained
 from factorized.experiments.training.turns import STEPS, Result
 from factorized.nn.running import count_parameters
+from factorized.surgery.compose import compose
 from factorized.surgery.progress import Progress, late
 
 HIGHEST = 0.1  # the highest learning rate to suggest: the paper's
@@ -258,6 +259,8 @@ class Trainer:
             "layers": layer_rows(self.network),
             "history": state.history,
         }
+        if self.recipe.factorize.scheme == "overcomplete":
+            result["composed"] = self._compose()
         if self.processes.is_first:
             with writing(folder):
                 result["files"] = save_trained(self.network, folder)
@@ -265,6 +268,13 @@ class Trainer:
                     write_norms(self.step.norms, folder)
                 write_json(folder / RESULT, result)  # written last: if it exists, everything else does
         return result
+
+    def _compose(self) -> dict[str, Any]:
+        """Return the accuracy and the size of what is deployed: the network with its products multiplied out."""
+        network = compose(self.network)
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads forget it
+        _, accuracy = Evaluator(network, self.images, self.evaluate.precision, graph=False)()
+        return {"accuracy": accuracy, "parameters": count_parameters(network)}
 
     def _save(self, state: RunState, folder: Path, epoch: int, step: int, began: float) -> None:
         state.epoch, state.step = epoch, step

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 import factorized as fz
+from factorized.experiments.data.augment import normalize
 from factorized.experiments.training import record
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.network import build_network
@@ -50,6 +51,19 @@ def test_a_result_holds_rank_size_and_norms_of_every_product(run: Path) -> None:
         assert layer["params"] < layer["dense_params"] == math.prod(layer["shape"])
         assert layer["frobenius"] == pytest.approx(diagnosis.frobenius)
         assert layer["spectral"] <= layer["frobenius"] <= layer["nuclear"] <= layer["nuclear_bound"] * (1 + 1e-5)
+
+
+def test_an_overcomplete_run_records_what_it_deploys(run: Path, tmp_path: Path) -> None:
+    wide = recipe("schedule.epochs=1", name="digits/resnet8-wide-fd")
+    (result,) = train(wide, digits(), tmp_path, device="cpu")
+    _, _, network = load_trained(tmp_path / "seed-0")
+    dense = fz.compose(network)
+    assert result["composed"]["parameters"] == count_parameters(dense) < result["parameters"]
+    x = normalize(digits().x_test, *(torch.tensor(values) for values in (digits().mean, digits().std)), torch.float32)
+    with torch.no_grad():
+        right = (dense.eval()(x).argmax(1) == digits().y_test).float().mean()
+    assert result["composed"]["accuracy"] == pytest.approx(100 * float(right))
+    assert "composed" not in json.loads((run / "result.json").read_text())  # low rank is deployed as it is
 
 
 def test_a_network_without_products_has_no_layers_to_record() -> None:
