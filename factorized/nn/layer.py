@@ -26,6 +26,7 @@ MACHINES: tuple[tuple[Device, bool], ...] = (  # devices, and whether programs a
     *(("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)),
     ("cpu, channels last", False),
 )
+OF_A_DENSE_MODEL = "The state dict has dense weights where the model has factors; use fz.load_dense(model, state_dict)."
 
 
 class Lowered(NamedTuple):
@@ -365,6 +366,21 @@ class FactorizedLayer(nn.Module):
         self.hand_back(other)
         other.carried, other.dense_class = self.carried, self.dense_class
         other.execution, other.drop_connect = self.execution, self.drop_connect
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        lists = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        if self.weight_key(prefix.removesuffix(".")) in state_dict and OF_A_DENSE_MODEL not in error_msgs:
+            error_msgs.append(OF_A_DENSE_MODEL)  # without strict, too: the weight would be dropped in silence
 
     def extra_repr(self) -> str:
         """Show the dense layer's settings, how it runs, the format and the parameters saved."""
