@@ -35,13 +35,17 @@ class OutOfReach(ValueError):
         """Return the message with the changes as ``written``, which is None for those that the caller cannot make."""
         named = [(text, low) for change, low in self.reached if (text := written(change)) is not None]
         told = ", ".join(f"{text} {'would reach ' * (not i)}{low:.4f}" for i, (text, low) in enumerate(named))
-        return f"{self.before}, or factorize more layers: {told or otherwise}{self.after}"
+        return f"{self.before}: {told or otherwise}{self.after}"
 
 
 def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose: Pose) -> OutOfReach:
     """Return the error for a budget below the lowest share, with the shares that other arguments would reach."""
     scheme, budget, lowest = problem.scheme, problem.budget, problem.lowest
-    allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
+    allowed = (
+        f"{lowest:.4f}..1, or factorize more layers"
+        if scheme.compresses
+        else f"{lowest:.4f} or more, or factorize fewer layers"
+    )
     floor = "full rank everywhere, the lowest of Overcomplete," if scheme.least_scale else "rank 1 everywhere"
     if budget.multiple_of is not None:
         floor = "the lowest ranks everywhere"

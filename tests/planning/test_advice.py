@@ -62,6 +62,12 @@ def test_a_refusal_names_attention_that_nobody_registered() -> None:
         fz.plan(real_size("t5"), ratio=0.1, attention="heads")
 
 
+@pytest.mark.parametrize("scheme", [fz.Residual(), fz.Overcomplete()])
+def test_a_refusal_of_a_scheme_that_adds_parameters_asks_for_fewer_layers(scheme: Any) -> None:
+    with pytest.raises(ValueError, match=r"Ask for \d\.\d+ or more, or factorize fewer layers: see include="):
+        fz.plan(Mlp(), scheme, ratio=0.3)
+
+
 def test_a_refusal_names_a_multiple_or_a_least_size_that_is_in_the_way() -> None:
     with pytest.raises(ValueError, match=r"multiple_of=1 (would reach )?0\.1"):
         fz.plan(Mlp(), ratio=0.2, multiple_of=16)
