@@ -21,7 +21,7 @@ from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import module_names
 from factorized.optim.flambe import Flambe
 from factorized.planning.schemes import read_format
-from factorized.surgery.describe import is_factorized
+from factorized.surgery.compose import is_factorized
 from factorized.surgery.replace import replace_module
 
 if TYPE_CHECKING:

@@ -9,13 +9,8 @@ from factorized.nn.model import check_model, module_names
 from factorized.nn.running import count_parameters
 from factorized.planning.plan import Entry, Plan, PlanEntry
 from factorized.planning.schemes import scheme_of
-from factorized.surgery.heads import attention_entries, shrunk_attention
+from factorized.surgery.heads import attention_entries
 from factorized.surgery.state import plain_name
-
-
-def is_factorized(model: nn.Module) -> bool:
-    """Return whether a model has a factorized layer or shrunk attention, and so a plan."""
-    return any(isinstance(module, FactorizedLayer) for module in model.modules()) or bool(shrunk_attention(model))
 
 
 def describe(model: nn.Module) -> Plan:
