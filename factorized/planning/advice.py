@@ -27,9 +27,10 @@ class OutOfReach(ValueError):
         reached: changes of arguments that reach less, each with the share that it reaches.
     """
 
-    def __init__(self, before: str, reached: list[tuple[Change, float]], after: str) -> None:
+    def __init__(self, before: str, reached: list[tuple[Change, float]], after: str, *, of_model: bool) -> None:
         self.before, self.reached, self.after = before, reached, after
-        super().__init__(self.told(_written, "see include=, exclude= and keep_first_and_last="))
+        selected = '. of="selected" counts it over the factorized layers only' if of_model else ""
+        super().__init__(self.told(_written, "see include=, exclude= and keep_first_and_last=") + selected)
 
     def told(self, written: Callable[[Change], str | None], otherwise: str) -> str:
         """Return the message with the changes as ``written``, which is None for those that the caller cannot make."""
@@ -54,7 +55,8 @@ def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose
         f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} of its "
         f"{problem.whole:,} {budget.counted}. Ask for {allowed}"
     )
-    return OutOfReach(before, reached, _unregistered(problem))
+    of_model = scheme.compresses and budget.of == "model"
+    return OutOfReach(before, reached, _unregistered(problem), of_model=of_model)
 
 
 def above_reach(model: nn.Module, problem: Problem, choices: Choices) -> str | None:

@@ -40,6 +40,7 @@ def test_a_refusal_names_the_arguments_that_reach_further_and_how_far(
         fz.plan(model, ratio=0.3, **arguments)
     reached = floors(str(caught.value))
     assert reached.keys() == helps
+    assert str(caught.value).endswith('of="selected" counts it over the factorized layers only')
     for argument, ratio in reached.items():
         given = arguments | eval(f"dict({argument})")
         assert fz.plan(model, ratio=ratio, **given).ratio <= ratio
