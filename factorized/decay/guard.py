@@ -41,6 +41,11 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[Form], optimizer: 
     check_hookable(optimizer)
     owners = factor_parameters(decayed)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in owners]
+    if decayed and not held and not any(parameter.requires_grad for parameter in owners):
+        raise ValueError(
+            f"all factors are frozen (requires_grad=False), such as those of {decayed[0].name!r}: there is nothing to "
+            "decay; leave the decay out, or train some of the factors"
+        )
     if decayed and not held:
         raise ValueError(
             f"the optimizer holds none of the factors (such as those of {decayed[0].name!r}); make it after "

@@ -120,20 +120,17 @@ def from_pretrained(
         >>> fz.save_pretrained(fz.factorize(BertForMaskedLM(BertConfig(vocab_size=50, **sizes)), rank=4), "saved")
         >>> model = fz.from_pretrained(BertForMaskedLM, "saved")
     """
-    path = Path(folder)
-    if not (path / "config.json").is_file() or not (path / MANIFEST).is_file():
-        raise ValueError(
-            f"{folder} must hold config.json and {MANIFEST}; fz.save_pretrained(model, folder) writes both"
-        )
-    from transformers import AutoConfig, GenerationConfig
-
     is_model = getattr(cls, "config_class", None) is not None
     if isinstance(cls, nn.Module):
         raise ValueError(f"cls must be a model class of transformers, got a model: pass {type(cls).__name__} itself")
     if not (is_model or callable(getattr(cls, "from_config", None))):
-        raise ValueError(f"cls must be a model class of transformers, got {cls!r}")
+        raise ValueError(f"cls must be a model class of transformers, got {cls!r}; the folder comes after it")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
+    path = Path(folder)
+    _check_files(path, cls)
+    from transformers import AutoConfig, GenerationConfig
+
     if is_model:
         config = cls.config_class.from_pretrained(path)
     else:
@@ -150,6 +147,18 @@ def from_pretrained(
     if (path / GENERATION).is_file():
         filled.generation_config = GenerationConfig.from_pretrained(path)
     return filled
+
+
+def _check_files(path: Path, cls: type[Any]) -> None:
+    missing = [name for name in ("config.json", MANIFEST) if not (path / name).is_file()]
+    if missing == [MANIFEST]:
+        raise ValueError(
+            f"{path} holds no {MANIFEST}. If transformers saved a factorized model there, make a model with the same "
+            f"factorized layers and call fz.save_plan(model, folder); a dense one is opened by "
+            f"{cls.__name__}.from_pretrained"
+        )
+    if missing:
+        raise ValueError(f"{path} must hold config.json and {MANIFEST}; fz.save_pretrained(model, folder) writes both")
 
 
 def _loaded_by_transformers(cls: Any, path: Path, plan: Plan, config: Any, dtype: torch.dtype) -> nn.Module:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from factorized._torch import is_jit_tracing
+
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by dimensions of an input
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -109,8 +111,8 @@ def convolve_transposed(
 
 def _owned(kernel: Tensor, x: Tensor) -> Tensor:
     """Return a kernel that is not a view: on CPUs, float64 and float16 convolutions need that for correct gradients."""
-    if x.is_cuda or not (torch.is_grad_enabled() and kernel.requires_grad):
-        return kernel
+    if x.is_cuda or not (is_jit_tracing() or (torch.is_grad_enabled() and kernel.requires_grad)):
+        return kernel  # a trace is recorded with gradients and checked without: the same in both
     batched = x.dim() == kernel.dim()
     return kernel.clone(
         memory_format=CHANNELS_LAST[x.dim()] if batched and is_channels_last(x) else torch.contiguous_format

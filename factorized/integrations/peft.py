@@ -26,7 +26,8 @@ def on_factorized(config: LoraConfig) -> LoraConfig:
     ``target_modules="all-linear"`` finds only plain linears: name the layers instead.
 
     Raises:
-        ValueError: when the adapters are added, if ``init_lora_weights`` would change the weight of a layer.
+        ValueError: ``target_modules`` is ``"all-linear"``; when the adapters are added, if ``init_lora_weights`` would
+            change the weight of a layer.
 
     Examples:
         >>> from peft import LoraConfig, get_peft_model
@@ -35,6 +36,10 @@ def on_factorized(config: LoraConfig) -> LoraConfig:
         >>> get_peft_model(model, config).print_trainable_parameters()
         trainable params: 512 || all params: 1,600 || trainable%: 32.0000
     """
+    if config.target_modules == "all-linear":
+        raise ValueError(
+            'target_modules="all-linear" finds only plain linears; name the layers, such as ["q_proj", "up_proj"]'
+        )
     config._register_custom_module({FactorizedLinear: LoraFactorizedLinear})
     return config
 

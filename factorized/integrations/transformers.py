@@ -21,6 +21,7 @@ from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import module_names
 from factorized.optim.flambe import Flambe
 from factorized.planning.schemes import read_format
+from factorized.surgery.compose import is_factorized
 from factorized.surgery.replace import replace_module
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class FactorizedTrainerMixin(Trainer):
 
     Factors get Frobenius decay instead of ordinary weight decay; the rest is decayed as in ``TrainingArguments``. Every
     folder to which the trainer saves the model holds ``plan.json``, so that ``fz.from_pretrained`` can open it.
-    Factorize the model before the trainer is made.
+    Factorize the model before the trainer is made; a dense one, trained for comparison, has no plan.
 
     Attributes:
         frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None uses ``weight_decay`` of the arguments.
@@ -101,8 +102,8 @@ class FactorizedTrainerMixin(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            model: Any = self.model
+        model: Any = self.model
+        if self.args.should_save and is_factorized(model):
             save_plan(model, output_dir or str(self.args.output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

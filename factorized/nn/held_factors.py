@@ -17,7 +17,7 @@ from factorized.formats.format import Format, Way
 from factorized.nn.dense import dense_weight, format_of
 from factorized.nn.held_weight import HeldWeight
 from factorized.nn.init import Init
-from factorized.nn.layer import FactorizedLayer, Lowered
+from factorized.nn.layer import FactorizedLayer, Lowered, refuse_dense
 
 FACTORS = "factors"
 
@@ -133,6 +133,10 @@ class HoldsFactors(nn.Module):
             super().__setattr__(name, value)
         else:
             children._modules[name].set_weight(value)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        refuse_dense([f"{prefix}{name}" for name in self.held], state_dict, errors=others[-1])
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compose the weights once, and call the dense module's forward with them in place."""

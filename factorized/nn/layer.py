@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -366,6 +366,10 @@ class FactorizedLayer(nn.Module):
         other.carried, other.dense_class = self.carried, self.dense_class
         other.execution, other.drop_connect = self.execution, self.drop_connect
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        refuse_dense([self.weight_key(prefix.removesuffix("."))], state_dict, errors=others[-1])
+
     def extra_repr(self) -> str:
         """Show the dense layer's settings, how it runs, the format and the parameters saved."""
         used = sum(factor.numel() for factor in self.factors)
@@ -378,6 +382,13 @@ class FactorizedLayer(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # one line: nn.Module would list the factors too
+
+
+def refuse_dense(weights: Iterable[str], state_dict: Container[str], errors: list[str]) -> None:
+    """Add to torch's errors, once, if a state dict has dense weights for factors; ``strict=False`` would drop them."""
+    message = "The state dict has dense weights where the model has factors; use fz.load_dense(model, state_dict)."
+    if message not in errors and any(weight in state_dict for weight in weights):
+        errors.append(message)
 
 
 class _AddToGradient(torch.autograd.Function):

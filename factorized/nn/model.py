@@ -23,7 +23,8 @@ def check_model(model: object) -> None:
     elif isinstance(model, (list, tuple)):
         got, remedy = f"a {type(model).__name__}", "put several modules into one: nn.ModuleList(...)"
     else:
-        got, remedy = repr(model), "pass the model itself"
+        simple = model is None or isinstance(model, (str, int, float))
+        got, remedy = repr(model) if simple else f"a value of type {type(model).__name__}", "pass the model itself"
     raise ValueError(f"model must be an nn.Module, got {got}; {remedy}")
 
 

@@ -27,21 +27,26 @@ class OutOfReach(ValueError):
         reached: changes of arguments that reach less, each with the share that it reaches.
     """
 
-    def __init__(self, before: str, reached: list[tuple[Change, float]], after: str) -> None:
+    def __init__(self, before: str, reached: list[tuple[Change, float]], after: str, *, of_model: bool) -> None:
         self.before, self.reached, self.after = before, reached, after
-        super().__init__(self.told(_written, "see include=, exclude= and keep_first_and_last="))
+        selected = '. of="selected" counts it over the factorized layers only' if of_model else ""
+        super().__init__(self.told(_written, "see include=, exclude= and keep_first_and_last=") + selected)
 
     def told(self, written: Callable[[Change], str | None], otherwise: str) -> str:
         """Return the message with the changes as ``written``, which is None for those that the caller cannot make."""
         named = [(text, low) for change, low in self.reached if (text := written(change)) is not None]
         told = ", ".join(f"{text} {'would reach ' * (not i)}{low:.4f}" for i, (text, low) in enumerate(named))
-        return f"{self.before}, or factorize more layers: {told or otherwise}{self.after}"
+        return f"{self.before}: {told or otherwise}{self.after}"
 
 
 def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose: Pose) -> OutOfReach:
     """Return the error for a budget below the lowest share, with the shares that other arguments would reach."""
     scheme, budget, lowest = problem.scheme, problem.budget, problem.lowest
-    allowed = f"{lowest:.4f}..1" if scheme.compresses else f"{lowest:.4f} or more"
+    allowed = (
+        f"{lowest:.4f}..1, or factorize more layers"
+        if scheme.compresses
+        else f"{lowest:.4f} or more, or factorize fewer layers"
+    )
     floor = "full rank everywhere, the lowest of Overcomplete," if scheme.least_scale else "rank 1 everywhere"
     if budget.multiple_of is not None:
         floor = "the lowest ranks everywhere"
@@ -50,7 +55,8 @@ def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose
         f"{budget} is out of reach for {type(model).__name__}: with {floor} it still keeps {lowest:.4f} of its "
         f"{problem.whole:,} {budget.counted}. Ask for {allowed}"
     )
-    return OutOfReach(before, reached, _unregistered(problem))
+    of_model = scheme.compresses and budget.of == "model"
+    return OutOfReach(before, reached, _unregistered(problem), of_model=of_model)
 
 
 def above_reach(model: nn.Module, problem: Problem, choices: Choices) -> str | None:

@@ -41,8 +41,9 @@ class Budget:
 
 def _meant(scheme: object) -> str:
     """Return what somebody probably meant who gave this as a scheme, or nothing."""
-    if isinstance(scheme, type) and issubclass(scheme, Scheme):
-        return f"; make one: {scheme.__name__}()"
+    for known in SCHEMES:
+        if scheme in (known, known.name):
+            return f"; make one: {known.__name__}()"
     return f"; a budget has a name: ratio={scheme}" if isinstance(scheme, (int, float)) else ""
 
 

@@ -44,7 +44,10 @@ def _is_inside(name: str, outer: str) -> bool:
 
 def check_patterns(argument: str, patterns: Sequence[Pattern]) -> None:
     """Raise unless an argument is a list of patterns."""
-    if isinstance(patterns, str) or not all(isinstance(p, (str, type)) for p in patterns):
+    if isinstance(patterns, (str, type)):
+        shown = repr(patterns) if isinstance(patterns, str) else patterns.__name__
+        raise ValueError(f"{argument} must be a list of names, globs or module types, got {shown}: write [{shown}]")
+    if not all(isinstance(p, (str, type)) for p in patterns):
         raise ValueError(f"{argument} must be a list of names, globs or module types, got {patterns!r}")
 
 

@@ -84,6 +84,8 @@ def truncate(
     asked = [name for name, value in {"plan": plan, **given}.items() if value is not None]
     if len(asked) != 1:
         raise ValueError(f"give exactly one of a plan, ratio=, rank_scale=, rank= and energy=, got {asked or 'none'}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise ValueError(f"plan must be what fz.plan returns, got {plan!r}; budgets have names, such as ratio=0.5")
     for name in ("ratio", "rank_scale", "energy"):
         value = given[name]
         if value is not None and not (is_number(value) and 0 < value <= 1):

@@ -147,6 +147,15 @@ class TestAttaching:
             make(model).attach(optimizer)
         make(model).attach(sgd(model))
 
+    def test_factors_that_are_all_frozen_are_said_to_be(self, make: Make) -> None:
+        model = mixed()
+        decay, optimizer = make(model), sgd(model.head)
+        for form in fz.forms(model):
+            for factor in form.factors:
+                factor.parameter.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"all factors are frozen .* of 'embed': there is nothing to decay"):
+            decay.attach(optimizer)
+
     def test_an_optimizer_made_before_factorizing_is_refused(self, make: Make) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         optimizer = sgd(model)

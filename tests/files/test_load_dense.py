@@ -132,6 +132,16 @@ def test_a_state_dict_that_does_not_fit_is_refused(change: Callable[[State], Sta
         fz.load_dense(model, change(dense().state_dict()))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("dense", [dense, lambda seed=0: nn.Sequential(nn.LSTM(8, 8))], ids=["layers", "lstm"])
+def test_torchs_own_loading_of_a_dense_checkpoint_names_this_function(dense: Any, strict: bool) -> None:
+    model = fz.factorize(dense(), rank=2, keep_first_and_last=False)
+    with pytest.raises(RuntimeError, match=r"dense weights where the model has factors; use fz\.load_dense") as caught:
+        model.load_state_dict(dense(seed=1).state_dict(), strict=strict)
+    assert str(caught.value).count("load_dense") == 1
+    model.load_state_dict({"none": torch.zeros(8)}, strict=False)
+
+
 def test_a_model_in_place_of_its_state_dict_is_refused() -> None:
     model = fz.factorize(dense(), rank=2)
     with unchanged(model), pytest.raises(ValueError, match=r"got Sequential; of a model, pass model\.state_dict\(\)"):

@@ -84,12 +84,23 @@ def test_composed_models_are_what_transformers_saves_and_loads_by_itself(tmp_pat
     ("call", "message"),
     [
         (lambda path: fz.save_pretrained(fz.factorize_attention(Torch()), path), "Torch has no transformers config"),
-        (lambda path: fz.from_pretrained(nn.Linear, path / "none"), "must hold config.json and plan.json"),
+        (lambda path: fz.from_pretrained(nn.Linear, path), "must be a model class .*Linear.*; the folder comes after"),
+        (lambda path: fz.from_pretrained(path, BERT.make()), "must be a model class .*; the folder comes after it"),
+        (lambda path: fz.from_pretrained(type(BERT.make()), path / "none"), "must hold config.json and plan.json"),
     ],
 )
 def test_wrong_input_to_the_wrappers_is_refused(call: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         call(tmp_path)
+
+
+def test_a_folder_that_transformers_wrote_alone_says_how_to_add_the_plan(tmp_path: Path) -> None:
+    model = fz.factorize_attention(BERT.make())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds no plan.json. .*fz.save_plan\(.*opened by Bert\w+.from_pretrained"):
+        fz.from_pretrained(type(model), tmp_path)
+    fz.save_plan(model, tmp_path)
+    fz.from_pretrained(type(model), tmp_path)
 
 
 def test_a_config_with_code_of_its_own_is_refused_for_auto_classes(tmp_path: Path) -> None:

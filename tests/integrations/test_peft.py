@@ -58,6 +58,11 @@ def test_without_registration_peft_refuses_a_factorized_layer() -> None:
         peft.get_peft_model(net(), peft.LoraConfig(target_modules=["up"]))
 
 
+def test_all_linear_which_would_pass_factorized_layers_over_is_refused() -> None:
+    with pytest.raises(ValueError, match="finds only plain linears; name the layers"):
+        on_factorized(peft.LoraConfig(target_modules="all-linear"))
+
+
 def test_adapters_start_as_nothing_and_are_all_that_trains() -> None:
     model = adapted()
     torch.testing.assert_close(model(x()), net()(x()))

@@ -196,6 +196,12 @@ def test_a_plan_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None
         fz.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
 
 
+def test_a_dense_model_trained_for_comparison_is_saved_without_a_plan(tmp_path: Path) -> None:
+    Trainer(LLAMA_TIED.fresh(), arguments(tmp_path, max_steps=1, save_steps=1), train_dataset=DATA).train()
+    assert not (tmp_path / "checkpoint-1/plan.json").exists()
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+
+
 def test_weights_of_transformers_are_not_for_load_and_a_new_save_takes_their_place(tmp_path: Path) -> None:
     net = model().eval()
     net.save_pretrained(tmp_path)

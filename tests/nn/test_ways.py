@@ -203,6 +203,14 @@ def test_a_trace_does_not_look_at_the_layout() -> None:
     torch.testing.assert_close(traced(x[:1]), layer(x[:1]))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("execution", ["composed", "chain"])
+def test_a_trace_passes_the_check_that_torch_makes_without_gradients(execution: Any) -> None:
+    layer, x = FactorizedConv2d(8, 8, 3, 3, padding=1, execution=execution).eval(), torch.randn(2, 8, 6, 6)
+    traced = torch.jit.trace(layer, x)
+    torch.testing.assert_close(traced(x), layer(x))
+
+
 def test_a_program_does_not_depend_on_the_layout_or_the_batch() -> None:
     layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), many_positions(64)
     shapes = {"input": {0: torch.export.Dim("batch", min=1, max=64)}}

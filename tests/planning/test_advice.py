@@ -40,6 +40,7 @@ def test_a_refusal_names_the_arguments_that_reach_further_and_how_far(
         fz.plan(model, ratio=0.3, **arguments)
     reached = floors(str(caught.value))
     assert reached.keys() == helps
+    assert str(caught.value).endswith('of="selected" counts it over the factorized layers only')
     for argument, ratio in reached.items():
         given = arguments | eval(f"dict({argument})")
         assert fz.plan(model, ratio=ratio, **given).ratio <= ratio
@@ -60,6 +61,12 @@ def test_a_refusal_names_attention_that_nobody_registered() -> None:
         ValueError, match=r'attention="layers" .* Not registered as attention: T5Attention; see fz\.reg'
     ):
         fz.plan(real_size("t5"), ratio=0.1, attention="heads")
+
+
+@pytest.mark.parametrize("scheme", [fz.Residual(), fz.Overcomplete()])
+def test_a_refusal_of_a_scheme_that_adds_parameters_asks_for_fewer_layers(scheme: Any) -> None:
+    with pytest.raises(ValueError, match=r"Ask for \d\.\d+ or more, or factorize fewer layers: see include="):
+        fz.plan(Mlp(), scheme, ratio=0.3)
 
 
 def test_a_refusal_names_a_multiple_or_a_least_size_that_is_in_the_way() -> None:

@@ -55,10 +55,8 @@ ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
             "wide: rank must be at least 48, full rank, for an overcomplete",
         ),
         ({"scheme": Overcomplete(), "ratio": 0.1}, "full rank everywhere, the lowest of Overcomplete, it still keeps"),
-        (
-            {"scheme": "low_rank", "ratio": 0.5},
-            "scheme must be one of LowRank(), Overcomplete(), TensorTrain(), Tucker(),",
-        ),
+        ({"scheme": "svd", "ratio": 0.5}, "scheme must be one of LowRank(), Overcomplete(), TensorTrain(), Tucker(),"),
+        ({"scheme": "tensor_train", "ratio": 0.5}, "got 'tensor_train'; make one: TensorTrain()"),
         (
             {"scheme": LowRank, "ratio": 0.5},
             "got <class 'factorized.formats.product.LowRank'>; make one: LowRank()",

@@ -15,6 +15,7 @@ NO_MODELS = [
     ({"weight": torch.ones(2, 2)}, "got a dict; load a state dict into a model first"),
     ([nn.Linear(2, 2)], "got a list; put several modules into one"),
     (None, "got None; pass the model itself"),
+    (torch.optim.SGD([torch.ones(1)], 0.1), "got a value of type SGD; pass the model itself"),
 ]
 CALLS = {
     "plan": lambda model: fz.plan(model, rank=1),
@@ -40,7 +41,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-@pytest.mark.parametrize(("given", "message"), NO_MODELS, ids=["class", "state dict", "list", "None"])
+@pytest.mark.parametrize(("given", "message"), NO_MODELS, ids=["class", "state dict", "list", "None", "optimizer"])
 def test_what_is_no_model_is_refused_by_every_call_that_takes_one(given: Any, message: str, call: Any) -> None:
     with pytest.raises(ValueError, match=f"^model must be an nn.Module, {message}"):
         call(given)

@@ -133,7 +133,7 @@ def test_a_scheme_shows_what_differs_from_the_defaults() -> None:
 
 
 def test_a_ratio_out_of_reach_does_not_send_to_what_tensors_refuse() -> None:
-    with pytest.raises(ValueError, match=r"factorize more layers: keep_first_and_last=False would reach 0.0006$"):
+    with pytest.raises(ValueError, match=r'more layers: keep_first_and_last=False would reach 0\.0006\. of="'):
         plan(WIDE, TensorTrain(), ratio=1e-5)
 
 

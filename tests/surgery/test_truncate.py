@@ -206,6 +206,7 @@ def test_if_one_layer_cannot_be_cut_none_is() -> None:
     ("model", "settings", "message"),
     [
         (trained, {}, "give exactly one of a plan, ratio=, rank_scale=, rank= and energy=, got none"),
+        (trained, {"plan": 0.5}, "plan must be what fz.plan returns, got 0.5; budgets have names, such as ratio=0.5"),
         (trained, {"rank": 2, "ratio": 0.5}, "got ['ratio', 'rank']"),
         (trained, {"ratio": 0.0}, "ratio must be in (0, 1], got 0.0"),
         (trained, {"ratio": "half"}, "ratio must be in (0, 1], got 'half'"),

@@ -24,8 +24,8 @@ def find_benchmarks(names: Sequence[str]) -> list[str]:
     for name in names:
         if name != ALL and name not in BENCHMARKS:
             near = difflib.get_close_matches(name, [*BENCHMARKS, ALL], n=1, cutoff=0.4)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"there is no benchmark {name!r}; {meant}There are {', '.join(BENCHMARKS)}")
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"there is no benchmark {name!r}{meant}; there are {', '.join(BENCHMARKS)}")
     return list(dict.fromkeys([*BENCHMARKS] if ALL in names else names))
 
 

@@ -111,7 +111,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     elif isinstance(error, (ValueError, OSError, ImportError)):
         _complain(in_words(error))
     elif (misused := _misuse(error)) is not None:
-        _complain(f"{misused}{'' if misused.endswith(('.', '?')) else '.'} See `{_help_of(given)}`.")
+        _complain(f"{misused}{'' if misused.endswith(('.', '?')) else '.'} See `{_help_of(error)}`.")
     else:
         _unexpected(error)
     return 2
@@ -163,8 +163,10 @@ def _complain(message: str, *, everywhere: bool = False) -> None:
         print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
 
 
-def _help_of(given: Sequence[str]) -> str:
-    return " ".join(["factorized", *_verb(given), "--help"])
+def _help_of(error: Exception) -> str:
+    """Return the command that shows the help of the verb that was misused."""
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context is not None else 'factorized'} --help"
 
 
 def _verb(given: Sequence[str]) -> list[str]:

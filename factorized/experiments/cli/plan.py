@@ -132,6 +132,8 @@ def plan(
         )
     else:
         read = load_any_recipe(name, changes or ())
+        if read.factorize.scheme == "none" and any(value is not None for value in budgets.values()):
+            given.setdefault("scheme", "low_rank")  # what would this budget do to the dense network?
         read = check_any_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
         if isinstance(read, TextRecipe):
             _show(read.name, *plan_recipe(read), html)

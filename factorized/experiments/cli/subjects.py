@@ -89,13 +89,14 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
     """Return a model of transformers: of the task that its config names."""
     from factorized.experiments.compress.text import TextSubject
     from factorized.experiments.data.extras import need
-    from factorized.experiments.models.hugging_face import quiet
+    from factorized.experiments.models.hugging_face import drawn_keys, quiet, refuse_factorized, refuse_lost
     from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
     from factorized.experiments.text.models import AUTO
     from factorized.experiments.text.tokenizer import load_tokenizer
     from factorized.files.pretrained import refuse_own_code
 
     refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
+    refuse_factorized(folder)
     transformers = need("transformers", "transformers", "a Hugging Face model", "text")
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     task = _task(transformers, folder, config)
@@ -118,8 +119,12 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
     def make() -> nn.Module:
         with quiet(transformers):
             auto = getattr(transformers, AUTO[task])
-            found: nn.Module = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return found
+            found, report = auto.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+        refuse_lost(folder, drawn_keys(report))
+        model: nn.Module = found
+        return model
 
     return TextSubject(folder.name, [*identity, corpus.checksum], device, make, reads=recipe, corpus=corpus)
 

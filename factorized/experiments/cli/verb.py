@@ -1,4 +1,4 @@
-"""The classes of verbs and of their groups, whose help is short about the types of options."""
+"""The classes of verbs and of their groups, whose help fits the terminal and is short about the types of options."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 class Verb(TyperCommand):
     """A command whose help gives flags no type, and whole numbers the type ``N``."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help; its paragraphs break where the terminal ends, not where the lines of the source do."""
+        paragraphs = (self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        super().format_help(ctx, formatter)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, each with the name that its value has in the help."""

@@ -212,7 +212,8 @@ class Work:
     def _plan(self) -> dict[str, Any]:
         made = self._make_plan(None if self.settings.ranks == "uniform" else self._calibration("choosing ranks"))
         spectra = output_spectra(self.dense, made, self._calibration("reading spectra"))
-        self.say(f"plan: {len(made.layers)} layers factorized, {made.params_after:,} of {made.params:,} parameters")
+        layers = "1 layer" if len(made.layers) == 1 else f"{len(made.layers)} layers"
+        self.say(f"plan: {layers} factorized, {made.params_after:,} of {made.params:,} parameters")
         return {"plan": made.to_dict(), "layers": layer_rows(made, spectra)}
 
     def _make_plan(self, calibration: Calibrated | None) -> Plan:

@@ -45,7 +45,7 @@ def _read(path: Path, progress: Progress) -> dict[str, Array]:
         missing = [key for key in KEYS if key not in archive.files]
         if missing:
             raise ValueError(
-                f"{path} must hold {', '.join(KEYS)}; {', '.join(missing)} is missing, it holds "
+                f"{path} must hold {', '.join(KEYS)}; it has no {', '.join(missing)}, it holds "
                 f"{', '.join(archive.files) or 'nothing'}"
             )
         arrays = {}

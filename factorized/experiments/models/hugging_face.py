@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from factorized.experiments.data.extras import need
+from factorized.files.folder import MANIFEST
 from factorized.files.pretrained import refuse_own_code
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
@@ -44,6 +45,7 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
             "model.save_pretrained(folder)"
         )
     refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
+    refuse_factorized(folder)
     transformers = _transformers()
     kind = transformers.AutoModelForImageClassification
     try:
@@ -98,13 +100,30 @@ def _check(folder: Path, config: dict[str, Any], image_size: int, channels: int)
 
 def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classes: int) -> None:
     """Raise where more than the last layer, whose size is the number of classes, was left without its weights."""
-    drawn = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
     state = model.state_dict()
-    lost = sorted(key for key in drawn if len(state[key]) != classes)
+    refuse_lost(folder, [key for key in drawn_keys(report) if len(state[key]) != classes])
+
+
+def drawn_keys(report: dict[str, Any]) -> list[str]:
+    """Return the parameters that transformers drew anew, by its report, because the file has none that fit."""
+    return sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+
+
+def refuse_lost(folder: Path, lost: list[str]) -> None:
+    """Raise if there are parameters for which ``folder`` has no weights."""
     if lost:
         raise ValueError(
             f"model hf:{folder}: its weights have no fitting {', '.join(lost[:3])} ({len(lost)} in all); they are of "
             "another model than config.json says"
+        )
+
+
+def refuse_factorized(folder: Path) -> None:
+    """Raise if ``folder`` holds a factorized model: transformers would draw the weights of its factorized layers."""
+    if (folder / MANIFEST).is_file():
+        raise ValueError(
+            f"{folder} holds a factorized model ({MANIFEST}), and a dense one is needed; write one with "
+            f"fz.compose(fz.from_pretrained(CLASS, {str(folder)!r})).save_pretrained(FOLDER)"
         )
 
 

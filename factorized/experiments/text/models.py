@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from factorized.experiments.data.extras import need
-from factorized.experiments.models.hugging_face import quiet
+from factorized.experiments.models.hugging_face import quiet, refuse_factorized
 from factorized.experiments.recipes.text import TextRecipe
 
 AUTO = {
@@ -30,6 +30,7 @@ def build_text_model(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module
         folder = model_folder(recipe.model.name)
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {recipe.model.name}: {folder / 'config.json'} is missing")
+        refuse_factorized(folder)
         with quiet(transformers):
             model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     else:

@@ -26,7 +26,7 @@ Pair = tuple[str, str]  # source, target
 def open_text(path: Path) -> Iterator[IO[str]]:
     """Open a text file, compressed or not; an error while it is read names the file."""
     try:
-        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
             yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}; convert it to UTF-8") from None
@@ -55,14 +55,19 @@ def read_documents(path: Path) -> Iterator[Document]:
 
 
 def read_pairs(path: Path) -> Iterator[Pair]:
-    """Yield the pairs of a TSV file: source, tab and target in each line."""
+    """Yield the pairs of a TSV file: source, tab and target in each line; a third column is ignored."""
     number = 0
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             raise ValueError(
                 f"{path}:{number} is empty; expected source, a tab and target in every line: remove that line"
             )
-        source, target, *_ = (field.strip() for field in [*line.split("\t"), ""])
+        source, target, *more = (field.strip() for field in [*line.split("\t"), ""])
+        if len(more) > 2:
+            raise ValueError(
+                f"{path}:{number}: expected source, a tab and target, got {len(more) + 1} columns: "
+                f"{line.strip()[:60]!r}; keep two, such as tatoeba's sentences without their numbers: cut -f 2,4"
+            )
         if not source or not target:
             raise ValueError(
                 f"{path}:{number}: expected source, a tab and target, got {line.strip()[:60]!r}; two files whose lines "

@@ -34,7 +34,7 @@ def test_a_quiet_run_says_only_where_its_files_are(cli: Cli, tmp_path: Path) -> 
 
 def test_wrong_arguments_say_what_is_allowed(cli: Cli, tmp_path: Path) -> None:
     error = cli("bench", "layers", "trainings", "--out", tmp_path).error
-    assert "there is no benchmark 'trainings'; did you mean 'training'? There are training, inference" in error
+    assert "there is no benchmark 'trainings' (did you mean 'training'?); there are training, inference" in error
     assert "--device must be cpu" in cli("bench", "layers", "--device", "gpu").error
     assert list(tmp_path.iterdir()) == []
 

@@ -71,6 +71,11 @@ def test_the_help_of_every_verb_has_examples_of_it(verb: list[str]) -> None:
     assert re.search(rf"^ *factorized {' '.join(verb)}", examples, flags=re.MULTILINE)
 
 
+def test_paragraphs_of_the_help_break_where_the_terminal_ends() -> None:
+    result = CliRunner().invoke(app, ["demo", "--help"], prog_name="factorized", env={"COLUMNS": "100"})
+    assert "(FD) and with both; and overcomplete." in result.output
+
+
 def test_every_verb_is_tried_here() -> None:
     groups = {group.name: group.typer_instance for group in app.registered_groups}
     assert set(groups) == {verb[0] for verb in VERBS if len(verb) == 2}
@@ -114,6 +119,7 @@ def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
         (["train", "digits/resnet8", "--out", 5000 * "x"], "the value of --out is 5,000 characters long"),
         (["train", "digits/resnet8", "--device", "cpu:3"], "--device must be cpu, cuda or cuda:NUMBER, got 'cpu:3'"),
         (["train"], "Missing argument 'NAME'. See `factorized train --help`."),
+        (["recipes", "show"], "Missing argument 'NAME'. See `factorized recipes show --help`."),
         (["train", "digits/resnet9"], "did you mean 'digits/resnet8'?"),
         (["train", "digits/resnet8", "--seeds", "0"], "or equal to 1. See `factorized train --help`."),
         (["train", "digits/resnet8", "--seeds", "two"], "--seeds"),

@@ -20,6 +20,11 @@ def test_a_budget_given_takes_the_place_of_the_recipes(cli: Cli) -> None:
     assert "energy=0.5:" in cli("plan", "digits/resnet8-lowrank-0.1", "--set", "factorize.energy=0.5").out
 
 
+def test_a_budget_given_for_a_dense_recipe_is_spent_on_low_rank(cli: Cli) -> None:
+    assert "LowRank(), ratio=0.2: 6 of 8" in cli("plan", "digits/resnet8", "--ratio", 0.2).out
+    assert "Tucker(), ratio=0.2:" in cli("plan", "digits/resnet8", "--ratio", 0.2, "--scheme", "tucker").out
+
+
 @pytest.mark.parametrize(
     "budget", [("--ratio", 0.2), ("--rank-scale", 0.2), ("--rank", 4), ("--energy", 0.5), ("--macs", 0.4)]
 )

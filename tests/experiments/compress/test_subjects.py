@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import factorized as fz
 from factorized.experiments.cli.subjects import open_subject
 from factorized.experiments.compress.images import ImageSubject
 from factorized.experiments.compress.text import TextSubject
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.data.load import load_images
 from factorized.experiments.models.build import build_model
+from factorized.experiments.recipes.text import TextModel
 from factorized.experiments.text.network import build_text_network
 from factorized.experiments.training.train import train
 from tests.experiments.text.small import small
@@ -93,3 +95,19 @@ def test_code_in_a_hugging_face_folder_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}))
     with pytest.raises(ValueError, match=r"names code in its folder .* write a function that builds the model"):
         open_subject(str(tmp_path), None, CPU)
+
+
+def test_a_folder_without_all_dense_weights_is_refused_and_not_filled_by_chance(tmp_path: Path) -> None:
+    made, corpus = small("language", tmp_path)
+    model = fz.factorize(build_text_network(made, corpus.tokenizer, 0), rank=2)
+    folder = tmp_path / "network"
+    model.save_pretrained(folder)
+    corpus.tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"have no fitting model\.layers\.0\..* they are of another model"):
+        open_subject(str(folder), str(tmp_path), CPU).dense()
+    fz.save_plan(model, folder)
+    with pytest.raises(ValueError, match=r"holds a factorized model \(plan\.json\), .*write one with fz\.compose\("):
+        open_subject(str(folder), str(tmp_path), CPU)
+    named = made.model_copy(update={"model": TextModel(name=f"hf:{folder}")})
+    with pytest.raises(ValueError, match="holds a factorized model"):
+        build_text_network(named, corpus.tokenizer, 0)

@@ -57,7 +57,7 @@ def test_statistics_are_computed_and_those_of_the_paper_used_for_its_sets(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"y_test": None}, "must hold x_train, y_train, x_test, y_test; y_test is missing, it holds x_train"),
+        ({"y_test": None}, "must hold x_train, y_train, x_test, y_test; it has no y_test, it holds x_train"),
         ({"x_train": pictures(12) / 255}, r"x_train must be uint8, got float64 \(12, 6, 6, 3\)"),
         ({"x_train": pictures(12, channels=4)}, r"x_train must be \(n, height, .* with 1 or 3 channels, got"),
         ({"x_train": pictures(12, side=3)}, "which axis is meant is not clear"),

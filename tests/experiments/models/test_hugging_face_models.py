@@ -167,6 +167,12 @@ def test_weights_of_another_model_are_refused(vit_folder: Path) -> None:
         build_model(f"hf:{vit_folder}", 4, image_size=16)
 
 
+def test_a_factorized_model_in_the_folder_is_refused(vit_folder: Path) -> None:
+    (vit_folder / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds a factorized model \(plan\.json\), and a dense one is needed"):
+        build_model(f"hf:{vit_folder}", 4, image_size=16)
+
+
 def test_without_transformers_the_error_says_what_to_install(
     resnet_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

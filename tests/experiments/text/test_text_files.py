@@ -24,9 +24,14 @@ def test_documents_and_lines_that_are_very_long_are_cut(tmp_path: Path, monkeypa
     assert list(read_documents(tmp_path / "a.txt")) == [("0123456789",)] * 3
 
 
-def test_pairs_are_read_from_tsv_and_further_columns_are_ignored(tmp_path: Path) -> None:
+def test_pairs_are_read_from_tsv_and_a_third_column_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("eins\tone\nzwei\ttwo\tCC BY\n")
     assert list(read_pairs(tmp_path / "a.tsv")) == [("eins", "one"), ("zwei", "two")]
+
+
+def test_the_mark_that_some_editors_put_before_utf_8_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("eins\tone\n", encoding="utf-8-sig")
+    assert list(read_pairs(tmp_path / "a.tsv")) == [("eins", "one")]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,7 @@ def test_pairs_are_read_from_tsv_and_further_columns_are_ignored(tmp_path: Path)
         ("eins\tone\n\nzwei\ttwo\n", r"a\.tsv:2 is empty; expected source, a tab and target .*remove that line"),
         ("eins\n", r"a\.tsv:1: expected source, a tab and target, got 'eins'; two files .* \"train\.{de,en}\""),
         ("eins\t \n", r"a\.tsv:1: expected source, a tab and target"),
+        ("eins\tone\n77\tzwei\t78\ttwo\n", r"a\.tsv:2: expected source, .* got 4 columns: '77.*numbers: cut -f 2,4"),
         ("", "a.tsv holds no pairs; expected source"),
     ],
 )
