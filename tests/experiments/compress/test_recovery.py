@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -58,15 +59,20 @@ def test_the_learning_rate_rises_to_a_fifth_of_what_it_was_and_falls_to_zero(nam
 
 @pytest.mark.nightly
 def test_recovery_costs_no_accuracy_where_nothing_was_lost_and_wins_it_back_where_much_was(tmp_path: Path) -> None:
-    """Of a network for the digits with 98.9 %. At a constant 0.01, ratios of 0.5 and 0.3 lost three images together."""
-    assert main(["train", "digits/resnet8", "--seed", "2", "--out", str(tmp_path), "--quiet"]) == 0
-    run, gained = tmp_path / "digits/resnet8/seed-2", {}
-    for ratio in ("0.5", "0.3", "0.1"):
-        assert main(["compress", str(run), "--ratio", ratio, "--quiet"]) == 0
-        state = json.loads((run / f"compressed-{ratio}/compress.json").read_text())
-        gained[ratio] = state["recovered"]["scores"]["accuracy"] - state["compressed"]["scores"]["accuracy"]
-    assert gained["0.5"] + gained["0.3"] > -0.3  # an image is 0.28 %
-    assert gained["0.1"] > 20
+    """Means over three networks for the digits with 99 %: another CPU rounds otherwise, and one network gains or loses
+    two of the 355 images by that.
+    """
+    assert main(["train", "digits/resnet8", "--seeds", "3", "--out", str(tmp_path), "--quiet"]) == 0
+    scores: dict[tuple[str, str], list[float]] = {}
+    for run in (tmp_path / f"digits/resnet8/seed-{seed}" for seed in range(3)):
+        for ratio in ("0.5", "0.3", "0.1"):
+            assert main(["compress", str(run), "--ratio", ratio, "--quiet"]) == 0
+            state = json.loads((run / f"compressed-{ratio}/compress.json").read_text())
+            for stage in ("before", "compressed", "recovered"):
+                scores.setdefault((ratio, stage), []).append(state[stage]["scores"]["accuracy"])
+    for ratio in ("0.5", "0.3"):
+        assert mean(scores[ratio, "recovered"]) > mean(scores[ratio, "before"]) - 0.5
+    assert mean(scores["0.1", "recovered"]) > mean(scores["0.1", "compressed"]) + 20
 
 
 def test_a_recipe_that_is_given_keeps_its_length_its_rate_and_the_decay_of_its_products() -> None:
