@@ -39,9 +39,14 @@ class OutOfReach(ValueError):
         return f"{self.before}: {told or otherwise}{self.after}"
 
 
-def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose: Pose) -> OutOfReach:
+def out_of_reach(model: nn.Module, problem: Problem, changes: list[Change], pose: Pose) -> ValueError:
     """Return the error for a budget below the lowest share, with the shares that other arguments would reach."""
     scheme, budget, lowest = problem.scheme, problem.budget, problem.lowest
+    if budget.name == "macs" and lowest >= 1:
+        return ValueError(
+            f"{budget} is out of reach for {type(model).__name__}: weights of {scheme} are multiplied out before they "
+            "run, so that none is saved; use ratio=, or another scheme"
+        )
     allowed = (
         f"{lowest:.4f}..1, or factorize more layers"
         if scheme.compresses

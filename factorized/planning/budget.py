@@ -96,9 +96,11 @@ def _check_value(scheme: Scheme, budget: Budget) -> None:
         raise ValueError(f"{budget} is not positive; {_allowed(scheme, budget)}")
     if budget.name == "rank_scale" and value > LARGEST_SCALE:
         raise ValueError(f"{budget} is above {LARGEST_SCALE}, the largest multiple of full rank; ask for less")
-    if budget.name in ("energy", "macs") and not scheme.by_spectrum:
+    if (budget.name == "energy" and not scheme.by_spectrum) or (budget.name == "macs" and not scheme.compresses):
+        fit = "LowRank" if budget.name == "energy" else "schemes that compress"
+        shares = "ratio=, macs=" if scheme.compresses else "ratio="
         none = ", or none" if scheme.rank_scale is not None else ""
-        raise ValueError(f"{budget} is for LowRank; {type(scheme).__name__} takes ratio=, rank_scale= or rank={none}")
+        raise ValueError(f"{budget} is for {fit}; {type(scheme).__name__} takes {shares}, rank_scale= or rank={none}")
     if budget.name == "rank_scale" and value < scheme.least_scale:
         raise ValueError(f"{budget} is below full rank; rank_scale must be at least 1 for {scheme}, or use LowRank()")
     if budget.name in ("ratio", "energy", "macs") and value > 1 and scheme.compresses:

@@ -90,7 +90,8 @@ def plan(
             otherwise; for tensors see ``TensorTrain`` and ``Tucker``.
         rank: the same rank everywhere; layers that it would not make smaller stay dense.
         energy: share of each layer's squared singular values to keep; with ``calibration``, of its outputs.
-        macs: multiply-accumulates of the whole model after, relative to before, on ``example_input``.
+        macs: multiply-accumulates of the whole model after, relative to before, on ``example_input``; of schemes that
+            compress.
         of: what ``ratio`` and ``macs`` are a share of: the whole ``"model"``, or only the ``"selected"`` layers.
         example_input: what the model's forward takes (a tensor, a tuple, a dict); fills the plan's MACs.
         allocate: ``"uniform"`` spends a budget at one rank scale (the paper), ``"spectrum"`` where the singular values

@@ -49,6 +49,10 @@ ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
             'allocate="spectrum" spends ratio= or macs=',
         ),
         ({"scheme": Overcomplete(), "energy": 0.9}, "energy=0.9 is for LowRank; Overcomplete takes ratio="),
+        (
+            {"scheme": Overcomplete(), "macs": 0.9, "example_input": EXAMPLES[Mlp]},
+            "macs=0.9 is for schemes that compress; Overcomplete takes ratio=, rank_scale= or rank=, or none",
+        ),
         ({"scheme": Overcomplete(), "rank_scale": 0.5}, "rank_scale=0.5 is below full rank; rank_scale must be at"),
         (
             {"scheme": Overcomplete(), "rank": 3},

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import factorized as fz
 from factorized.formats.kernel import KernelShape
+from factorized.formats.kronecker import Kronecker
+from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank
+from factorized.formats.scheme import Scheme
+from factorized.formats.tensor_train import TensorTrain
+from factorized.formats.tucker import Tucker
 from factorized.nn.embedding import FactorizedEmbedding
 from factorized.nn.linear import FactorizedLinear
 from factorized.planning.cost import LayerCost, measure
@@ -94,6 +100,25 @@ def test_a_macs_budget_is_never_exceeded_and_met_to_one_rank_step(
         steps[entry.tied_to or entry.name] += entry.macs_after // entry.rank
     assert made.macs_after <= share * made.macs
     assert made.macs_after > share * made.macs - max(0.005 * made.macs, min(steps.values()))
+
+
+@pytest.mark.parametrize("model_type", [ConvNet, Mlp])
+@pytest.mark.parametrize("scheme", [TensorTrain(), Tucker(), Monarch()], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_schemes_can_be_compared_at_one_macs_budget(model_type: type[nn.Module], scheme: Scheme, share: float) -> None:
+    model, x = model_type().eval(), EXAMPLES[model_type]
+    made = plan(model, scheme, macs=share, example_input=x, **WHOLE)
+    assert made.macs == counted(model, x)
+    assert (share - 0.06) * made.macs < made.macs_after <= share * made.macs
+    fz.factorize(model, made)
+    for entry in made.selected:
+        model.get_submodule(entry.name).execution = "chain"
+    assert counted(model, x) == made.macs_after
+
+
+def test_a_scheme_that_always_composes_has_no_macs_to_save() -> None:
+    with pytest.raises(ValueError, match=r"weights of Kronecker\(\) are multiplied out before they run, .* use ratio="):
+        plan(Mlp(), Kronecker(), macs=0.9, example_input=EXAMPLES[Mlp], **WHOLE)
 
 
 def test_the_parts_of_a_plan_add_up_to_its_totals() -> None:

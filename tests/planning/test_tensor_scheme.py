@@ -204,7 +204,7 @@ def test_ranks_above_what_is_allowed_are_clipped_with_one_warning_and_the_plan_s
         ),
         (
             lambda: plan(WIDE, TensorTrain(), energy=0.5),
-            "energy=0.5 is for LowRank; TensorTrain takes ratio=, rank_sca",
+            "energy=0.5 is for LowRank; TensorTrain takes ratio=, macs=, rank_sca",
         ),
         (lambda: plan(WIDE, Tucker(), ratio=1.2), "ratio=1.2 is above 1"),
         (lambda: plan(WIDE, Tucker(), ratio=0.2, allocate="spectrum"), "on LowRank layers, got ratio=0.2 and Tucker("),

@@ -24,7 +24,7 @@ USED_BY = {
     "blocks": ("monarch",),
     "outer": ("kronecker",),
     "energy": ("low_rank",),
-    "macs": ("low_rank",),
+    "macs": COMPRESSING,
     "allocate": ("low_rank",),
     "multiple_of": ("low_rank", "overcomplete"),
 }
