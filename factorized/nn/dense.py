@@ -1,8 +1,8 @@
-"""Reading a dense layer: its plain class, its weight, the format for it, and attributes that users added."""
+"""Reading a dense layer: its plain class, its weight, the format for it, attributes that users added, its state."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container, Iterable
 
 from torch import Tensor, nn
 
@@ -94,3 +94,10 @@ def dense_weight(dense: nn.Module) -> Tensor:
     if not isinstance(weight, Tensor):
         raise ValueError(f"dense must have a weight, got {type(dense).__name__}, whose weight is {weight!r}")
     return weight
+
+
+def refuse_dense(weights: Iterable[str], state_dict: Container[str], errors: list[str]) -> None:
+    """Add to torch's errors, once, if a state dict has dense weights for factors; ``strict=False`` would drop them."""
+    message = "The state dict has dense weights where the model has factors; use fz.load_dense(model, state_dict)."
+    if message not in errors and any(weight in state_dict for weight in weights):
+        errors.append(message)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from factorized.formats.format import Format, Way
-from factorized.nn.dense import dense_weight, format_of
+from factorized.nn.dense import dense_weight, format_of, refuse_dense
 from factorized.nn.held_weight import HeldWeight
 from factorized.nn.init import Init
-from factorized.nn.layer import FactorizedLayer, Lowered, refuse_dense
+from factorized.nn.layer import FactorizedLayer, Lowered
 
 FACTORS = "factors"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from factorized.formats.convolution import Geometry
 from factorized.formats.cost import Device, cpu_of
 from factorized.formats.format import WAYS, Format, Rank, Step, Way
 from factorized.formats.kernel import KernelShape
-from factorized.nn.dense import CALL_HOOKS, added_attributes, dense_weight
+from factorized.nn.dense import CALL_HOOKS, added_attributes, dense_weight, refuse_dense
 from factorized.nn.init import Init, check_init, draw_bias, draw_dense, fill_of
 from factorized.nn.weight import owner_of, read_weight
 
@@ -382,13 +382,6 @@ class FactorizedLayer(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # one line: nn.Module would list the factors too
-
-
-def refuse_dense(weights: Iterable[str], state_dict: Container[str], errors: list[str]) -> None:
-    """Add to torch's errors, once, if a state dict has dense weights for factors; ``strict=False`` would drop them."""
-    message = "The state dict has dense weights where the model has factors; use fz.load_dense(model, state_dict)."
-    if message not in errors and any(weight in state_dict for weight in weights):
-        errors.append(message)
 
 
 class _AddToGradient(torch.autograd.Function):
