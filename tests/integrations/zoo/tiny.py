@@ -16,6 +16,7 @@ from tests.integrations.zoo.sizes import VOCABULARY
 # Classes that compute a part in float32, whatever type their weights have.
 PARTLY_FLOAT32 = {
     "DebertaForMaskedLM",
+    "Olmo2ForCausalLM",
     "RecurrentGemmaForCausalLM",
     "SwitchTransformersForConditionalGeneration",
 }
