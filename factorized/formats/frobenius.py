@@ -6,8 +6,10 @@ dimensions broadcast: one matrix may be a factor of several products, and its gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -104,3 +106,28 @@ def partial_products(U: Tensor, V: Tensor, inner: Sequence[Tensor]) -> tuple[lis
     for M in reversed(inner):
         tails.append(tails[-1] @ M.mT)
     return heads, tails[::-1]
+
+
+def decay_in_backward(weight: Tensor, strength: float) -> Tensor:
+    """Return a composed weight whose gradient gets ``strength`` times the weight in the backward pass."""
+    return _AddToGradient.apply(weight, strength)
+
+
+class _AddToGradient(torch.autograd.Function):
+    """The identity, which adds ``strength`` times its input to the gradient."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # torch leaves it untyped
+
+    @staticmethod
+    def forward(weight: Tensor, strength: float) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.strength = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient + ctx.strength * weight, None

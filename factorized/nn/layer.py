@@ -16,6 +16,7 @@ from factorized._torch import is_jit_tracing
 from factorized.formats.convolution import Geometry
 from factorized.formats.cost import Device, cpu_of
 from factorized.formats.format import WAYS, Format, Rank, Step, Way
+from factorized.formats.frobenius import decay_in_backward
 from factorized.formats.kernel import KernelShape
 from factorized.nn.dense import CALL_HOOKS, added_attributes, dense_weight, refuse_dense
 from factorized.nn.init import Init, check_init, draw_bias, draw_dense, fill_of
@@ -214,7 +215,7 @@ class FactorizedLayer(nn.Module):
 
     def _adjusted(self, weight: Tensor) -> Tensor:
         if self.decay_in_backward:
-            weight = _AddToGradient.apply(weight, self.decay_in_backward)
+            weight = decay_in_backward(weight, self.decay_in_backward)
         return F.dropout(weight, self.drop_connect) if self.drops else weight
 
     @abstractmethod
@@ -382,23 +383,3 @@ class FactorizedLayer(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # one line: nn.Module would list the factors too
-
-
-class _AddToGradient(torch.autograd.Function):
-    """The identity, which adds ``strength`` times its input to the gradient."""
-
-    apply: ClassVar[Callable[..., Tensor]]  # torch leaves it untyped
-
-    @staticmethod
-    def forward(weight: Tensor, strength: float) -> Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.strength = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return gradient + ctx.strength * weight, None
