@@ -173,11 +173,7 @@ def set_up_compiler() -> None:
     """Set how training is compiled, in the whole process: as eager code runs, and with every program in torch's cache.
 
     Backward passes are compiled without the autocast around the forward pass, since they are called outside of it.
-    Programs with an ``autograd.Function`` are cached too: what it computes, both ways, is part of their key. No program
-    is divided into parts for CUDA graphs of torch's own, which training does not use: that takes time by the kernel.
+    Programs with an ``autograd.Function`` are cached too: what it computes, both ways, is part of their key.
     """
-    from torch._inductor import config as inductor  # takes a while
-
     config.backward_pass_autocast = "off"
     config.autograd_cache_allow_custom_autograd_functions = True
-    inductor.graph_partition = False

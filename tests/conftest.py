@@ -55,7 +55,7 @@ def torch_s_settings() -> Iterator[None]:
     import torch
 
     theirs = {"autograd_cache_allow_custom_autograd_functions": False, "backward_pass_autocast": "same_as_forward"}
-    with torch._functorch.config.patch(theirs), torch._inductor.config.patch(graph_partition=True):
+    with torch._functorch.config.patch(theirs):
         yield
 
 

@@ -144,20 +144,6 @@ def test_a_compiled_backward_pass_does_not_autocast_what_the_forward_pass_did_no
     assert torch.equal(*gradients)
 
 
-@COMPILED
-@pytest.mark.usefixtures("torch_s_settings")
-def test_a_program_is_not_divided_for_cuda_graphs_that_training_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.scheduler import Scheduler
-
-    def divide(self: Scheduler) -> None:
-        raise AssertionError("divided")
-
-    monkeypatch.setattr(Scheduler, "_codegen_partitions", divide)
-    set_up_compiler()
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        assert torch.equal(torch.compile(torch.neg)(torch.ones(3)), -torch.ones(3))
-
-
 @pytest.mark.nightly
 @COMPILED
 @pytest.mark.usefixtures("torch_s_settings")
