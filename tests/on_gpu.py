@@ -24,6 +24,15 @@ def decayed_gradients(model: nn.Module, *, compiled: bool) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+def exact(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of half the squared norms in float64, in the order of the parameters."""
+    gradients = []
+    for form in fz.forms(model):
+        U, V = form.left.parameter.detach().double(), form.right.parameter.detach().double()
+        gradients += [U @ (V.mT @ V), V @ (U.mT @ U)]
+    return gradients
+
+
 def kinds(workers: Sequence[Worker]) -> list[type]:
     """Return the classes of a decay's workers, and of the parts of those that torch computes."""
     found = [worker.parts if isinstance(worker, Plain) else [worker] for worker in workers]

@@ -18,7 +18,7 @@ from factorized.decay.fused import Fused
 from factorized.decay.plain import Alike, Pair
 from factorized.experiments.models.resnet import resnet
 from factorized.nn.timing import capture
-from tests.on_gpu import decayed_gradients, kinds, needs_cuda
+from tests.on_gpu import decayed_gradients, exact, kinds, needs_cuda
 from tests.test_cuda import trained
 
 pytestmark = needs_cuda
@@ -45,15 +45,6 @@ def products(dtype: torch.dtype = torch.float32) -> nn.ModuleList:
     for parameter in layers.parameters():
         nn.init.normal_(parameter, std=0.2)
     return layers.to(device="cuda", dtype=dtype)
-
-
-def exact(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of half the squared norms in float64, in the order of the parameters."""
-    gradients = []
-    for form in fz.forms(model):
-        U, V = form.left.parameter.detach().double(), form.right.parameter.detach().double()
-        gradients += [U @ (V.mT @ V), V @ (U.mT @ U)]
-    return gradients
 
 
 def by_kernels(model: nn.Module, strength: object, **options: bool) -> fz.FrobeniusDecay:

@@ -13,7 +13,7 @@ from factorized.decay.engine import make_workers
 from factorized.decay.plain import Alike, Pair
 from factorized.decay.rounded import Rounded
 from factorized.nn.timing import capture
-from tests.on_gpu import decayed_gradients, kinds, needs_cuda
+from tests.on_gpu import decayed_gradients, exact, kinds, needs_cuda
 
 pytestmark = needs_cuda
 SHAPES = [(5632, 512, 2048), (4100, 129, 4099), (2048, 500, 3000), (8000, 65, 9000), (3000, 1000, 4096)]
@@ -28,15 +28,6 @@ def products(shapes: list[tuple[int, int, int]] = SHAPES) -> nn.ModuleList:
         for parameter in layer.parameters():
             nn.init.normal_(parameter, std=0.05)
     return nn.ModuleList(layers)
-
-
-def exact(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of half the squared norms in float64, in the order of the parameters."""
-    gradients = []
-    for form in fz.forms(model):
-        U, V = form.left.parameter.double(), form.right.parameter.double()
-        gradients += [U @ (V.mT @ V), V @ (U.mT @ U)]
-    return gradients
 
 
 def error(got: Tensor, want: Tensor) -> float:

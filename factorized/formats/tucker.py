@@ -24,7 +24,8 @@ from factorized.formats.tensor_format import TensorFormat, balanced
 from factorized.formats.tensor_train import TrainFormat, full_train_ranks, right_to_left
 
 CoreKind = Literal["whole", "train"]
-# Multiplications of an expansion without copies, relative to the fewest, up to which it is the faster one (measured).
+# Multiplications of an expansion without copies, relative to the fewest, up to which it is taken to be faster. Chosen
+# by few timings on a CPU: the 320×320 weight of WideResNet-28-10 took 214 µs without copies and 253 with them.
 COPY = 1.25
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import factorized as fz
 from factorized.decay import engine, rounded
 from factorized.decay.rounded import Rounded
-from tests.on_gpu import decayed_gradients
+from tests.on_gpu import decayed_gradients, exact
 
 ERROR = 4e-3  # of bfloat16: factors, their Gram matrices
 
@@ -31,14 +31,6 @@ def products(count: int = 3) -> nn.ModuleList:
         nn.init.normal_(parameter)
         parameter.grad = torch.ones_like(parameter)
     return layers
-
-
-def exact(model: nn.Module) -> list[Tensor]:
-    gradients = []
-    for form in fz.forms(model):
-        U, V = form.left.parameter.detach().double(), form.right.parameter.detach().double()
-        gradients += [U @ (V.mT @ V), V @ (U.mT @ U)]
-    return gradients
 
 
 def error(got: Tensor, want: Tensor) -> float:
