@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class Worker:
     def end(self) -> None:
         """End the process."""
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()  # closes its pipes
 
 
 def report(checkout: Path, workers: Sequence[Worker], device: torch.device) -> dict[str, Any]:
@@ -96,6 +97,17 @@ def report(checkout: Path, workers: Sequence[Worker], device: torch.device) -> d
     return {**about, "rows": rows, "fits": [], "skipped": skipped}
 
 
+def wait_for(workers: Sequence[Worker], seconds: float, after: Path | None) -> list[Worker]:
+    """Return the workers that have compiled their step after ``seconds``; wait as long for a file, too."""
+    deadline = time.monotonic() + seconds
+    for worker in workers:
+        worker.facts = worker.hear(max(0.0, deadline - time.monotonic()))
+        print(f"{worker.checkout} {worker.network}, {worker.way}: {worker.facts}", flush=True)
+    while after and not after.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return [worker for worker in workers if worker.facts is not None]
+
+
 def main(words: list[str] | None = None) -> None:
     """Parse the command line, compile and time, and write a JSON file for each checkout."""
     parser = parser_of(__doc__)
@@ -108,43 +120,34 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=3, help="that each process compiles kernels with")
     parser.add_argument("--device", type=torch.device, default="cuda")
     given = parser.parse_args(words)
-    began = time.monotonic()
-    only = given.only * (len(given.checkouts) if len(given.only) == 1 else 1)
+    patterns = given.only * (len(given.checkouts) if len(given.only) == 1 else 1)
     workers = [
         Worker(checkout, network, way, given.device, given.threads)
-        for checkout, pattern in zip(given.checkouts, only, strict=True)
+        for checkout, pattern in zip(given.checkouts, patterns, strict=True)
         for network in NETWORKS
         for way in NETWORKS[network]
         if re.search(pattern, f"{network}: {way}")
     ]
-    for worker in workers:
-        worker.facts = worker.hear(max(0.0, began + given.compile_seconds - time.monotonic()))
-        print(f"{time.monotonic() - began:.0f} s: {worker.checkout} {worker.way} {worker.facts}", flush=True)
-        if worker.facts is None:
-            worker.end()
-    ready = [worker for worker in workers if worker.facts is not None]
-    while given.after and not given.after.exists() and time.monotonic() < began + given.compile_seconds:
-        time.sleep(0.2)
-    for round_ in range(given.rounds + 1):
-        for worker in ready:
-            taken = worker.milliseconds(given.steps)
-            if round_:  # the first one warms up
-                worker.times.append(taken)
-    given.out.mkdir(parents=True, exist_ok=True)
-    for number, checkout in enumerate(given.checkouts):
-        own = [worker for worker in workers if worker.checkout == checkout]
-        text = json.dumps(report(checkout, own, given.device), indent=1) + "\n"
-        (given.out / f"{number}.json").write_text(text)
-    firsts = [next(worker for worker in ready if worker.checkout == checkout) for checkout in given.checkouts]
-    for worker in ready:
-        if worker not in firsts:
-            worker.end()
-    for worker in firsts:
-        alone = Spread.of([worker.milliseconds(given.steps) for _ in range(given.rounds)])
-        print(f"{worker.checkout} {worker.network}, {worker.way}, alone: {alone}", flush=True)
-    for worker in firsts:
-        worker.end()
-    print(f"done after {time.monotonic() - began:.0f} s", flush=True)
+    with ExitStack() as stack:
+        for worker in workers:
+            stack.callback(worker.end)
+        ready = wait_for(workers, given.compile_seconds, given.after)
+        for round_ in range(given.rounds + 1):
+            for worker in ready:
+                taken = worker.milliseconds(given.steps)
+                if round_:  # the first one warms up
+                    worker.times.append(taken)
+        given.out.mkdir(parents=True, exist_ok=True)
+        for number, checkout in enumerate(given.checkouts):
+            found = report(checkout, [worker for worker in workers if worker.checkout == checkout], given.device)
+            (given.out / f"{number}.json").write_text(json.dumps(found, indent=1) + "\n")
+        firsts = [next(worker for worker in ready if worker.checkout == checkout) for checkout in given.checkouts]
+        for worker in workers:
+            if worker not in firsts:
+                worker.end()
+        for worker in firsts:
+            alone = Spread.of([worker.milliseconds(given.steps) for _ in range(given.rounds)])
+            print(f"{worker.checkout} {worker.network}, {worker.way}, alone: {alone}", flush=True)
 
 
 if __name__ == "__main__":
