@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from factorized.attention.matrices import write_matrices
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import Model, check_model, module_names
+from factorized.nn.model import Model, check_model, module_names, named
 from factorized.surgery.decompose import decompose_all
 from factorized.surgery.heads import DenseAttention, shrunk_attention
 from factorized.surgery.progress import Count
@@ -46,6 +46,9 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     state = _plain(state_dict, inside)
     slots = _Slots(inside)
     _check_real(inside)
+    for key, layer in slots.weights.items():
+        with named(key.rpartition(".")[0]):
+            layer.check_settable()
     slots.check(state)
     weights, heads = slots.weights, [unit.best(state) for unit in slots.attention]
     given: dict[nn.Parameter, str] = {}  # tied layers once, under the first of their names

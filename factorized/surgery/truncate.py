@@ -195,6 +195,8 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
         old = first.factors
         if old[0].is_meta:
             raise ValueError("its factors are on the meta device and have no values; nothing was changed")
+        for layer in layers:
+            layer.check_settable()
         made = first.format.truncate([factor.detach() for factor in old], format)
         factors = [
             nn.Parameter(core.clone(memory_format=torch.contiguous_format), was.requires_grad)
