@@ -13,7 +13,7 @@ from factorized._checks import check_whole
 from factorized._torch import computable, on_one_device, without_autocast
 from factorized.decay.engine import Engine, gradient_of
 from factorized.decay.forms import Factor, forms, unread_attention
-from factorized.decay.guard import composed_layers, is_adaptive
+from factorized.decay.guard import check_not_in_backward, composed_layers, is_adaptive
 from factorized.decay.hook import AttachedDecay, Step, inner_optimizer
 from factorized.decay.rest import decay_rest
 from factorized.decay.strength import (
@@ -120,6 +120,8 @@ class FrobeniusDecay(AttachedDecay):
             raise ValueError(
                 "in_backward=True adds λW to gradients for descent, but the optimizer maximizes; use in_backward=False"
             )
+        if self._handle is None:
+            check_not_in_backward(self._decayed)
         super().attach(optimizer)
         if self._hints and is_adaptive(optimizer):
             warnings.warn(

@@ -97,11 +97,11 @@ class FactorizedLayer(nn.Module):
         self.check_execution()
 
     def change_ranks(self, format: Format, factors: Sequence[nn.Parameter]) -> None:
-        """Replace the factors with those of the same kind of format at other ranks."""
+        """Replace the factors with those of the same kind of format at other ranks; decays have to be made again."""
         for name, factor in zip(format.cores, factors, strict=True):
             holder, _, place = name.rpartition(".")
             setattr(self.get_submodule(holder), place, factor)
-        self.format = format
+        self.format, self.decay_in_backward = format, 0.0
         self._find_ways()
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from factorized.decay.engine import Engine
 from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
-from factorized.decay.guard import DecaysProducts, check_still_held
+from factorized.decay.guard import DecaysProducts, check_not_in_backward, check_still_held
 from factorized.decay.rest import REST_DECAY, packed_parameters
 from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, strengths
 from factorized.optim.lamb import Lamb
@@ -81,7 +81,9 @@ class Flambe(Lamb, DecaysProducts):
         check_strength(frobenius_decay, self.forms)
         self.frobenius_decay = frobenius_decay
         self.steps = 0  # taken so far: the argument of a schedule
-        self._engine = Engine(decayed_forms(frobenius_decay, self.forms))
+        decayed = decayed_forms(frobenius_decay, self.forms)
+        check_not_in_backward(decayed)
+        self._engine = Engine(decayed)
         self._factors = {factor.parameter for factor in self._engine.form_of}
         # These hold more than factors, such as packed attention weights; the rest of them keeps its ordinary decay.
         self._packed = packed_parameters(list(self._engine.form_of.values()))

@@ -88,6 +88,37 @@ class TestInBackward:
         with pytest.raises(ValueError, match=r"no schedule, no decoupled=True"):
             fz.FrobeniusDecay(composing(), strength, decoupled=decoupled, in_backward=True)
 
+    @pytest.mark.parametrize(
+        "again",
+        [
+            lambda model: fz.FrobeniusDecay(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1)),
+            lambda model: fz.Flambe(model.parameters(), model),
+        ],
+        ids=["frobenius", "flambe"],
+    )
+    def test_a_second_decay_is_refused_with_any_optimizer_until_the_first_is_detached(
+        self, again: Callable[[nn.Module], object]
+    ) -> None:
+        model = composing()
+        decay = fz.FrobeniusDecay(model, STRENGTH, in_backward=True)
+        decay.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=r"in_backward=True already decays 'conv', .*call the detach\(\) of that"):
+            again(model)
+        fz.NuclearDecay(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1))  # another penalty
+        decay.detach()
+        again(model)
+
+    def test_truncated_layers_are_not_decayed_until_a_new_decay_is_attached(self) -> None:
+        model = composing()
+        fz.FrobeniusDecay(model, STRENGTH, in_backward=True).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        fz.truncate(model, rank=1)
+        plain = deepcopy(model)  # copies are not decayed
+        for twin in (model, plain):
+            loss_of(twin, 0).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert error(one.grad, other.grad) < 1e-10
+        fz.FrobeniusDecay(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
     def test_acting_by_hand_is_refused(self) -> None:
         with pytest.raises(ValueError, match="attach it instead"):
             fz.FrobeniusDecay(composing(), STRENGTH, in_backward=True).apply_()
