@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from factorized._checks import check_whole, is_number
+from factorized._checks import check_whole, is_number, plain_number
 from factorized.attention.cost import AttentionCost, attention_spectrum
 from factorized.attention.matrices import padded_matrices, spectral_matrices
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
@@ -80,6 +80,7 @@ def truncate(
     """
     check_model(model)
     refuse_wrapped(model)
+    ratio, rank_scale, energy, rank = *map(plain_number, (ratio, rank_scale, energy)), plain_number(rank)
     given = {"ratio": ratio, "rank_scale": rank_scale, "energy": energy, "rank": rank}
     asked = [name for name, value in {"plan": plan, **given}.items() if value is not None]
     if len(asked) != 1:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -142,6 +143,18 @@ class TestStrength:
         assert error(second, 3 * first) < 1e-12
         assert decay.steps == 2
         assert error(decay.penalty(), by_weights(model, 2.5)) < 1e-12
+
+    @pytest.mark.parametrize("make", [lambda n: n, lambda n: {"*": n}, lambda n: lambda step: n])
+    @pytest.mark.parametrize("decoupled", [False, True])
+    def test_it_may_be_a_number_of_numpy(self, make: Callable[[Any], Any], decoupled: bool) -> None:
+        made = []
+        for number in (np.float32(0.5), 0.5):
+            model = mixed()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            fz.FrobeniusDecay(model, make(number), decoupled=decoupled).attach(optimizer)
+            train(model, optimizer, range(2))
+            made.append(model)
+        assert difference(*made) == 0
 
     def test_a_schedule_that_starts_at_zero_still_comes_into_force(self) -> None:
         model = mixed()

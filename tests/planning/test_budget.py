@@ -1,18 +1,37 @@
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from factorized.formats.product import LowRank, Overcomplete
 from factorized.planning.planner import plan
+from factorized.surgery.describe import describe
+from factorized.surgery.factorize import factorize
+from factorized.surgery.truncate import truncate
 from tests.planning.models_for_planning import EXAMPLES, ConvNet, Mlp, Reader
 
 NAN, INFINITY = float("nan"), float("inf")
 ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("rank", np.int64(3)), ("ratio", np.float32(0.7)), ("energy", np.float64(0.5))], ids=str
+)
+def test_numbers_of_numpy_are_numbers(name: str, number: Any) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    expected = plan(model, **{name: number.item()})
+    made = plan(model, **{name: number})
+    assert made == expected
+    assert json.dumps(made.to_dict()) == json.dumps(expected.to_dict())
+    factorized = factorize(model, made)
+    assert all(type(entry.rank) is int for entry in describe(truncate(factorized, rank=np.int64(2))).layers)
 
 
 @pytest.mark.parametrize(
