@@ -53,6 +53,26 @@ def test_it_takes_gradients_per_example() -> None:
             assert error(per_example[name][n], expected) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by torch itself
+def test_its_forward_derivative_is_that_of_the_dense_table() -> None:
+    layer = FactorizedEmbedding(ENTRIES, WIDTH, 3, 2, scale_grad_by_freq=True).double()
+    dense, x = layer.to_dense(), indices((3,))
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    tangents = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+
+    def table(parameters: dict[str, Tensor]) -> Tensor:
+        return parameters["U"] @ parameters["V"].mT
+
+    def run(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x,))
+
+    def run_dense(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(dense, {"weight": table(parameters)}, (x,))
+
+    actual, expected = (torch.func.jvp(f, (parameters,), (tangents,))[1] for f in (run, run_dense))
+    assert error(actual, expected) < 1e-12
+
+
 def test_it_takes_32_bit_indices_and_none_at_all() -> None:
     layer = FactorizedEmbedding(ENTRIES, WIDTH, 3, 2, scale_grad_by_freq=True)
     x = indices((3,))
