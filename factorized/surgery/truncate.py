@@ -59,8 +59,9 @@ def truncate(
 
     Each becomes the best approximation of its present weight: a product by an SVD of its rank × rank core, a tensor
     train by rounding, a Tucker tensor by the HOSVD of its core, another format by decomposing its weight again. Shrunk
-    attention gets even smaller heads. Everything else stays, tied layers stay tied, and all layers are cut or none. The
-    parameters are new, so make a new optimizer and decay. Give exactly one of:
+    attention gets even smaller heads. Everything else stays, tied layers stay tied, and all layers are cut or none;
+    residuals, whose rest is frozen, cannot be cut. The parameters are new, so make a new optimizer and decay. Give
+    exactly one of:
 
     Args:
         model: a model that ``fz.factorize`` or ``fz.load`` returned.
@@ -97,6 +98,8 @@ def truncate(
             "fully_shard. Nothing was changed"
         )
     cuts = _cuts(model)
+    if plan is None and ratio is None and rank_scale != 1:  # which ask something of every layer
+        _refuse_frozen(cuts, rank or 0)
     if plan is not None:
         choices = _by_plan(cuts, plan)
     elif ratio is not None:
@@ -137,6 +140,17 @@ def _cuts(model: nn.Module) -> list[Cut]:
     if not cuts:
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     return cuts
+
+
+def _refuse_frozen(cuts: Sequence[Cut], rank: int) -> None:
+    """Raise if a layer has a higher rank and cannot be cut, because a part of its weight is frozen."""
+    for cut in cuts:
+        choice = cut.choices[0]
+        if isinstance(choice, Format) and choice.frozen and max(_ranks(choice)) > rank:
+            raise ValueError(
+                f"{cut.name or 'the model'} is a {choice.name}, {choice.describe()}, whose rest is frozen, and it "
+                "cannot be cut. Cut the other layers, by ratio= or a plan; nothing was changed"
+            )
 
 
 def _path(format: Format) -> list[Format]:
