@@ -15,16 +15,17 @@ from factorized.surgery.heads import DenseAttention, shrunk_attention
 from factorized.surgery.progress import Count
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
-WRAPPER = "module."  # the prefix of DistributedDataParallel
+WRAPPER = "module."  # the prefix of DistributedDataParallel, and of AveragedModel
+COUNT = "n_averaged"  # which the latter adds
 
 
 def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the
-    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` or
-    ``DistributedDataParallel`` are accepted; tied weights need only one of their names. Names, shapes and values are
-    checked before anything changes.
+    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile``,
+    ``DistributedDataParallel`` or ``AveragedModel`` are accepted; tied weights need only one of their names. Names,
+    shapes and values are checked before anything changes.
 
     Raises:
         ValueError: the model has no factorized layer, is sharded or on the meta device, or ``state_dict`` does not fit.
@@ -77,8 +78,10 @@ def _plain(state_dict: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
                 "changed"
             )
     own = any(name.startswith(WRAPPER) for name, _, _, _ in named_slots(model))
-    wrapped = not own and all(key.startswith(WRAPPER) for key in state_dict)
-    return {plain_name(key.removeprefix(WRAPPER) if wrapped else key): value for key, value in state_dict.items()}
+    inside = {key: value for key, value in state_dict.items() if key != COUNT}
+    if own or not all(key.startswith(WRAPPER) for key in inside):
+        return {plain_name(key): value for key, value in state_dict.items()}
+    return {plain_name(key.removeprefix(WRAPPER)): value for key, value in inside.items()}
 
 
 class _Slots:
