@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import factorized as fz
-from factorized.formats.kernel import to_matrix
+from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.testing import error
 from tests.decay.models_for_decay import (
     STRENGTH,
@@ -282,6 +282,14 @@ def test_decay_in_backward_and_dropped_entries_go_together() -> None:
     model = composing()
     expected = torch.autograd.grad(by_weights(model), model.wide.U)[0]
     assert error(gradient(decayed=True) - gradient(decayed=False), expected) < 1e-10
+
+
+def test_a_nuclear_decay_takes_another_strength() -> None:
+    train = fz.TensorTrain().at_rank(KernelShape.of((8, 8)), 2)
+    model = nn.Sequential(fz.FactorizedLinear(8, 8, 2), fz.FactorizedLinear(8, 8, train)).double()
+    decay = fz.NuclearDecay(model, 0.1)
+    decay.strength = 0.5
+    assert error(deepcopy(decay).penalty(), fz.NuclearDecay(model, 0.5).penalty()) < 1e-12
 
 
 @pytest.mark.parametrize("nuclear_first", [True, False])
