@@ -16,7 +16,7 @@ from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
 from factorized.nn.model import check_model, listed
 from factorized.nn.running import ExampleInput, count_parameters
-from factorized.planning.advice import Change, above_reach, out_of_reach, starved
+from factorized.planning.advice import Change, above_reach, out_of_reach, starved, trained_padding
 from factorized.planning.assemble import assemble
 from factorized.planning.budget import Of, read_budget
 from factorized.planning.calibration import Calibrated
@@ -164,6 +164,8 @@ def plan(
         )
     made = _made(model, problem, choices)
     if (message := starved(model, problem, choices, made, changes, posed)) is not None:
+        warnings.warn(message, stacklevel=2)
+    if (message := trained_padding(model, made)) is not None:
         warnings.warn(message, stacklevel=2)
     return made
 

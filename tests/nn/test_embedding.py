@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import factorized as fz
 from factorized import FactorizedEmbedding, Monarch, TensorTrain, Tucker
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
 from factorized.testing import error
 from tests.nn.test_contract import ENTRIES, WIDTH, indices
+
+TENSORS = TensorTrain(), Tucker(), fz.Residual(TensorTrain())
 
 
 def test_of_a_sparse_table_the_rows_get_sparse_gradients() -> None:
@@ -28,6 +31,24 @@ def test_a_padding_row_that_is_not_zero_is_looked_up_but_trains_nothing(sparse: 
     assert error(y, layer.weight[padding]) < 1e-6
     y.sum().backward()
     assert [factor.grad.to_dense().abs().max().item() for factor in layer.factors] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "scheme", [fz.LowRank(), fz.Overcomplete("deep"), *TENSORS, fz.Monarch(), fz.Kronecker(), fz.Residual()], ids=str
+)
+@pytest.mark.filterwarnings("ignore:.*the row of padding_idx is zero")
+def test_formats_tell_whether_padding_stays_zero_in_training(scheme: Scheme) -> None:
+    torch.manual_seed(0)
+    scale = None if isinstance(scheme, fz.Overcomplete) else 0.3
+    model = nn.Sequential(nn.Embedding(16, 8, padding_idx=2)).double()
+    fz.factorize(model, scheme, rank_scale=scale, init="spectral", keep_first_and_last=False)
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, weight_decay=0.1), lr=0.1)
+    fz.FrobeniusDecay(model, 0.1).attach(optimizer)
+    for _ in range(3):
+        (model(torch.arange(16)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model(torch.tensor([2])).norm() < 1e-6).item() == model[0].format.keeps_zero_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
