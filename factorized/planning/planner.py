@@ -88,7 +88,7 @@ def plan(
         ratio: parameters of the whole model after, relative to before; never exceeded, and met to one rank step.
         rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))``
             otherwise; for tensors see ``TensorTrain`` and ``Tucker``.
-        rank: the same rank everywhere; layers that it would not make smaller stay dense.
+        rank: the same rank everywhere; layers that it would not make smaller, or whose full rank is lower, stay dense.
         energy: share of each layer's squared singular values to keep; with ``calibration``, of its outputs.
         macs: multiply-accumulates of the whole model after, relative to before, on ``example_input``; of schemes that
             compress.

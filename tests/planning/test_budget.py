@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from factorized.formats.product import LowRank, Overcomplete
+from factorized.formats.residual import Residual
+from factorized.formats.scheme import Scheme
 from factorized.planning.planner import plan
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import factorize
@@ -191,3 +193,15 @@ def test_a_model_on_the_meta_device_is_planned_like_a_real_one(
     real = plan(model_type(), **arguments)
     assert plan(model_type().to("meta"), **arguments) == real
     assert real.selected
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"), [(LowRank(), "would grow"), (Residual(), "rank=5 is above its full rank")]
+)
+def test_a_layer_of_a_lower_full_rank_stays_dense(scheme: Scheme, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    made = plan(model, scheme, rank=5)
+    assert [entry.rank for entry in made.entries] == [None, None, None, 5, None]
+    assert all(reason in (made.entries[place].reason or "") for place in (1, 2))
+    with pytest.raises(ValueError, match=r"^1: rank must be in 1\.\.4 for a 4x64 weight, got 65"):
+        plan(model, scheme, rank=65)
