@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from factorized._checks import check_whole, is_number, plain_number
+from factorized._torch import computable
 from factorized.attention.cost import AttentionCost, attention_spectrum
 from factorized.attention.matrices import padded_matrices, spectral_matrices
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
@@ -193,7 +194,8 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
     def energies() -> torch.Tensor:
         if not first.format.is_product:
             raise ValueError(f"{name}: energy= is for products, and this is a {first.format.name}; use ratio= or rank=")
-        return first.format.spectrum(first.factors).double().square().flatten(0, -2).sum(0)
+        spectrum = first.format.spectrum([computable(factor) for factor in first.factors])
+        return spectrum.double().square().flatten(0, -2).sum(0)
 
     def planned(entry: PlanEntry | AttentionEntry) -> Format:
         format, now = entry.format if isinstance(entry, PlanEntry) else None, first.format

@@ -114,6 +114,16 @@ def test_an_energy_keeps_that_share_of_every_spectrum_and_no_more_ranks_than_it_
         assert kept[layer.rank - 1] >= 0.9 > (kept[layer.rank - 2] if layer.rank > 1 else 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_energy_of_half_types_is_measured_in_float32(dtype: torch.dtype) -> None:
+    model, reference = trained().to(dtype), trained().to(dtype).double()
+    for one in (model, reference):
+        fz.truncate(one, energy=0.8)
+    ranks = [[module.rank for module in one.modules() if hasattr(module, "rank")] for one in (model, reference)]
+    assert ranks[0] == ranks[1]
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
 def test_a_plan_for_the_dense_model_says_the_ranks() -> None:
     model = trained()
     kept = layers(model)["conv"].rank
