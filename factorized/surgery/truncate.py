@@ -190,10 +190,16 @@ def _is_smaller(format: Format, now: Format) -> bool:
 def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: Sequence[Format]) -> Cut:
     first = layers[0]
 
+    def refuse_meta() -> None:
+        if first.factors[0].is_meta:
+            raise ValueError("its factors are on the meta device and have no values; nothing was changed")
+
     @torch.no_grad()
     def energies() -> torch.Tensor:
         if not first.format.is_product:
             raise ValueError(f"{name}: energy= is for products, and this is a {first.format.name}; use ratio= or rank=")
+        with named(name):
+            refuse_meta()
         spectrum = first.format.spectrum([computable(factor) for factor in first.factors])
         return spectrum.double().square().flatten(0, -2).sum(0)
 
@@ -210,8 +216,7 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
     @torch.no_grad()
     def cut(format: Format) -> Install:
         old = first.factors
-        if old[0].is_meta:
-            raise ValueError("its factors are on the meta device and have no values; nothing was changed")
+        refuse_meta()
         for layer in layers:
             layer.check_settable()
         made = first.format.truncate([factor.detach() for factor in old], format)

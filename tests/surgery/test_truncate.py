@@ -235,6 +235,7 @@ def test_if_one_layer_cannot_be_cut_none_is() -> None:
         (lambda: trained(fz.Residual(), rank=2), {"rank_scale": 0.5}, "and it cannot be cut. Cut the other layers, by"),
         (lambda: trained(fz.Residual(), rank=2), {"energy": 0.5}, "and it cannot be cut. Cut the other layers, by"),
         (lambda: trained().to("meta"), {"rank": 1}, "its factors are on the meta device"),
+        (lambda: trained().to("meta"), {"energy": 0.5}, "its factors are on the meta device"),
     ],
 )
 def test_what_cannot_be_done_says_why(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
