@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import TypeGuard
+from numbers import Integral, Real
+from typing import TypeGuard, TypeVar, cast
+
+Given = TypeVar("Given")
 
 
 def is_whole(value: object, least: int = 1) -> bool:
@@ -19,8 +22,15 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether ``value`` is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    """Return whether ``value`` is a finite number, also one of numpy."""
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def plain_number(value: Given) -> Given:
+    """Return a number of numpy as Python's own, and anything else as it is."""
+    if isinstance(value, (int, float)) or not isinstance(value, Real):
+        return value
+    return cast(Given, int(value) if isinstance(value, Integral) else float(value))
 
 
 def check_range(

@@ -93,7 +93,7 @@ def drawn_matrices(unit: AttentionUnit, qk: int, ov: int, forms: Collection[Form
         rows, columns = projection.heads * size, projection.long
         shape = (columns, rows) if projection is unit.output else (rows, columns)
         weight = projection.weight.new_empty(shape)
-        (init if callable(init) else fill_of(init, KernelShape.of(shape)))(weight)
+        fill_of(init, KernelShape.of(shape))(weight)
         weight = weight.mT if projection is unit.output else weight
         by_head = weight.unflatten(0, (projection.heads, size)).mT
         return by_head, None if old is None else old.new_zeros(projection.heads, size)

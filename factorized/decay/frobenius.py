@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from factorized._checks import check_whole
 from factorized._torch import computable, on_one_device, without_autocast
 from factorized.decay.engine import Engine, gradient_of
-from factorized.decay.forms import Factor, forms, unread_attention
-from factorized.decay.guard import composed_layers, is_adaptive
+from factorized.decay.forms import Factor, Form, forms, unread_attention
+from factorized.decay.guard import check_not_in_backward, composed_layers, is_adaptive
 from factorized.decay.hook import AttachedDecay, Step, inner_optimizer
 from factorized.decay.rest import decay_rest
 from factorized.decay.strength import (
@@ -25,6 +25,7 @@ from factorized.decay.strength import (
     decayed_forms,
     strengths,
 )
+from factorized.nn.layer import FactorizedLayer
 
 
 class FrobeniusDecay(AttachedDecay):
@@ -71,13 +72,32 @@ class FrobeniusDecay(AttachedDecay):
                 f"{type(model).__name__} holds no products to decay; call fz.factorize first{unread_attention(model)}"
             )
         check_readable(strength, model)
-        check_strength(strength, self.forms)
-        self.strength = strength
         self.decoupled = self.changes_parameters = bool(decoupled)
         self._hints = decoupled is None  # whether to warn that an adaptive optimizer rescales what is added
-        super().__init__(decayed_forms(strength, self.forms))
-        self._inside = composed_layers(self._decayed, strength, self.decoupled) if in_backward else {}
-        self._engine = Engine([form for form in self._decayed if form not in self._inside])
+        super().__init__(())
+        self._inside: dict[Form, tuple[FactorizedLayer, float]] = {}
+        self.strength = strength
+        if in_backward:
+            self._inside = composed_layers(self._decayed, strength, self.decoupled)
+            self._engine = Engine([form for form in self._decayed if form not in self._inside])
+
+    @property
+    def strength(self) -> Strength:
+        """λ, which may be set between steps."""
+        return self._strength
+
+    @strength.setter
+    def strength(self, strength: Strength) -> None:
+        if self._inside:
+            raise ValueError(
+                "with in_backward=True the layers hold the strength, and it cannot be set; detach this decay and make "
+                "another one"
+            )
+        check_strength(strength, self.forms)
+        self._strength = strength
+        self._decayed = decayed_forms(strength, self.forms)
+        self._engine = Engine(self._decayed)
+        self._decays_seen = []  # so that the next step checks that the optimizer does not decay these forms itself
 
     def penalty(self) -> Tensor:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; to add to a loss or to log.
@@ -120,6 +140,8 @@ class FrobeniusDecay(AttachedDecay):
             raise ValueError(
                 "in_backward=True adds λW to gradients for descent, but the optimizer maximizes; use in_backward=False"
             )
+        if self._handle is None:
+            check_not_in_backward(self._decayed)
         super().attach(optimizer)
         if self._hints and is_adaptive(optimizer):
             warnings.warn(

@@ -92,6 +92,16 @@ def check_decayed_once(decayed: Sequence[Form], optimizer: Optimizer) -> None:
             )
 
 
+def check_not_in_backward(decayed: Sequence[Form]) -> None:
+    """Raise if a decay with ``in_backward=True`` acts on a layer of these forms, whichever optimizer steps."""
+    for form in decayed:
+        if form.layer is not None and form.layer.decay_in_backward:
+            raise ValueError(
+                f"a FrobeniusDecay with in_backward=True already decays {form.name!r}, whichever optimizer steps, so "
+                "it would be decayed twice; call the detach() of that decay first"
+            )
+
+
 def check_still_held(decayed: Sequence[Form]) -> None:
     """Raise if a layer no longer holds a factor's parameter: it was pruned, parametrized, sharded or replaced."""
     for form in decayed:

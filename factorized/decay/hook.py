@@ -78,7 +78,7 @@ class AttachedDecay(DecaysProducts):
         self.steps = 0  # taken so far: the argument of a schedule
         self._decayed = list(decayed)
         self._handle: RemovableHandle | None = None
-        self._decays_seen: list[object] = []  # weight_decay of the optimizer's groups
+        self._decays_seen: list[tuple[object, int]] = []  # weight_decay and size of the optimizer's groups
 
     @abstractmethod
     def penalty(self) -> Tensor:
@@ -128,7 +128,7 @@ class AttachedDecay(DecaysProducts):
         """
         if not torch.compiler.is_compiling():
             check_still_held(self._decayed)
-        if self._decays_seen != _own_decays(optimizer):  # a group was added, or a schedule changed its decay
+        if self._decays_seen != _own_decays(optimizer):  # groups got parameters, or a schedule changed their decay
             check_decayed_once(self._decayed, optimizer)
             self._decays_seen = _own_decays(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
@@ -164,6 +164,6 @@ def _in_short(value: object) -> str:
     return getattr(value, "__name__", type(value).__name__) if callable(value) else repr(value)
 
 
-def _own_decays(optimizer: Optimizer) -> list[object]:
-    """Return the weight decay of an optimizer's groups."""
-    return [group.get("weight_decay") for group in optimizer.param_groups]
+def _own_decays(optimizer: Optimizer) -> list[tuple[object, int]]:
+    """Return the weight decay of an optimizer's groups, and how many parameters it acts on."""
+    return [(group.get("weight_decay"), len(group["params"])) for group in optimizer.param_groups]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +117,11 @@ class NuclearDecay(ProductPenalty):
 
     def __init__(self, model: nn.Module, strength: float) -> None:
         check_number("strength", strength)
-        super().__init__(model, partial(_scaled_nuclear_norm, strength=strength))
+        super().__init__(model, self._scaled_norm)
         self.strength = strength
+
+    def _scaled_norm(self, W: Tensor) -> Tensor:  # (batch, m, n) -> ()
+        return self.strength * torch.linalg.svdvals(W).sum()
 
     def _of(self, form: Form, values: Sequence[Tensor]) -> Tensor:
         values = [computable(value) for value in values]
@@ -141,7 +143,3 @@ class NuclearDecay(ProductPenalty):
     def _product_gradients(self, U: Tensor, inner: Sequence[Tensor], V: Tensor) -> list[Tensor]:
         dU, dV, d_inner = nuclear_gradients(U, V, inner)
         return [dU, *d_inner, dV]
-
-
-def _scaled_nuclear_norm(W: Tensor, strength: float) -> Tensor:
-    return strength * torch.linalg.svdvals(W).sum()

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from factorized._checks import is_number
+from factorized._checks import is_number, plain_number
 from factorized.attention.register import find_attention
 from factorized.attention.unit import FORMS
 from factorized.decay.forms import Form
@@ -98,7 +98,7 @@ def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
 
 def _scalar(number: Number) -> Number:
     # A tensor of shape (1,) would take part in type promotion, and foreach operations do not accept it.
-    return number.reshape(()) if isinstance(number, Tensor) else number
+    return number.reshape(()) if isinstance(number, Tensor) else plain_number(number)
 
 
 def _matches(pattern: str, form: Form) -> bool:

@@ -88,10 +88,11 @@ def margin_bounds(
         raise ValueError(f"the margin gamma must be a finite number above 0, got {gamma!r}")
     if not (is_number(delta) and 0 < delta < 1):
         raise ValueError(f"delta must be a probability between 0 and 1, got {delta!r}")
-    spectra = [_spectrum(module) for module in model.modules() if isinstance(module, _WEIGHTED)]
-    if not spectra:
+    weighted = [module for module in model.modules() if isinstance(module, _WEIGHTED)]
+    if not weighted:
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to bound")
-    margins, radius = _margins(model, loader)
+    margins, radius = _margins(model, loader)  # raises if the weights are not finite, and so neither are the scores
+    spectra = [_spectrum(module) for module in weighted]
     if gamma is None:
         gamma = torch.quantile(margins, 0.1).item()
         if not gamma > 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from factorized._torch import computable, without_autocast
+from factorized._torch import all_finite, computable, without_autocast
 from factorized.decay.forms import Form, forms
 from factorized.decay.strength import Number, check_number
 
@@ -15,6 +15,8 @@ from factorized.decay.strength import Number, check_number
 @dataclass(frozen=True)
 class Diagnosis:
     """Figures of one product W; the last three need an SVD and are None without ``spectrum=True``.
+
+    Those of a product that is not finite, because training diverged, are NaN or infinite.
 
     Attributes:
         name: the product's name, see ``fz.forms``.
@@ -75,7 +77,9 @@ def _diagnose(form: Form, lr: float, spectrum: bool) -> Diagnosis:
     squared = form.norm_squared(factors).sum()
     ends = (factors[0], factors[-1])
     spectral = nuclear = stable = None
-    if spectrum:
+    if spectrum and not all(map(all_finite, factors)):
+        spectral = nuclear = stable = float("nan")
+    elif spectrum:
         values = form.spectrum(factors)
         spectral, nuclear = values.max().item(), values.sum().item()
         stable = squared.item() / spectral**2 if spectral else 0.0

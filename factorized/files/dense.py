@@ -9,22 +9,23 @@ from torch import Tensor, nn
 
 from factorized.attention.matrices import write_matrices
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import Model, check_model, module_names
+from factorized.nn.model import Model, check_model, module_names, named
 from factorized.surgery.decompose import decompose_all
 from factorized.surgery.heads import DenseAttention, shrunk_attention
 from factorized.surgery.progress import Count
 from factorized.surgery.state import Shapes, check_same, is_sharded, named_slots, plain_name, unwrapped
 
-WRAPPER = "module."  # the prefix of DistributedDataParallel
+WRAPPER = "module."  # the prefix of DistributedDataParallel, and of AveragedModel
+COUNT = "n_averaged"  # which the latter adds
 
 
 def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     """Fill a factorized ``model`` from the state dict of the dense model it came from, and return it.
 
     Factorized layers take the spectral factors of their dense weight (section 3.1), the heads of shrunk attention the
-    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile`` or
-    ``DistributedDataParallel`` are accepted; tied weights need only one of their names. Names, shapes and values are
-    checked before anything changes.
+    best approximation of their forms, and the rest is copied. Names with the prefix of ``torch.compile``,
+    ``DistributedDataParallel`` or ``AveragedModel`` are accepted; tied weights need only one of their names. Names,
+    shapes and values are checked before anything changes.
 
     Raises:
         ValueError: the model has no factorized layer, is sharded or on the meta device, or ``state_dict`` does not fit.
@@ -46,6 +47,9 @@ def load_dense(model: Model, state_dict: Mapping[str, Tensor]) -> Model:
     state = _plain(state_dict, inside)
     slots = _Slots(inside)
     _check_real(inside)
+    for key, layer in slots.weights.items():
+        with named(key.rpartition(".")[0]):
+            layer.check_settable()
     slots.check(state)
     weights, heads = slots.weights, [unit.best(state) for unit in slots.attention]
     given: dict[nn.Parameter, str] = {}  # tied layers once, under the first of their names
@@ -74,8 +78,10 @@ def _plain(state_dict: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
                 "changed"
             )
     own = any(name.startswith(WRAPPER) for name, _, _, _ in named_slots(model))
-    wrapped = not own and all(key.startswith(WRAPPER) for key in state_dict)
-    return {plain_name(key.removeprefix(WRAPPER) if wrapped else key): value for key, value in state_dict.items()}
+    inside = {key: value for key, value in state_dict.items() if key != COUNT}
+    if own or not all(key.startswith(WRAPPER) for key in inside):
+        return {plain_name(key): value for key, value in state_dict.items()}
+    return {plain_name(key.removeprefix(WRAPPER)): value for key, value in inside.items()}
 
 
 class _Slots:

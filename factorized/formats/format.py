@@ -85,6 +85,11 @@ class Format(ABC):
     chain: tuple[Step, ...] | None = None
 
     @property
+    def keeps_zero_rows(self) -> bool:
+        """Whether a row of zeros in the weight stays one: approximated, and trained without gradients of its own."""
+        return self.row_core is not None
+
+    @property
     @abstractmethod
     def cores(self) -> dict[str, tuple[int, ...]]:
         """The shape of every core by its name in a state dict, such as "U", "inner.0" or "cores.2"."""

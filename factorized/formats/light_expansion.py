@@ -135,11 +135,19 @@ class _LightExpansion(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.indices, *cores = inputs
+        ctx.expand, ctx.indices, *cores = inputs
         ctx.save_for_backward(*cores)
+        ctx.save_for_forward(*cores)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cores = ctx.saved_tensors
         with without_autocast(gradient.device):  # slices are added up in the type of the cores
             return None, None, *light_gradients(ctx.indices, cores, gradient)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Tensor:
+        cores = ctx.saved_tensors
+        given = [(place, tangent) for place, tangent in enumerate(tangents) if tangent is not None]
+        parts = [ctx.expand([*cores[:place], tangent, *cores[place + 1 :]]) for place, tangent in given]
+        return torch.stack(parts).sum(dim=0)

@@ -38,6 +38,7 @@ class MonarchFormat(Format):
     chain: tuple[Step, ...] | None = field(init=False, compare=False, repr=False)
 
     name: ClassVar[str] = "monarch"
+    keeps_zero_rows: ClassVar[bool] = True  # they are rows of the second block-diagonal matrix
 
     def __post_init__(self) -> None:
         check_whole("rank", self.rank)

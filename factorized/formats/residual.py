@@ -50,6 +50,11 @@ class ResidualFormat(Format):
         object.__setattr__(self, "rank", self.part.rank)
 
     @property
+    def keeps_zero_rows(self) -> bool:
+        """Whether the part keeps them; the rest is never trained."""
+        return self.part.keeps_zero_rows
+
+    @property
     def cores(self) -> dict[str, tuple[int, ...]]:
         """The cores of the part, then the rest of the weight, and its scales where it has them."""
         rows = (self.shape.out_channels, *(1,) * (len(self.shape.weight_shape) - 1))

@@ -37,8 +37,8 @@ def autotune(
             takes longer, and often chooses differently.
 
     Raises:
-        ValueError: the model has no factorized linear or convolution, or does not run on ``example_input``; or
-            ``rounds`` is not a whole number of at least 1.
+        ValueError: the model has no factorized linear or convolution, is on the meta device, or does not run on
+            ``example_input``; or ``rounds`` is not a whole number of at least 1.
 
     Examples:
         >>> model = nn.Sequential(fz.FactorizedConv2d(8, 8, 3, 4), nn.ReLU())
@@ -54,6 +54,8 @@ def autotune(
         raise ValueError(
             f"{type(model).__name__} has no factorized linear or convolution to tune; call fz.factorize first"
         )
+    if (empty := next((name for layer, name in names.items() if layer.factors[0].is_meta), None)) is not None:
+        raise ValueError(f"{empty or 'the model'} is on the meta device, where nothing is computed that could be timed")
     seen: dict[FactorizedLayer, Tensor] = {}
     hooks = [layer.register_forward_pre_hook(partial(_remember, seen, layer), with_kwargs=True) for layer in names]
     with removing(hooks):

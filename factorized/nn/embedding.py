@@ -232,3 +232,7 @@ class _ScaleGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (scale,) = ctx.saved_tensors
         return gradient * scale, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.clone()  # as torch's table, which scales its gradient only

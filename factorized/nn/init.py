@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -48,10 +49,22 @@ def fill_of(init: Init, shape: KernelShape) -> Fill:
     a fresh linear or convolution. A callable fills a tensor in place, like those of ``torch.nn.init``.
     """
     if callable(init):
-        return init
+        return partial(_fill_by, init)
     if init == "kaiming":
         return nn.init.kaiming_normal_
     if init == "normal":
         deviation = math.sqrt(2 / (shape.out_channels * math.prod(shape.size)))
         return lambda matrix: matrix.normal_(0, deviation)
     return draw_dense
+
+
+def _fill_by(init: Callable[[Tensor], object], matrix: Tensor) -> None:
+    """Fill ``matrix`` by a user's function; raise if it leaves entries as they are, whatever the memory held."""
+    matrix.fill_(torch.nan)
+    init(matrix)
+    if not matrix.is_meta and matrix.isnan().any():
+        name = getattr(init, "__name__", type(init).__name__)
+        raise ValueError(
+            f"init must fill the tensor that it is given in place, as the functions of torch.nn.init do, but {name} "
+            f"left entries of a {'x'.join(map(str, matrix.shape))} tensor unfilled; what it returns is not used"
+        )

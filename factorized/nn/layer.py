@@ -97,11 +97,11 @@ class FactorizedLayer(nn.Module):
         self.check_execution()
 
     def change_ranks(self, format: Format, factors: Sequence[nn.Parameter]) -> None:
-        """Replace the factors with those of the same kind of format at other ranks."""
+        """Replace the factors with those of the same kind of format at other ranks; decays have to be made again."""
         for name, factor in zip(format.cores, factors, strict=True):
             holder, _, place = name.rpartition(".")
             setattr(self.get_submodule(holder), place, factor)
-        self.format = format
+        self.format, self.decay_in_backward = format, 0.0
         self._find_ways()
 
     @property
@@ -287,6 +287,17 @@ class FactorizedLayer(nn.Module):
             raise ValueError(f"{which} on the meta device, without values; materialize it first with to_empty")
         if not torch.isfinite(weight).all():
             raise ValueError("weight holds NaN or infinity; nothing was changed")
+        self.check_settable()
+
+    def check_settable(self) -> None:
+        """Raise if a factor is computed from other parameters, so that a value it is given would be lost."""
+        for name, factor in zip(self.format.cores, self.factors, strict=True):
+            if not isinstance(factor, nn.Parameter):
+                raise ValueError(
+                    f"{name} cannot be set, because a parametrization, a weight norm, pruning or FSDP1 computes it. "
+                    "Make it a parameter again first, with torch.nn.utils.parametrize.remove_parametrizations, "
+                    "remove_weight_norm or prune.remove; nothing was changed"
+                )
 
     @torch.no_grad()
     def set_factors(self, *factors: Tensor) -> None:
@@ -296,6 +307,7 @@ class FactorizedLayer(nn.Module):
 
     def draw_factors(self, init: Init) -> None:
         """Draw the factors at random."""
+        self.check_settable()
         self.format.draw([factor.detach() for factor in self.factors], fill_of(init, self.shape))
 
     def share_factors(self, other: FactorizedLayer) -> None:
@@ -306,6 +318,8 @@ class FactorizedLayer(nn.Module):
                 f"a {self.shape} weight ({own}) cannot be tied to a {other.shape} one ({others}); to copy the values, "
                 "set layer.weight = other.weight.clone()"
             )
+        self.check_settable()
+        other.check_settable()
         for holder in self._holders:
             setattr(self, holder, getattr(other, holder))
 

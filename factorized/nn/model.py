@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # The class of a model, which a changed model keeps. Only a model that is itself one layer is returned as another class.
 Model = TypeVar("Model", bound=nn.Module)
@@ -29,7 +30,10 @@ def check_model(model: object) -> None:
 
 
 def check_copyable(model: nn.Module) -> None:
-    """Raise where a tensor is computed by hooks before each forward: torch cannot copy such a layer."""
+    """Raise where torch cannot copy a layer: a tensor is computed by hooks before each forward, or has no size yet."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"{name} is not initialized yet, and torch cannot copy it; run the model once first")
     for name, module in model.named_modules():
         for part, value in vars(module).items():
             if isinstance(value, Tensor) and not module._parameters.keys().isdisjoint((f"{part}_orig", f"{part}_g")):

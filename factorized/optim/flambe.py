@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from factorized.decay.engine import Engine
 from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
-from factorized.decay.guard import DecaysProducts, check_still_held
+from factorized.decay.guard import DecaysProducts, check_not_in_backward, check_still_held
 from factorized.decay.rest import REST_DECAY, packed_parameters
 from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, strengths
 from factorized.optim.lamb import Lamb
@@ -78,13 +78,8 @@ class Flambe(Lamb, DecaysProducts):
                 f"{unread_attention(model)}"
             )
         check_readable(frobenius_decay, model)
-        check_strength(frobenius_decay, self.forms)
         self.frobenius_decay = frobenius_decay
         self.steps = 0  # taken so far: the argument of a schedule
-        self._engine = Engine(decayed_forms(frobenius_decay, self.forms))
-        self._factors = {factor.parameter for factor in self._engine.form_of}
-        # These hold more than factors, such as packed attention weights; the rest of them keeps its ordinary decay.
-        self._packed = packed_parameters(list(self._engine.form_of.values()))
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         if self._factors and not held & self._factors:
             name = next(iter(self._engine.form_of.values())).name
@@ -93,13 +88,29 @@ class Flambe(Lamb, DecaysProducts):
                 "fz.factorize, from fz.parameter_groups(model, ...)"
             )
 
+    @property
+    def frobenius_decay(self) -> Strength:
+        """λ for products, which may be set between steps."""
+        return self._frobenius_decay
+
+    @frobenius_decay.setter
+    def frobenius_decay(self, strength: Strength) -> None:
+        check_strength(strength, self.forms)
+        decayed = decayed_forms(strength, self.forms)
+        check_not_in_backward(decayed)
+        self._frobenius_decay = strength
+        self._engine = Engine(decayed)
+        self._factors = {factor.parameter for factor in self._engine.form_of}
+        # These hold more than factors, such as packed attention weights; the rest of them keeps its ordinary decay.
+        self._packed = packed_parameters(list(self._engine.form_of.values()))
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` is a factor that is decayed as part of its product."""
         return parameter in self._factors
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles."""
-        own = ("forms", "frobenius_decay", "steps", "_engine", "_factors", "_packed")
+        own = ("forms", "_frobenius_decay", "steps", "_engine", "_factors", "_packed")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from factorized.attention.register import adapter_of, looks_like_attention
+from factorized.nn.held_weight import named_layers
+from factorized.nn.model import listed
 from factorized.planning.plan import Plan
 from factorized.planning.ranks import Choices, total_cost
 from factorized.planning.solve import Problem
@@ -103,6 +105,25 @@ def starved(
         f"{problem.budget} leaves {layers} of {type(model).__name__} below {STARVED:.0%} of full rank, such "
         f"as {tied[0].name!r} at rank {rank} of {item.reference}, because {dense / plan.params:.0%} of the model stays "
         f'dense. {spread}of="selected" counts it over the factorized layers only{_unregistered(problem)}'
+    )
+
+
+def trained_padding(model: nn.Module, plan: Plan) -> str | None:
+    """Return a warning if tables with padding get formats that do not keep its row of zeros, or None."""
+    modules = named_layers(model)
+    tables = [
+        entry
+        for entry in plan.layers
+        if isinstance(table := modules[entry.name], nn.Embedding)
+        and table.padding_idx is not None
+        and not (entry.format is None or entry.format.keeps_zero_rows)
+    ]
+    if not tables:
+        return None
+    return (
+        f"{listed([entry.name for entry in tables])}: the row of padding_idx is zero in nn.Embedding, but in "
+        f"{plan.scheme} it is approximated, and changes with the others in training. Mask padding in the model, leave "
+        "the table dense (exclude=), or use LowRank() or Monarch(), which keep the row"
     )
 
 

@@ -50,7 +50,9 @@ def assemble(
     measured: Measured | None,
 ) -> Plan:
     """Return the plan: one entry per candidate, and the totals."""
-    entries = [_entry(candidate, solved, measured, held) for candidate, held in _held_before(candidates)]
+    dense = "would grow: the factors would cost more than the dense layer"
+    dense = dense if scheme.compresses else f"{budget} is above its full rank"
+    entries = [_entry(candidate, solved, measured, held, dense) for candidate, held in _held_before(candidates)]
     params = count_parameters(model)
     saved = sum(cost.params(None) - cost.params(choice) for cost, choice in solved.values())
     macs = measured.macs if measured is not None else None
@@ -77,7 +79,7 @@ def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]
             seen.add(weight)
 
 
-def _entry(candidate: Candidate, solved: Solved, measured: Measured | None, held_elsewhere: bool) -> Entry:
+def _entry(candidate: Candidate, solved: Solved, measured: Measured | None, held_elsewhere: bool, dense: str) -> Entry:
     if isinstance(candidate, AttentionCandidate):
         return _planned_attention(candidate, solved, measured)
     weight = candidate.module._parameters.get("weight")
@@ -92,11 +94,13 @@ def _entry(candidate: Candidate, solved: Solved, measured: Measured | None, held
         params=0 if held_elsewhere else params,
         params_after=0 if held_elsewhere else params,
     )
-    return _planned_layer(entry, candidate, solved, measured) if isinstance(candidate, LayerCandidate) else entry
+    return _planned_layer(entry, candidate, solved, measured, dense) if isinstance(candidate, LayerCandidate) else entry
 
 
-def _planned_layer(entry: PlanEntry, candidate: LayerCandidate, solved: Solved, measured: Measured | None) -> PlanEntry:
-    """Return the entry of a layer with its format, or the reason why it has none, and what that costs."""
+def _planned_layer(
+    entry: PlanEntry, candidate: LayerCandidate, solved: Solved, measured: Measured | None, dense: str
+) -> PlanEntry:
+    """Return the entry of a layer with its format, or the reason ``dense`` why it has none, and what that costs."""
     cost = _layer_cost(candidate, [candidate], measured)
     if measured is not None:
         entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(None))
@@ -104,7 +108,7 @@ def _planned_layer(entry: PlanEntry, candidate: LayerCandidate, solved: Solved, 
         return entry
     _, format = solved[candidate.tied_to or candidate.name]
     if format is None:
-        return replace(entry, reason="would grow: the factors would cost more than the dense layer")
+        return replace(entry, reason=dense)
     return replace(
         entry,
         format=format,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from factorized._checks import check_choice, check_whole, is_number
+from factorized._checks import check_choice, check_whole, is_number, plain_number
 from factorized.formats.scheme import LARGEST_SCALE, Scheme
 from factorized.planning.schemes import SCHEMES
 
@@ -60,7 +60,7 @@ def read_budget(
         check_whole("multiple_of", multiple_of)
         if not all(format.is_product for format in scheme.formats):
             raise ValueError(f"multiple_of= rounds the ranks of LowRank and Overcomplete, got {scheme}; leave it out")
-    budgets = [Budget(name, value) for name, value in given.items() if value is not None]
+    budgets = [Budget(name, plain_number(value)) for name, value in given.items() if value is not None]
     if not budgets and scheme.rank_scale is not None:
         budgets = [Budget("rank_scale", scheme.rank_scale)]
     if len(budgets) != 1:

@@ -20,6 +20,7 @@ from factorized.nn.running import frozen, move_to, run_once
 
 Loss = Callable[..., Tensor]  # of a model's outputs and the other parts of a batch
 
+NEVER_CALLED = "never called as layers; weights of recurrent networks and of experts never are"
 MANY = 100_000  # examples of an iterator that may never end
 
 

@@ -16,7 +16,7 @@ from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
 from factorized.nn.model import check_model, listed
 from factorized.nn.running import ExampleInput, count_parameters
-from factorized.planning.advice import Change, above_reach, out_of_reach, starved
+from factorized.planning.advice import Change, above_reach, out_of_reach, starved, trained_padding
 from factorized.planning.assemble import assemble
 from factorized.planning.budget import Of, read_budget
 from factorized.planning.calibration import Calibrated
@@ -88,7 +88,7 @@ def plan(
         ratio: parameters of the whole model after, relative to before; never exceeded, and met to one rank step.
         rank_scale: the paper's rule: ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))``
             otherwise; for tensors see ``TensorTrain`` and ``Tucker``.
-        rank: the same rank everywhere; layers that it would not make smaller stay dense.
+        rank: the same rank everywhere; layers that it would not make smaller, or whose full rank is lower, stay dense.
         energy: share of each layer's squared singular values to keep; with ``calibration``, of its outputs.
         macs: multiply-accumulates of the whole model after, relative to before, on ``example_input``; of schemes that
             compress.
@@ -164,6 +164,8 @@ def plan(
         )
     made = _made(model, problem, choices)
     if (message := starved(model, problem, choices, made, changes, posed)) is not None:
+        warnings.warn(message, stacklevel=2)
+    if (message := trained_padding(model, made)) is not None:
         warnings.warn(message, stacklevel=2)
     return made
 

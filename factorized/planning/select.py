@@ -135,11 +135,11 @@ def _why_never(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if weight is not None and is_lazy(weight):
         return "not initialized yet; run the model once"
+    if weight is None:
+        return "its weight is computed (by weight norm, another parametrization or pruning); make it a parameter first"
     known = is_transposed(module) or isinstance(module, HeldWeight)
     if not known and (reason := why_not_plain(module, DENSE_TYPES)) is not None:
         return reason
-    if weight is None:
-        return "its weight is computed by another rule (weight norm, pruning)"
     if weight.numel() == 0:
         return "its weight has no entries"
     if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:

@@ -196,7 +196,7 @@ def _at_one_rank(scheme: Scheme, weights: list[Tied], rank: int) -> Choices:
         try:
             found.append(_at_rank(tied[0], scheme, rank))
         except ValueError as error:
-            if not scheme.compresses:
+            if scheme.least_scale > 0:  # the rank is too low
                 raise
             found.append(None)
             refused.append(error)

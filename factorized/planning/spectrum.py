@@ -17,7 +17,7 @@ from factorized.formats.svd import squared_singular_values
 from factorized.nn.dense import dense_weight
 from factorized.nn.model import listed, named
 from factorized.planning.assemble import Tied
-from factorized.planning.calibration import Calibrated, collect
+from factorized.planning.calibration import NEVER_CALLED, Calibrated, collect
 from factorized.planning.candidate import AttentionCandidate, LayerCandidate, Selected
 
 
@@ -48,8 +48,8 @@ def spectra_of(
                 found[name] = output_spectrum(weight, collected.moments, shape)
     if never_ran := [name for name in first if name not in found]:
         warnings.warn(
-            f"calibration: no batch reaches {listed(never_ran)} (the module is never called), so the spectra of the "
-            "bare weights are used there",
+            f"calibration: no batch reaches {listed(never_ran)} ({NEVER_CALLED}), so the spectra of the bare weights "
+            "are used there",
             stacklevel=4,
         )
     effects = {name: spectrum.sum().item() if calibration.loss is not None else 1.0 for name, spectrum in found.items()}

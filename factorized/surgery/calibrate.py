@@ -13,7 +13,7 @@ from factorized.nn.dense import dense_weight
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import listed, named
 from factorized.nn.moments import InputMoments
-from factorized.planning.calibration import Calibrated, Collected, collect
+from factorized.planning.calibration import NEVER_CALLED, Calibrated, Collected, collect
 from factorized.planning.plan import Plan
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.progress import Count
@@ -89,7 +89,7 @@ def _warn(short: Mapping[str, InputMoments], never_ran: Sequence[str]) -> None:
         )
     if never_ran:
         warnings.warn(
-            f"init=Calibrated: no batch reaches {listed(never_ran)} (the module is never called), so spectral "
-            "initialization is used there",
+            f"init=Calibrated: no batch reaches {listed(never_ran)} ({NEVER_CALLED}), so spectral initialization is "
+            "used there",
             stacklevel=6,
         )

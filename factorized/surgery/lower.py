@@ -5,17 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
 from factorized.attention.resize import lowered_module, plain_size
 from factorized.attention.unit import AttentionUnit
+from factorized.nn.conv_transpose import FactorizedConvTranspose
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import Model, check_model, listed, module_names
-from factorized.nn.running import ExampleInput, count_parameters, run_once
+from factorized.nn.running import ExampleInput, count_parameters, removing, run_once
 from factorized.surgery.compose import SharedWeights, convert, dense_layer
 from factorized.surgery.heads import plain_attention, shrunk_attention
-from factorized.surgery.reads import weights_read
+from factorized.surgery.reads import called_with_more, weights_read
 
 Reasons = dict[str, str]
 
@@ -37,9 +39,10 @@ def lower(
     back. A tied embedding and output layer keep sharing ``U``; ``V`` is transposed in one of them, and so is
     copied.
 
-    A pair has the settings of its dense layer (``in_features``, ``stride``) as attributes, and no ``weight``. Layers
-    whose weight the model's own code reads are composed: without ``example_input`` those that the source of its classes
-    names, with it those that a run asks for. Torch's encoder reads weights on its fast paths, which are disabled; as in
+    A pair has the settings of its dense layer (``in_features``, ``stride``) as attributes, no ``weight``, and takes no
+    ``output_size``. Layers whose weight the model's own code reads, and transposed convolutions that it gives an
+    ``output_size``, are composed: without ``example_input`` those that the source of its classes names, with it those
+    that a run asks for. Torch's encoder reads weights on its fast paths, which are disabled; as in
     training, its output at padded positions is then not zero. A warning names every layer that is composed although its
     factors are smaller, and attention that grows, with the reason.
 
@@ -70,6 +73,11 @@ def lower(
             for name, what in read.items()
             if "" in what
         }
+        transposed = [name for name in _places(model) if isinstance(model.get_submodule(name), FactorizedConvTranspose)]
+        composed |= dict.fromkeys(
+            called_with_more(model, transposed),
+            "the model's code gives it an output_size; pass example_input= to check by a run whether it does so here",
+        )
     while True:
         lowering = _Lowering(model, composed, read)
         lowered = convert(model, lowering.layer, lowering.attention, allow_nonfinite=allow_nonfinite)
@@ -136,13 +144,21 @@ class _Lowering:
         return plain
 
     def asked_of(self, lowered: nn.Module, example_input: ExampleInput) -> Reasons:
-        """Run the lowered model; if its code reads an attribute that a chain lacks, return all layers like it."""
+        """Run the lowered model; if it asks of a chain what only the layer has, return all layers like it."""
+        refused: list[nn.Module] = []  # chains that were given more than an input
+
+        def note(chain: nn.Module, inputs: Any, keywords: Any) -> None:
+            refused.extend([chain] if len(inputs) + len(keywords) > 1 else [])
+
         try:
-            run_once(lowered, example_input)
+            with removing([c.register_forward_pre_hook(note, with_kwargs=True) for c in self._chains.values()]):
+                run_once(lowered, example_input)
         except ValueError as error:
             cause = error.__cause__
-            asked = (cause.obj, cause.name) if isinstance(cause, AttributeError) else (None, None)
-            place = next((name for name, chain in self._chains.items() if chain is asked[0]), None)
+            asked, why = (cause.obj, f"reads its {cause.name}") if isinstance(cause, AttributeError) else (None, "")
+            if refused:
+                asked, why = refused[0], "gives it an output_size"
+            place = next((name for name, chain in self._chains.items() if chain is asked), None)
             if place is None:
                 run_once(self.model, example_input)  # raises if it is the input that does not fit
                 raise ValueError(
@@ -151,7 +167,7 @@ class _Lowering:
                 ) from error
             owner, child = _owner(self.model, place)
             like = [name for name in self._chains if _owner(self.model, name) == (owner, child)]
-            return dict.fromkeys(like, f"{owner.__name__} reads its {asked[1]}")
+            return dict.fromkeys(like, f"{owner.__name__} {why}")
         return {}
 
     def _note(self, name: str, before: int, after: int, reason: str) -> None:

@@ -1,7 +1,8 @@
-"""What the code of a model reads of its layers' weights and biases, found in the source of its classes.
+"""What the code of a model does with its layers that a lowered layer could not, found in the source of its classes.
 
-A lowered layer is a sequence of plain layers without a weight: code that computes with ``self.dense.weight`` would
-fail. The methods that ``forward`` calls show which layers these are.
+A lowered layer is a sequence of plain layers. It has no weight, so that code that computes with ``self.dense.weight``
+would fail, and it takes nothing but an input, so that ``self.up(x, output_size)`` would. The methods that ``forward``
+calls show which layers these are.
 """
 
 from __future__ import annotations
@@ -12,27 +13,39 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from textwrap import dedent
 
 from torch import nn
 
 PROPERTIES = ("dtype", "device", "isinstance")  # of a weight, shared by all of its factors
+CALLED = "called with more than an input"
 
 
 @dataclass(frozen=True)
 class Read:
-    """One place that reads a weight, in a method of ``owner`` or, where that is None, in a function."""
+    """One place that uses a layer, in a method of ``owner`` or, where that is None, in a function."""
 
     owner: type[nn.Module] | None
     path: str  # dotted, from ``self`` where ``exact``; otherwise the last part, or the container that is looped over
     exact: bool
-    of_the_weight: str  # one of PROPERTIES; empty where it is the tensor itself
+    what: str  # of the weight, one of PROPERTIES; empty where it is the tensor itself; or CALLED
 
 
 def weights_read(model: nn.Module, names: list[str]) -> dict[str, set[str]]:
-    """Return what ``forward`` reads of the weights of the layers ``names``: see ``Read.of_the_weight``.
+    """Return what ``forward`` reads of the weights of the layers ``names``: see ``Read.what``.
 
     Classes whose source is not available are assumed to read nothing.
     """
+    used = {name: what - {CALLED} for name, what in _used(model, names).items()}
+    return {name: what for name, what in used.items() if what}
+
+
+def called_with_more(model: nn.Module, names: list[str]) -> list[str]:
+    """Return those of the layers ``names`` that ``forward`` may call with more than an input."""
+    return [name for name, what in _used(model, names).items() if CALLED in what]
+
+
+def _used(model: nn.Module, names: list[str]) -> dict[str, set[str]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     classes = frozenset(cls for module in modules.values() for cls in type(module).__mro__ if _may_read(cls))
     reads = _reads(classes)
@@ -40,7 +53,7 @@ def weights_read(model: nn.Module, names: list[str]) -> dict[str, set[str]]:
     for name in names:
         for read in reads:
             if _applies(read, name, modules):
-                found.setdefault(name, set()).add(read.of_the_weight)
+                found.setdefault(name, set()).add(read.what)
     return found
 
 
@@ -72,7 +85,7 @@ class _Function:
 
 @cache
 def _reads(classes: frozenset[type[nn.Module]]) -> list[Read]:
-    """Return every read of a weight in the functions that the ``forward`` of these classes calls, directly or not."""
+    """Return every use of a layer in the functions that the ``forward`` of these classes calls, directly or not."""
     functions: dict[str, list[_Function]] = {}
     for function in _functions(classes):
         functions.setdefault(function.body.name, []).append(function)
@@ -96,9 +109,12 @@ def _functions(classes: frozenset[type[nn.Module]]) -> Iterator[_Function]:
     for module in {cls.__module__ for cls in classes}:
         try:
             tree = ast.parse(inspect.getsource(sys.modules[module]))
-        except (KeyError, OSError, TypeError, SyntaxError):
+        except KeyError:
             continue
-        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        except (OSError, TypeError, SyntaxError):
+            yield from _one_by_one(module, classes)
+            continue
+        parents = _parents(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node in tree.body:
                 yield _Function(None, node, parents)
@@ -109,19 +125,44 @@ def _functions(classes: frozenset[type[nn.Module]]) -> Iterator[_Function]:
                     )
 
 
+def _one_by_one(module: str, classes: frozenset[type[nn.Module]]) -> Iterator[_Function]:
+    """Yield the same of a module that is not one file: a notebook keeps the source of its functions only."""
+    holders = [cls for cls in classes if cls.__module__ == module]
+    found = [(cls, value) for cls in holders for value in vars(cls).values()]
+    for owner, value in [*found, *((None, value) for value in vars(sys.modules[module]).values())]:
+        if not inspect.isfunction(value) or value.__module__ != module:
+            continue
+        try:
+            tree = ast.parse(dedent(inspect.getsource(value)))
+        except (OSError, SyntaxError):
+            continue
+        if isinstance(tree.body[0], ast.FunctionDef):  # not a lambda
+            yield _Function(owner, tree.body[0], _parents(tree))
+
+
+def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
 def _reads_in(function: _Function, calls: list[ast.Call]) -> Iterator[Read]:
     for node in ast.walk(function.body):
-        if not (isinstance(node, ast.Attribute) and node.attr in ("weight", "bias") and isinstance(node.ctx, ast.Load)):
-            continue
-        what = _what(function.parents[node]) if node.attr == "weight" else ""
-        path = _path(node.value)
-        if path[:1] == ["self"] and len(path) > 1:
-            yield Read(function.owner, ".".join(path[1:]), True, what)
-        elif isinstance(node.value, ast.Name) and node.value.id != "self":
-            for name in _may_be(node.value.id, function.body, calls):
-                yield Read(function.owner if name in _attributes(function.body) else None, name, False, what)
-        elif isinstance(node.value, (ast.Attribute, ast.Subscript)):
-            yield Read(None, _last(node.value), False, what)
+        if isinstance(node, ast.Attribute) and node.attr in ("weight", "bias") and isinstance(node.ctx, ast.Load):
+            what = _what(function.parents[node]) if node.attr == "weight" else ""
+            yield from _uses_of(node.value, what, function, calls)
+        elif isinstance(node, ast.Call) and len(node.args) + len(node.keywords) > 1:
+            yield from _uses_of(node.func, CALLED, function, calls)
+
+
+def _uses_of(layer: ast.expr, what: str, function: _Function, calls: list[ast.Call]) -> Iterator[Read]:
+    """Yield a use of every layer that an expression may be."""
+    path = _path(layer)
+    if path[:1] == ["self"] and len(path) > 1:
+        yield Read(function.owner, ".".join(path[1:]), True, what)
+    elif isinstance(layer, ast.Name) and layer.id != "self":
+        for name in _may_be(layer.id, function.body, calls):
+            yield Read(function.owner if name in _attributes(function.body) else None, name, False, what)
+    elif isinstance(layer, (ast.Attribute, ast.Subscript)):
+        yield Read(None, _last(layer), False, what)
 
 
 def _what(parent: ast.AST) -> str:

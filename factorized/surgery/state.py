@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from factorized.nn.model import listed
 from factorized.surgery.replace import COMPILED
@@ -53,6 +54,8 @@ def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     aliases: dict[str, str] = {}
     first: dict[object, str] = {}
     for key, tensor in state.items():
+        if is_lazy(tensor):
+            raise ValueError(f"{key} is not initialized yet and has no values to save; run the model once first")
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values to save; load the weights first")
         identity = _identity(tensor)
@@ -142,7 +145,7 @@ def _identity(tensor: Tensor) -> object:
 @torch.no_grad()
 def _not_finite(name: str, module: nn.Module, attribute: str, tensor: Tensor) -> str | None:
     values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if values.is_meta or not (values.is_floating_point() or values.is_complex()):
+    if is_lazy(values) or values.is_meta or not (values.is_floating_point() or values.is_complex()):
         return None
     if values.dtype.itemsize == 1:  # torch cannot check float8 for finite values
         values = values.float()

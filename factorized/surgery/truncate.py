@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from factorized._checks import check_whole, is_number
+from factorized._checks import check_whole, is_number, plain_number
+from factorized._torch import computable
 from factorized.attention.cost import AttentionCost, attention_spectrum
 from factorized.attention.matrices import padded_matrices, spectral_matrices
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
@@ -59,8 +60,9 @@ def truncate(
 
     Each becomes the best approximation of its present weight: a product by an SVD of its rank × rank core, a tensor
     train by rounding, a Tucker tensor by the HOSVD of its core, another format by decomposing its weight again. Shrunk
-    attention gets even smaller heads. Everything else stays, tied layers stay tied, and all layers are cut or none. The
-    parameters are new, so make a new optimizer and decay. Give exactly one of:
+    attention gets even smaller heads. Everything else stays, tied layers stay tied, and all layers are cut or none;
+    residuals, whose rest is frozen, cannot be cut. The parameters are new, so make a new optimizer and decay. Give
+    exactly one of:
 
     Args:
         model: a model that ``fz.factorize`` or ``fz.load`` returned.
@@ -80,6 +82,7 @@ def truncate(
     """
     check_model(model)
     refuse_wrapped(model)
+    ratio, rank_scale, energy, rank = *map(plain_number, (ratio, rank_scale, energy)), plain_number(rank)
     given = {"ratio": ratio, "rank_scale": rank_scale, "energy": energy, "rank": rank}
     asked = [name for name, value in {"plan": plan, **given}.items() if value is not None]
     if len(asked) != 1:
@@ -96,6 +99,8 @@ def truncate(
             "fully_shard. Nothing was changed"
         )
     cuts = _cuts(model)
+    if plan is None and ratio is None and rank_scale != 1:  # which ask something of every layer
+        _refuse_frozen(cuts, rank or 0)
     if plan is not None:
         choices = _by_plan(cuts, plan)
     elif ratio is not None:
@@ -138,6 +143,17 @@ def _cuts(model: nn.Module) -> list[Cut]:
     return cuts
 
 
+def _refuse_frozen(cuts: Sequence[Cut], rank: int) -> None:
+    """Raise if a layer has a higher rank and cannot be cut, because a part of its weight is frozen."""
+    for cut in cuts:
+        choice = cut.choices[0]
+        if isinstance(choice, Format) and choice.frozen and max(_ranks(choice)) > rank:
+            raise ValueError(
+                f"{cut.name or 'the model'} is a {choice.name}, {choice.describe()}, whose rest is frozen, and it "
+                "cannot be cut. Cut the other layers, by ratio= or a plan; nothing was changed"
+            )
+
+
 def _path(format: Format) -> list[Format]:
     """Return formats from ``format`` down to the lowest, one step at a time, keeping ranks in proportion."""
     start, path = _ranks(format), [format]
@@ -174,11 +190,18 @@ def _is_smaller(format: Format, now: Format) -> bool:
 def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: Sequence[Format]) -> Cut:
     first = layers[0]
 
+    def refuse_meta() -> None:
+        if first.factors[0].is_meta:
+            raise ValueError("its factors are on the meta device and have no values; nothing was changed")
+
     @torch.no_grad()
     def energies() -> torch.Tensor:
         if not first.format.is_product:
             raise ValueError(f"{name}: energy= is for products, and this is a {first.format.name}; use ratio= or rank=")
-        return first.format.spectrum(first.factors).double().square().flatten(0, -2).sum(0)
+        with named(name):
+            refuse_meta()
+        spectrum = first.format.spectrum([computable(factor) for factor in first.factors])
+        return spectrum.double().square().flatten(0, -2).sum(0)
 
     def planned(entry: PlanEntry | AttentionEntry) -> Format:
         format, now = entry.format if isinstance(entry, PlanEntry) else None, first.format
@@ -193,8 +216,9 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
     @torch.no_grad()
     def cut(format: Format) -> Install:
         old = first.factors
-        if old[0].is_meta:
-            raise ValueError("its factors are on the meta device and have no values; nothing was changed")
+        refuse_meta()
+        for layer in layers:
+            layer.check_settable()
         made = first.format.truncate([factor.detach() for factor in old], format)
         factors = [
             nn.Parameter(core.clone(memory_format=torch.contiguous_format), was.requires_grad)

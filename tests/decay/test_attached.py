@@ -119,14 +119,19 @@ def raise_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         group["weight_decay"] = 0.02
 
 
-@pytest.mark.parametrize("change", [unfreeze_later, raise_all])
+def extend_a_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.param_groups[1]["params"].extend(model.wide.factors)
+
+
+@pytest.mark.parametrize("change", [unfreeze_later, raise_all, extend_a_group])
 @pytest.mark.parametrize("make", DECAYS.values(), ids=DECAYS)
 def test_groups_that_come_to_decay_factors_later_are_refused_at_the_next_step(
     change: Callable[[torch.optim.Optimizer, nn.Module], None], make: Callable[[nn.Module], Any]
 ) -> None:
     model = mixed()
     rest = [p for p in model.parameters() if all(p is not factor for factor in model.wide.factors)]
-    optimizer = torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}], lr=0.1)
+    others = {"params": list(nn.Linear(2, 2).parameters()), "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, others], lr=0.1)
     make(model).attach(optimizer)
     train(model, optimizer, range(1))
     change(optimizer, model)

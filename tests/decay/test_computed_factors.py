@@ -55,6 +55,34 @@ def test_a_factor_that_is_computed_is_refused_by_its_name(name: str, entry: Call
         entry(model)
 
 
+SETTERS: dict[str, Callable[[nn.Module, int], object]] = {
+    "the weight": lambda model, place: setattr(model[place], "weight", torch.randn(8, 8)),
+    "a tie": lambda model, place: model[place].share_factors(four()[place]),
+    "a tie to it": lambda model, place: four()[place].share_factors(model[place]),
+    "a new draw": lambda model, place: model[place].reset_parameters(),
+    "a draw of factors": lambda model, place: model[place].reset_parameters("kaiming"),
+    "a dense checkpoint": lambda model, _: fz.load_dense(model, nn.Sequential(*[nn.Linear(8, 8)] * 4).state_dict()),
+    "truncation": lambda model, _: fz.truncate(model, rank=1),
+}
+
+
+@pytest.mark.parametrize("setter", SETTERS.values(), ids=SETTERS)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_factor_that_is_computed_cannot_be_set_and_nothing_changes(
+    name: str, setter: Callable[[nn.Module, int], object]
+) -> None:
+    model = four().eval()
+    COMPUTED[name](model)
+    x, before = torch.randn(5, 8), {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(x)
+    with pytest.raises(ValueError, match=rf"{name[2:]} cannot be set, because a parametrization.* nothing was changed"):
+        setter(model, int(name[0]))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["0.U", "1.inner.0", "1.V", "3.L"])
 def test_a_parametrized_factor_is_composed_and_lowered_as_it_computes(name: str) -> None:
     model = four().eval()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,35 @@ class TestStrength:
         assert not gradients["in_proj_weight"][:32].any()
         torch.testing.assert_close(list(gradients.values()), list(expected))
 
+    @pytest.mark.parametrize("first", [0.0, {"conv": 1.0}, {"up.*": 0.0, "embed": 1.0}])
+    @pytest.mark.parametrize("later", [0.3, {"linear": 0.3}, {"up.1": 0.3, "embed": 0.0}, lambda step: 0.3])
+    def test_one_that_is_set_later_acts_on_the_forms_that_it_names(self, first: Any, later: Any) -> None:
+        model = mixed()
+        decay = fz.FrobeniusDecay(model, first)
+        decay.strength = later
+        expected = fz.FrobeniusDecay(model, later)
+        assert repr(decay) == repr(expected)
+        assert torch.equal(decay.penalty(), expected.penalty())
+        reference, actual = added(model, expected), added(model, decay)
+        assert all(torch.equal(actual[name], reference[name]) for name in reference)
+
+    def test_one_that_is_set_later_is_checked_like_the_first(self) -> None:
+        model = mixed()
+        decay = fz.FrobeniusDecay(model, {"embed": 0.5})
+        groups = [{"params": model.embed.parameters()}, {"params": model.conv.parameters(), "weight_decay": 0.1}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        decay.attach(optimizer)
+        for wrong, message in ((-1, "at least 0, got -1"), ({"down": 1.0}, "no form of the model matches 'down'")):
+            with pytest.raises(ValueError, match=message):
+                decay.strength = wrong
+        assert decay.strength == {"embed": 0.5}
+        decay.strength = 0.5
+        with pytest.raises(ValueError, match=r"the optimizer decays the factors of 'conv' itself \(weight_decay=0.1\)"):
+            optimizer.step()
+        inside = fz.FrobeniusDecay(fz.FactorizedLinear(4, 4, 8, execution="composed"), 1, in_backward=True)
+        with pytest.raises(ValueError, match="with in_backward=True the layers hold the strength"):
+            inside.strength = 0.5
+
     def test_a_kind_or_a_glob_names_the_forms_and_the_rest_is_left_alone(self) -> None:
         assert acts_on(mixed(), {"conv": 0.5, "up.*": 2.0}) == {"conv": 0.5, "grouped": 0.5, "up.0": 2.0, "up.1": 2.0}
 
@@ -142,6 +172,18 @@ class TestStrength:
         assert error(second, 3 * first) < 1e-12
         assert decay.steps == 2
         assert error(decay.penalty(), by_weights(model, 2.5)) < 1e-12
+
+    @pytest.mark.parametrize("make", [lambda n: n, lambda n: {"*": n}, lambda n: lambda step: n])
+    @pytest.mark.parametrize("decoupled", [False, True])
+    def test_it_may_be_a_number_of_numpy(self, make: Callable[[Any], Any], decoupled: bool) -> None:
+        made = []
+        for number in (np.float32(0.5), 0.5):
+            model = mixed()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            fz.FrobeniusDecay(model, make(number), decoupled=decoupled).attach(optimizer)
+            train(model, optimizer, range(2))
+            made.append(model)
+        assert difference(*made) == 0
 
     def test_a_schedule_that_starts_at_zero_still_comes_into_force(self) -> None:
         model = mixed()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import factorized as fz
-from factorized.formats.kernel import to_matrix
+from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.testing import error
 from tests.decay.models_for_decay import (
     STRENGTH,
@@ -87,6 +87,37 @@ class TestInBackward:
     def test_what_it_cannot_do_is_refused(self, strength: Any, decoupled: bool) -> None:
         with pytest.raises(ValueError, match=r"no schedule, no decoupled=True"):
             fz.FrobeniusDecay(composing(), strength, decoupled=decoupled, in_backward=True)
+
+    @pytest.mark.parametrize(
+        "again",
+        [
+            lambda model: fz.FrobeniusDecay(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1)),
+            lambda model: fz.Flambe(model.parameters(), model),
+        ],
+        ids=["frobenius", "flambe"],
+    )
+    def test_a_second_decay_is_refused_with_any_optimizer_until_the_first_is_detached(
+        self, again: Callable[[nn.Module], object]
+    ) -> None:
+        model = composing()
+        decay = fz.FrobeniusDecay(model, STRENGTH, in_backward=True)
+        decay.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=r"in_backward=True already decays 'conv', .*call the detach\(\) of that"):
+            again(model)
+        fz.NuclearDecay(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1))  # another penalty
+        decay.detach()
+        again(model)
+
+    def test_truncated_layers_are_not_decayed_until_a_new_decay_is_attached(self) -> None:
+        model = composing()
+        fz.FrobeniusDecay(model, STRENGTH, in_backward=True).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        fz.truncate(model, rank=1)
+        plain = deepcopy(model)  # copies are not decayed
+        for twin in (model, plain):
+            loss_of(twin, 0).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert error(one.grad, other.grad) < 1e-10
+        fz.FrobeniusDecay(model, STRENGTH).attach(torch.optim.SGD(model.parameters(), lr=0.1))
 
     def test_acting_by_hand_is_refused(self) -> None:
         with pytest.raises(ValueError, match="attach it instead"):
@@ -251,6 +282,14 @@ def test_decay_in_backward_and_dropped_entries_go_together() -> None:
     model = composing()
     expected = torch.autograd.grad(by_weights(model), model.wide.U)[0]
     assert error(gradient(decayed=True) - gradient(decayed=False), expected) < 1e-10
+
+
+def test_a_nuclear_decay_takes_another_strength() -> None:
+    train = fz.TensorTrain().at_rank(KernelShape.of((8, 8)), 2)
+    model = nn.Sequential(fz.FactorizedLinear(8, 8, 2), fz.FactorizedLinear(8, 8, train)).double()
+    decay = fz.NuclearDecay(model, 0.1)
+    decay.strength = 0.5
+    assert error(deepcopy(decay).penalty(), fz.NuclearDecay(model, 0.5).penalty()) < 1e-12
 
 
 @pytest.mark.parametrize("nuclear_first", [True, False])

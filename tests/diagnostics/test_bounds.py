@@ -31,6 +31,13 @@ def mlp(factors: bool = False) -> nn.Sequential:
     return model
 
 
+def diverged() -> nn.Sequential:
+    model = mlp(factors=True)
+    with torch.no_grad():
+        model[0].U.fill_(math.nan)
+    return model
+
+
 def terms(
     matrices: Sequence[Tensor], B: float, m: int, r: int, gamma: float, samples: int, delta: float = 0.05
 ) -> tuple[float, float]:
@@ -175,6 +182,7 @@ def test_under_autocast_the_spectra_keep_their_digits() -> None:
         (mlp(), [(INPUTS, CLASSES + 1)], {"gamma": 1.0}, r"one class in 0\.\.1 per sample, got \(4,\) of 1\.\.2 for 4"),
         (mlp(), [(INPUTS, CLASSES[:3])], {"gamma": 1.0}, r"one class in 0\.\.1 per sample, got \(3,\)"),
         (mlp(), [(INPUTS * math.nan, CLASSES)], {"gamma": 1.0}, "scores hold NaN or infinity"),
+        (diverged(), LOADER, {"gamma": 1.0}, "scores hold NaN or infinity, .* check the model"),
         (mlp(), [(INPUTS.long(), CLASSES)], {"gamma": 1.0}, "inputs of a floating type.*, got torch.int64"),
         (mlp(), [(INPUTS, CLASSES.float())], {"gamma": 1.0}, "classes as whole numbers, got torch.float32"),
         (nn.Linear(2, 1), LOADER, {"gamma": 1.0}, r"two classes or more\), got \(3, 1\)"),

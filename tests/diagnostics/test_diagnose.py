@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -130,6 +131,18 @@ def test_a_product_that_is_zero_has_no_direction_to_step_in() -> None:
     assert (diagnosis.frobenius, diagnosis.nuclear, diagnosis.stable_rank) == (0, 0, 0)
     assert diagnosis.effective_step == float("inf")
     assert diagnosis.non_orthogonality[0] == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_layer_that_diverged_is_seen_among_those_that_did_not(value: float) -> None:
+    model = nn.Sequential(*trained("linear"), *trained("inner"))
+    healthy = fz.diagnose(model, lr=0.1)[1]
+    with torch.no_grad():
+        model[0].V[1, 1] = value
+    wrong, other = fz.diagnose(model, lr=0.1)
+    assert not math.isfinite(wrong.frobenius)
+    assert [str(figure) for figure in (wrong.spectral, wrong.nuclear, wrong.stable_rank)] == ["nan"] * 3
+    assert other == healthy
 
 
 def test_diagnosing_keeps_no_graph_and_touches_no_gradient() -> None:

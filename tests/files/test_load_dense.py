@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import factorized as fz
 from factorized.formats.kernel import KernelShape, to_kernel, to_matrix
@@ -191,6 +192,19 @@ def test_names_of_a_wrapped_model_are_accepted() -> None:
     fz.load_dense(model, {f"module.{key}": value for key, value in dense.state_dict().items()})
     assert torch.allclose(model[0].weight, dense[0].weight, atol=1e-5)
     torch.testing.assert_close(model[1].bias, dense[1].bias)
+
+
+def test_an_average_of_dense_models_is_accepted() -> None:
+    dense, model = two_linears(), factorized_linears()
+    average = AveragedModel(dense)
+    average.update_parameters(dense)
+    fz.load_dense(model, average.state_dict())
+    assert torch.allclose(model[0].weight, dense[0].weight, atol=1e-5)
+    torch.testing.assert_close(model[1].bias, dense[1].bias)
+    averaged = AveragedModel(factorized_linears())
+    fz.load_dense(averaged, average.state_dict())
+    assert torch.allclose(averaged.module[0].weight, dense[0].weight, atol=1e-5)
+    assert averaged.n_averaged == 1
 
 
 def test_a_module_called_module_keeps_its_name() -> None:

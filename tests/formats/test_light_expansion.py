@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.fx import GraphModule
 
 from factorized.formats.kernel import KernelShape
@@ -62,6 +64,23 @@ def test_gradients_are_those_of_autograd_through_the_plain_expansion(tensor: Ten
 
 
 NEAR_FULL = [tucker((5, 4, 3), (4, 4, 3)), train((2, 4, 4, 9), (2, 8, 7))]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by torch itself
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("tensor", NEAR_FULL, ids=str)
+def test_it_is_differentiable_forwards(tensor: TensorFormat, frozen: int) -> None:
+    torch.manual_seed(0)
+    cores = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in tensor.core_shapes]
+    tangents = [torch.randn_like(core) for core in cores[frozen:]]
+
+    def derivative(expand: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        with dual_level():
+            moving = [make_dual(core, tangent) for core, tangent in zip(cores[frozen:], tangents, strict=True)]
+            return unpack_dual(expand([*cores[:frozen], *moving])).tangent
+
+    light = derivative(lambda cores: light_expansion(tensor.expand, tensor.indices, cores))
+    torch.testing.assert_close(light, derivative(tensor.expand), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("tensor", NEAR_FULL, ids=str)

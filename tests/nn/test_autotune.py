@@ -157,6 +157,13 @@ def test_a_model_with_nothing_to_tune_is_refused(model: nn.Module, x: Tensor) ->
         autotune(model, x)
 
 
+def test_nothing_is_timed_on_the_meta_device(x: Tensor) -> None:
+    model = Net().to("meta")
+    with pytest.raises(ValueError, match=r"^first is on the meta device, where nothing is computed"):
+        autotune(model, x)
+    assert model.first.execution == "auto"
+
+
 def test_a_single_layer_is_a_model(x: Tensor) -> None:
     layer = FactorizedConv2d(4, 4, 3, 2)
     (name,) = autotune(layer, x, rounds=1)

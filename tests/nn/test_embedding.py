@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import factorized as fz
 from factorized import FactorizedEmbedding, Monarch, TensorTrain, Tucker
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
 from factorized.testing import error
 from tests.nn.test_contract import ENTRIES, WIDTH, indices
+
+TENSORS = TensorTrain(), Tucker(), fz.Residual(TensorTrain())
 
 
 def test_of_a_sparse_table_the_rows_get_sparse_gradients() -> None:
@@ -28,6 +31,24 @@ def test_a_padding_row_that_is_not_zero_is_looked_up_but_trains_nothing(sparse: 
     assert error(y, layer.weight[padding]) < 1e-6
     y.sum().backward()
     assert [factor.grad.to_dense().abs().max().item() for factor in layer.factors] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "scheme", [fz.LowRank(), fz.Overcomplete("deep"), *TENSORS, fz.Monarch(), fz.Kronecker(), fz.Residual()], ids=str
+)
+@pytest.mark.filterwarnings("ignore:.*the row of padding_idx is zero")
+def test_formats_tell_whether_padding_stays_zero_in_training(scheme: Scheme) -> None:
+    torch.manual_seed(0)
+    scale = None if isinstance(scheme, fz.Overcomplete) else 0.3
+    model = nn.Sequential(nn.Embedding(16, 8, padding_idx=2)).double()
+    fz.factorize(model, scheme, rank_scale=scale, init="spectral", keep_first_and_last=False)
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, weight_decay=0.1), lr=0.1)
+    fz.FrobeniusDecay(model, 0.1).attach(optimizer)
+    for _ in range(3):
+        (model(torch.arange(16)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model(torch.tensor([2])).norm() < 1e-6).item() == model[0].format.keeps_zero_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -51,6 +72,26 @@ def test_it_takes_gradients_per_example() -> None:
     for n, x in enumerate(batch):
         for name, expected in torch.func.grad(loss)(parameters, x).items():
             assert error(per_example[name][n], expected) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by torch itself
+def test_its_forward_derivative_is_that_of_the_dense_table() -> None:
+    layer = FactorizedEmbedding(ENTRIES, WIDTH, 3, 2, scale_grad_by_freq=True).double()
+    dense, x = layer.to_dense(), indices((3,))
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    tangents = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+
+    def table(parameters: dict[str, Tensor]) -> Tensor:
+        return parameters["U"] @ parameters["V"].mT
+
+    def run(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x,))
+
+    def run_dense(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(dense, {"weight": table(parameters)}, (x,))
+
+    actual, expected = (torch.func.jvp(f, (parameters,), (tangents,))[1] for f in (run, run_dense))
+    assert error(actual, expected) < 1e-12
 
 
 def test_it_takes_32_bit_indices_and_none_at_all() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import factorized as fz
 from factorized import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d, FactorizedEmbedding, FactorizedLinear
+from factorized.formats.kernel import KernelShape
 from factorized.nn.layer import FactorizedLayer
 
 # A layer for an initialization, its output channels times kernel positions, its columns per group, its rank.
@@ -81,6 +83,21 @@ def test_a_callable_gets_every_matrix_of_every_group() -> None:
     assert shapes == [(9, 2), (9, 2), (2, 10), (2, 10)]
     assert layer.U.tolist() == [[1, 1]] * 9 + [[2, 2]] * 9
     assert layer.V.tolist() == [[3, 3]] * 10 + [[4, 4]] * 10
+
+
+@pytest.mark.parametrize(
+    "init", [torch.randn_like, lambda matrix: None, lambda matrix: matrix[:-1].zero_(), lambda matrix: matrix.mul_(0.1)]
+)
+@pytest.mark.parametrize("format", [2, fz.Tucker().at_rank(KernelShape.of((6, 4, 3, 3)), 2)], ids=["product", "tucker"])
+def test_a_callable_that_leaves_entries_unfilled_is_refused(init: Any, format: Any) -> None:
+    dense = nn.Conv2d(4, 6, 3)
+    with pytest.raises(ValueError, match=r"init must fill the tensor .* in place, .* left entries of a \d+x\d+"):
+        FactorizedConv2d.from_dense(dense, format, init=init)
+
+
+def test_heads_that_a_callable_leaves_unfilled_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"init must fill the tensor .* but randn_like left entries of a 4x8 tensor"):
+        fz.factorize_attention(nn.MultiheadAttention(8, 2), rank_scale=0.5, init=torch.randn_like)
 
 
 def test_orthogonal_factors_are_orthogonal_in_every_group() -> None:

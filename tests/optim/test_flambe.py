@@ -144,6 +144,18 @@ def test_a_schedule_is_asked_with_the_steps_taken() -> None:
         torch.testing.assert_close(parameter, reference, rtol=1e-12, atol=1e-12)
 
 
+def test_a_strength_that_is_set_later_is_that_of_a_new_optimizer() -> None:
+    model, other = build(), build()
+    gradients = gradients_for(model, 1)
+    optimizer = fz.Flambe(model.parameters(), model, frobenius_decay=0.0)
+    optimizer.frobenius_decay = 0.7
+    run(optimizer, list(model.parameters()), gradients)
+    run(fz.Flambe(other.parameters(), other, frobenius_decay=0.7), list(other.parameters()), gradients)
+    assert same(model, other)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        optimizer.frobenius_decay = -1
+
+
 def test_tied_layers_are_decayed_once() -> None:
     model = build()
     model.two.U, model.two.V = model.one.U, model.one.V

@@ -130,3 +130,17 @@ def test_of_selected_is_for_shares() -> None:
         fz.plan(Mlp(), rank=3, of="selected")
     with pytest.raises(ValueError, match='of must be one of "model", "selected", got \'all\''):
         fz.plan(Mlp(), ratio=0.5, of="all")
+
+
+def test_a_table_whose_padding_would_be_trained_is_a_warning() -> None:
+    model = nn.Sequential(
+        nn.Embedding(64, 16, padding_idx=0), nn.Embedding(64, 16), nn.EmbeddingBag(64, 16, padding_idx=0)
+    )
+    options: Any = {"rank_scale": 0.3, "keep_first_and_last": False}
+    with pytest.warns(UserWarning, match=r"^0: the row of padding_idx is zero .* in TensorTrain\(\) it is") as caught:
+        fz.plan(model, fz.TensorTrain(), **options)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    for scheme in (fz.LowRank(), fz.Monarch(), fz.Residual()):
+        fz.plan(model, scheme, **options)
+    fz.plan(model, fz.TensorTrain(), exclude=["0"], **options)

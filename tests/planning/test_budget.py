@@ -1,18 +1,39 @@
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from factorized.formats.product import LowRank, Overcomplete
+from factorized.formats.residual import Residual
+from factorized.formats.scheme import Scheme
 from factorized.planning.planner import plan
+from factorized.surgery.describe import describe
+from factorized.surgery.factorize import factorize
+from factorized.surgery.truncate import truncate
 from tests.planning.models_for_planning import EXAMPLES, ConvNet, Mlp, Reader
 
 NAN, INFINITY = float("nan"), float("inf")
 ONE_OF = "give exactly one of ratio=, rank_scale=, rank=, energy=, macs=, got "
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("rank", np.int64(3)), ("ratio", np.float32(0.7)), ("energy", np.float64(0.5))], ids=str
+)
+def test_numbers_of_numpy_are_numbers(name: str, number: Any) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    expected = plan(model, **{name: number.item()})
+    made = plan(model, **{name: number})
+    assert made == expected
+    assert json.dumps(made.to_dict()) == json.dumps(expected.to_dict())
+    factorized = factorize(model, made)
+    assert all(type(entry.rank) is int for entry in describe(truncate(factorized, rank=np.int64(2))).layers)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +193,15 @@ def test_a_model_on_the_meta_device_is_planned_like_a_real_one(
     real = plan(model_type(), **arguments)
     assert plan(model_type().to("meta"), **arguments) == real
     assert real.selected
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"), [(LowRank(), "would grow"), (Residual(), "rank=5 is above its full rank")]
+)
+def test_a_layer_of_a_lower_full_rank_stays_dense(scheme: Scheme, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    made = plan(model, scheme, rank=5)
+    assert [entry.rank for entry in made.entries] == [None, None, None, 5, None]
+    assert all(reason in (made.entries[place].reason or "") for place in (1, 2))
+    with pytest.raises(ValueError, match=r"^1: rank must be in 1\.\.4 for a 4x64 weight, got 65"):
+        plan(model, scheme, rank=65)

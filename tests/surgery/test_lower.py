@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import product
 from typing import Any
@@ -133,3 +134,12 @@ def test_tied_layers_of_one_kind_share_both_plain_weights() -> None:
     assert lowered[1][0].weight is lowered[2][0].weight
     assert lowered[1][1].weight is lowered[2][1].weight
     assert lowered[1][1].bias is not lowered[2][1].bias
+
+
+@pytest.mark.parametrize("convert", [fz.lower, fz.compose])
+def test_a_plain_model_is_traced_symbolically(convert: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, 3), nn.ConvTranspose2d(8, 8, 3), nn.Flatten(2), nn.Linear(16, 16)]
+    model = fz.factorize(nn.Sequential(*layers).double(), rank=2, keep_first_and_last=False)
+    x = torch.randn(2, 8, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(torch.fx.symbolic_trace(convert(model))(x), model(x))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import linecache
+import sys
 from copy import deepcopy
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.surgery.reads import weights_read
+from factorized.surgery.reads import called_with_more, weights_read
 
 NAMES = ["used", "typed", "held", "passed", "looped.0", "looped.1", "helped", "initialized", "plain"]
 
@@ -81,6 +86,20 @@ def test_the_source_says_which_weights_are_read() -> None:
     }
 
 
+def test_a_notebook_shows_the_source_of_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = inspect.getsource(inspect.getmodule(Twice))  # type: ignore[arg-type]  # this very file
+    cell = source[source.index("NAMES =") : source.index("def factorized")]
+    notebook: Any = ModuleType("notebook")
+    notebook.__dict__.update(nn=nn, F=F, Tensor=Tensor)
+    monkeypatch.setitem(sys.modules, "notebook", notebook)
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(cell), None, cell.splitlines(keepends=True), "<cell>"))
+    exec(compile(cell, "<cell>", "exec"), notebook.__dict__)
+    with pytest.raises((OSError, TypeError)):
+        inspect.getsource(notebook)
+    names = [f"reader.{name}" for name in NAMES] + ["used"]
+    assert weights_read(notebook.Twice(), names) == weights_read(Twice(), names)
+
+
 def test_layers_whose_weight_is_read_are_composed_and_named() -> None:
     model = factorized()
     x = torch.randn(3, 8, dtype=torch.float64)
@@ -104,6 +123,55 @@ def test_with_an_example_only_what_a_run_asks_for_is_composed() -> None:
 def test_an_example_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="example_input does not run through Twice"):
         fz.lower(factorized(), example_input=torch.randn(3, 7, dtype=torch.float64))
+
+
+class Up(nn.Module):
+    """Transposed convolutions that are called in every way that U-Nets call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(8, 8, 3, stride=2)
+        self.keyword, self.positional, self.assigned, self.alone, self.other = (
+            nn.ConvTranspose2d(8, 8, 3, stride=2) for _ in range(5)
+        )
+        self.indexed, self.looped = (nn.ModuleList([nn.ConvTranspose2d(8, 8, 3, stride=2)]) for _ in range(2))
+
+    def forward(self, x: Tensor, other_path: bool = False) -> Tensor:
+        extents = list(x.shape[-2:])
+        x = self.keyword(self.down(x), output_size=extents) + self.positional(self.down(x), extents)
+        assigned = self.assigned
+        x = assigned(self.down(x), extents) + self.indexed[0](self.down(x), extents)
+        for layer in self.looped:
+            x = x + layer(self.down(x), output_size=extents)
+        if other_path:
+            x = x + self.other(self.down(x), extents)
+        return self.alone(x)
+
+
+def test_the_source_says_which_layers_are_called_with_more_than_an_input() -> None:
+    names = [name for name, module in Up().named_modules() if not list(module.children())]
+    expected = ["keyword", "positional", "assigned", "other", "indexed.0", "looped.0"]
+    assert called_with_more(Up(), names) == expected
+
+
+@pytest.mark.parametrize(
+    ("run", "reason", "pairs"),
+    [
+        (False, "the model's code gives it an output_size; pass example_input=", {"down", "alone"}),
+        (True, r"Up gives it an output_size\)", {"down", "alone", "other"}),
+    ],
+)
+def test_transposed_convolutions_that_are_given_an_output_size_are_composed(
+    run: bool, reason: str, pairs: set[str]
+) -> None:
+    torch.manual_seed(0)
+    model = fz.factorize(Up().double(), rank=2, keep_first_and_last=False)
+    x = torch.randn(2, 8, 8, 8, dtype=torch.float64)  # of even extents, which the layers do not give without being told
+    with pytest.warns(UserWarning, match=rf"keyword 96 → 576 \({reason}"):
+        lowered = fz.lower(model, example_input=x if run else None)
+    chains = {name for name, module in lowered.named_modules() if isinstance(module, nn.Sequential)}
+    assert chains == pairs
+    torch.testing.assert_close(lowered(x), model(x))
 
 
 class Strict(nn.Module):

@@ -114,6 +114,16 @@ def test_an_energy_keeps_that_share_of_every_spectrum_and_no_more_ranks_than_it_
         assert kept[layer.rank - 1] >= 0.9 > (kept[layer.rank - 2] if layer.rank > 1 else 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_energy_of_half_types_is_measured_in_float32(dtype: torch.dtype) -> None:
+    model, reference = trained().to(dtype), trained().to(dtype).double()
+    for one in (model, reference):
+        fz.truncate(one, energy=0.8)
+    ranks = [[module.rank for module in one.modules() if hasattr(module, "rank")] for one in (model, reference)]
+    assert ranks[0] == ranks[1]
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
 def test_a_plan_for_the_dense_model_says_the_ranks() -> None:
     model = trained()
     kept = layers(model)["conv"].rank
@@ -221,12 +231,24 @@ def test_if_one_layer_cannot_be_cut_none_is() -> None:
             {"plan": fz.plan(Net(), rank=1, include=["conv"])},
             "conv is in the plan, but it is not factorized; nothing was changed",
         ),
+        (lambda: trained(fz.Residual(), rank=2), {"rank": 1}, "is a residual, residual=frozen, rank=2, whose"),
+        (lambda: trained(fz.Residual(), rank=2), {"rank_scale": 0.5}, "and it cannot be cut. Cut the other layers, by"),
+        (lambda: trained(fz.Residual(), rank=2), {"energy": 0.5}, "and it cannot be cut. Cut the other layers, by"),
         (lambda: trained().to("meta"), {"rank": 1}, "its factors are on the meta device"),
+        (lambda: trained().to("meta"), {"energy": 0.5}, "its factors are on the meta device"),
     ],
 )
 def test_what_cannot_be_done_says_why(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         fz.truncate(model(), **settings)
+
+
+@pytest.mark.parametrize("settings", [{"rank": 2}, {"rank_scale": 1.0}, {"ratio": 0.99}])
+def test_residuals_stay_where_the_other_layers_can_be_cut(settings: dict[str, Any]) -> None:
+    model = fz.factorize(Net(), fz.Residual(), rank=2, include=["conv"])
+    fz.truncate(fz.factorize(model, rank=2, include=["head"]), **settings)
+    assert model.conv.rank == 2
+    assert model.head.rank == (1 if "ratio" in settings else 2)
 
 
 def test_the_lowest_ratio_that_a_refusal_names_can_be_asked_for() -> None:
