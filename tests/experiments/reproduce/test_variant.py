@@ -72,6 +72,13 @@ def test_the_best_is_marked_where_it_is_ahead_by_more_than_the_deviations() -> N
     assert [v.marks for v in mark_best([plain, both])] == [(), ("best", "best of its size")]
 
 
+def test_overcomplete_networks_of_one_deployed_size_are_compared_with_each_other() -> None:
+    full, wide = "cifar10/resnet32-full-fd", "cifar10/resnet32-wide-fd"
+    small, large = ({"parameters": size, "composed": {"parameters": 464_154}} for size in (947_994, 2_837_274))
+    found = [variant_of(full, 96.0, 96.2, **small), variant_of(wide, 98.0, 98.2, **large)]
+    assert [v.marks for v in mark_best(found)] == [(), ("best", "best of its size")]
+
+
 @pytest.mark.parametrize("close", [(96.6, 98.4), (98.0,)], ids=["within the deviations", "a single run"])
 def test_nothing_is_best_within_the_deviations_or_of_one_run(close: tuple[float, ...]) -> None:
     assert [v.marks for v in mark_best([variant_of(LOW, 96.0, 97.0), variant_of(BOTH, *close)])] == [(), ()]
