@@ -386,6 +386,7 @@ def test_a_hugging_face_folder_is_compressed_by_text_files_and_recovered_by_a_re
     assert "recovered" not in state_of(Path("small"))
     said = cli("compress", folder, "--ratio", "0.9", "--data", "nowhere")
     assert "there is no folder nowhere; give the folder of .txt files" in said.error
+    assert "is a language model; name its text by --data" in cli("compress", folder, "--ratio", "0.9").error
     Path("own.toml").write_text(
         'extends = "language/tiny"\n[schedule]\nupdates = 2\n'
         "[run]\nbatch = 4\nevaluate_every = 2\ncheckpoint_every = 2\n"
@@ -393,6 +394,11 @@ def test_a_hugging_face_folder_is_compressed_by_text_files_and_recovered_by_a_re
     said = cli("compress", folder, *given, "--recover", "own.toml")
     assert said.code == 0, said.err
     assert state_of(Path("small"))["recovered"]["recipe"]["model"]["name"].startswith("hf:")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    damaged = cli("compress", folder, *given[:-1], "other").error
+    assert "model cannot be read: " in damaged
+    assert "save it again with model.save_pretrained(folder)" in damaged
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForTokenClassification"]}))
     assert "architectures must name a model for causal or masked" in cli("compress", folder, *given).error
