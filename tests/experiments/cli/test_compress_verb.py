@@ -293,6 +293,10 @@ def test_the_page_loads_nothing_fits_the_screen_and_draws_every_layer(
         "accuracy, recovered",
         "improved by recovery",
     ]
+    assert "Calibrated on 1,442 training examples" in browser.run("document.querySelector('header p').textContent")
+    cells = browser.run("[...document.querySelector('#figures table').rows].map(row => row.cells[2].textContent)")
+    scores = [state_of(compressed)[name]["scores"]["accuracy"] for name in STAGES if name in ("before", "compressed")]
+    assert cells[:3] == ["accuracy, %", *(f"{score:.2f}" for score in scores)]
 
 
 def test_a_function_that_returns_a_trained_classifier_is_compressed(
