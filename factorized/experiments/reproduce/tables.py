@@ -178,7 +178,7 @@ def data_table(runs: Sequence[Run]) -> Table:
         key = (run.result["data"]["name"], run.result["data"]["checksum"])
         counted[key] = counted.get(key, 0) + 1
     rows = [(Value(name), whole_value(count), Value(checksum)) for (name, checksum), count in counted.items()]
-    return Table("data", "Data", (Column("name"), Column("runs", number=True), Column("checksum")), rows)
+    return Table("data", "Data", (Column("data set"), Column("runs", number=True), Column("checksum")), rows)
 
 
 def failed_table(found: Found) -> Table:
