@@ -235,6 +235,21 @@ def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path:
     assert "there is no module 'nowhere'" in cli("compress", "nowhere:b", "--ratio", "0.5", "--data", npz).error
 
 
+def test_a_compression_that_is_interrupted_says_how_to_go_on(
+    cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(subject: ImageSubject, samples: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ImageSubject, "batches", interrupted)
+    said = cli("compress", run, "--ratio", RATIO, "--out", tmp_path)
+    again = f"factorized compress {run} --ratio {RATIO} --out {tmp_path}"
+    assert (said.code, said.err) == (
+        130,
+        f"factorized: stopped by Ctrl-C; what is finished is kept, go on with: {again}\n",
+    )
+
+
 def test_a_folder_of_another_compression_and_a_damaged_one_are_refused(cli: Cli, run: Path, copied: Path) -> None:
     said = cli("compress", run, "--ratio", "0.5", "--out", copied)
     assert "holds another compression: ratio is 0.3 there, and 0.5 was asked for" in said.error
