@@ -173,7 +173,8 @@ class _Scale:
     def of(xs: Sequence[float], ys: Sequence[float], size: tuple[int, int], *, log: bool = False) -> _Scale:
         """Return the scale whose ends are round numbers that hold every value."""
         ticks = log_ticks(min(ys), max(ys)) if log else nice_ticks(min(ys), max(ys))
-        first = 0.0 if 0 < min(xs) <= max(xs) / 3 else min(xs)  # a run from its start is drawn from 0
+        whole = min(xs) <= max(xs) / 3 or min(xs) == max(xs)
+        first = 0.0 if whole and min(xs) > 0 else min(xs)  # a run from its start is drawn from 0
         return _Scale(first, max(xs), ticks[0], ticks[-1], *size, log)
 
     @property
@@ -233,11 +234,12 @@ def _band(line: Line, scale: _Scale) -> str:
 
 
 def _curve(line: Line, scale: _Scale) -> str:
+    style = "point alone" if len(line.points) == 1 else "point"  # a line of one point is not seen
     drawn = [f'<polyline class="curve" points="{" ".join(scale.at(x, y) for x, y in line.points)}"/>']
     for x, y in line.points if len(line.points) <= MOST_POINTS else line.points[-1:]:
         told = f"{line.label}, {x:g}: {y:.4g}"
         place = f'cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}"'
-        drawn.append(f'<circle class="point" {place} r="5"><title>{escape(told)}</title></circle>')
+        drawn.append(f'<circle class="{style}" {place} r="5"><title>{escape(told)}</title></circle>')
     return "".join(drawn)
 
 
