@@ -105,6 +105,7 @@ def test_seconds_are_of_runs_that_had_their_device_for_themselves() -> None:
     assert group_runs([run_of(shared)])[0].seconds is None
     in_turn = run_of(image_result(DENSE, 1, 98.0, machine={**MACHINE, "runs_at_once": 3}))
     assert group_runs([in_turn])[0].seconds is None
+    assert "| not timed |" in run_table(group_runs([in_turn])).to_markdown()
     assert "3 runs at once" in run_table(group_runs([in_turn])).to_markdown()
 
 
