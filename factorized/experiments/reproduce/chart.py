@@ -56,7 +56,10 @@ def line_chart(
     every = [point for line in lines for point in line.points]
     if not every:
         raise ValueError(f"the chart {title!r} has no point to draw")
-    scale = _Scale.of([x for x, _ in every], _heights(lines), size, log=log and uses_log(lines))
+    xs = [x for x, _ in every]
+    if all(len(line.points) < 2 for line in lines):
+        xs.append(0.0)  # the ends of runs, which began there
+    scale = _Scale.of(xs, _heights(lines), size, log=log and uses_log(lines))
     parts = [
         *_axes(scale, whole_ticks(scale.x_low, scale.x_high), scale.ticks, x_label),
         *(
@@ -173,8 +176,7 @@ class _Scale:
     def of(xs: Sequence[float], ys: Sequence[float], size: tuple[int, int], *, log: bool = False) -> _Scale:
         """Return the scale whose ends are round numbers that hold every value."""
         ticks = log_ticks(min(ys), max(ys)) if log else nice_ticks(min(ys), max(ys))
-        whole = min(xs) <= max(xs) / 3 or min(xs) == max(xs)
-        first = 0.0 if whole and min(xs) > 0 else min(xs)  # a run from its start is drawn from 0
+        first = 0.0 if 0 < min(xs) <= max(xs) / 3 else min(xs)  # a run from its start is drawn from 0
         return _Scale(first, max(xs), ticks[0], ticks[-1], *size, log)
 
     @property

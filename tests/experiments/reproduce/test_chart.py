@@ -69,7 +69,7 @@ def test_points_lie_where_their_values_say() -> None:
 
 
 def test_a_run_of_one_epoch_is_seen() -> None:
-    chart = ET.fromstring(line_chart([Line("a", [(1, 47.0)], "dense"), Line("b", [(1, 48.0)], "dense")], "t"))
+    chart = ET.fromstring(line_chart([Line("a", [(1, 47.0)], "dense"), Line("b", [(2, 48.0)], "dense")], "t"))
     points = list(chart.iter("circle"))
     assert [point.get("class") for point in points] == ["point alone", "point alone"]
     assert all(float(point.get("cx") or 0) > LEFT for point in points)  # not on the axis
