@@ -16,6 +16,7 @@ app = typer.Typer(
     help="Prepare data sets, and list what is ready.",
     epilog=examples("factorized data prepare cifar10", "factorized data ls"),
 )
+ROOM_FOR_DETAILS = 100  # columns below which a list has counts only
 Folder = Annotated[
     Path | None,
     typer.Option(help="Where prepared sets lie; without it $FACTORIZED_DATA, else ./data.", show_default=False),
@@ -70,20 +71,20 @@ def list_sets(folder: Folder = None) -> None:
 
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--folder: there is no folder {folder}")
-    table = plain_table(
-        "data set", "training", "test", "classes", "shape", "sha256", "from", numbers=("training", "test")
-    )
+    out = console()
+    details = ("classes", "shape", "sha256") if out.width >= ROOM_FOR_DETAILS else ()
+    table = plain_table("data set", "training", "test", *details, "from", numbers=("training", "test", "classes"))
     ready = list_prepared(folder)
     for item in ready:
         if item.problem:
-            table.add_row(item.name, "", "", "", "", "", f"unusable: {item.problem}", style="red")
+            table.add_row(item.name, "", "", *("" for _ in details), f"unusable: {item.problem}", style="red")
             continue
-        counts = (f"{item.train:,}", f"{item.test:,}", str(item.classes), "×".join(map(str, item.shape)))
-        table.add_row(item.name, *counts, item.checksum[:12], item.source)
+        told = (str(item.classes), "×".join(map(str, item.shape)), item.checksum[:12]) if details else ()
+        table.add_row(item.name, f"{item.train:,}", f"{item.test:,}", *told, item.source)
     there = {item.name for item in ready}
     for name in DATASETS:
         if name not in there:
             note = "embedded, always ready" if name == EMBEDDED else f"not there: factorized data prepare {name}"
-            table.add_row(name, "", "", "", "", "", note, style="dim")
-    console().print(table)
+            table.add_row(name, "", "", *("" for _ in details), note, style="dim")
+    out.print(table)
     say(f"in {data_folder(folder)}")

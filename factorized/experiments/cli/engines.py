@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factorized.experiments.cli.console import console
+from factorized.experiments.data.explain import in_words
 
 if TYPE_CHECKING:
     from factorized.experiments.reproduce.engine import Engine
 
+PATIENCE = 10.0  # seconds for a cluster to answer
 OF_ENGINES = {
     "device": ("local",),
     "workers": ("local",),
@@ -50,6 +53,8 @@ def make_engine(
         need("ray", "ray", "--engine ray", "cluster")
         from factorized.experiments.reproduce.on_ray import RayEngine
 
+        if address is not None:
+            _check_reachable(address)
         return RayEngine(address=address, gpus=gpus, cpus=cpus)
     if name == "slurm":
         need("submitit", "submitit", "--engine slurm", "cluster")
@@ -58,7 +63,7 @@ def make_engine(
         if gpus is not None and gpus != int(gpus):
             raise ValueError(f"--gpus {gpus:g}: Slurm gives whole GPUs; a share of one is for --engine ray")
         settings = dict(map(_setting, slurm or ()))
-        cluster = settings.pop("cluster", None)
+        cluster = settings.pop("cluster", "slurm")
         whole = 1 if gpus is None else int(gpus)
         return SlurmEngine(out / "slurm", cluster=cluster, gpus=whole, settings=settings)
     from factorized.experiments.reproduce.local import LocalEngine
@@ -66,6 +71,19 @@ def make_engine(
 
     devices = _devices(device, workers)
     return LocalEngine(devices, lambda: Reporter(console(quiet=quiet), quiet=quiet), at_once or "auto")
+
+
+def _check_reachable(address: str) -> None:
+    """Raise if nothing listens at HOST:PORT, where Ray would try for minutes; other words, such as auto, are Ray's."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host, int(port)), PATIENCE).close()
+    except OSError as error:
+        raise ValueError(
+            f"--address {address}: nothing answers there ({in_words(error)}); start a cluster with `ray start --head`, "
+            "or leave --address out to start one here"
+        ) from None
 
 
 def _setting(text: str) -> tuple[str, Any]:

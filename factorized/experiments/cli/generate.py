@@ -14,7 +14,7 @@ EXAMPLES = examples('factorized generate --run out/language/tiny/seed-0 "The for
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the text begins with.")],
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="What it begins with.")],
     run: Annotated[
         Path,
         typer.Option("--run", autocompletion=complete_run, help="The folder of a finished run of a language model."),

@@ -59,7 +59,9 @@ def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123, for the flush at exit
         return 0
     except KeyboardInterrupt:
-        _complain("stopped by Ctrl-C")
+        goes_on = _verb(given) in (["compress"], ["reproduce"])
+        kept = f"; {_how_to_go_on('what is finished is kept', given)}" if goes_on else ""
+        _complain(f"stopped by Ctrl-C{kept}")
         return STOPPED
     except Exception as error:
         if interrupt.taken and not isinstance(error, Interrupted):  # an import that was interrupted

@@ -40,7 +40,7 @@ EXAMPLES = examples(
 def plan(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="A recipe.", autocompletion=complete_recipe, show_default=False),
+        typer.Argument(metavar="NAME", help="A recipe.", autocompletion=complete_recipe, show_default=False),
     ] = None,
     model: Annotated[
         str | None,

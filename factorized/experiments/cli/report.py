@@ -19,7 +19,7 @@ EXAMPLES = examples(
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="Result files, or folders with results at any depth.")
+        list[Path], typer.Argument(metavar="RESULTS", help="Result files, or folders with results at any depth.")
     ],
     out: Annotated[Path, typer.Option(help="Where report.html and tables/ go.")] = Path("report"),
     title: Annotated[str, typer.Option(help="The heading of the page.", show_default=False)] = "",

@@ -29,6 +29,7 @@ EXAMPLES = examples(
     "factorized reproduce table1 --data DIR --engine slurm --slurm slurm_partition=gpu --slurm timeout_min=240",
 )
 
+RESULTS = "results"  # need not be there
 ROOM_FOR_REMARKS = 110  # columns below which a plan has figures only
 
 
@@ -73,7 +74,7 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME-FINGERPRINT/seed-SEED.")] = Path("out"),
     results: Annotated[
         Path, typer.Option(help="Results from elsewhere, which count as finished; see `factorized results add`.")
-    ] = Path("results"),
+    ] = Path(RESULTS),
     engine: Annotated[
         Literal["local", "ray", "slurm"], typer.Option(help="What runs them: this machine or a cluster.")
     ] = "local",
@@ -126,6 +127,8 @@ def reproduce(
     length = check_length(recipes, epochs, updates)
     if data is not None and not Path(data).expanduser().is_dir():
         raise ValueError(f"--data: there is no folder {data}; give the folder that holds the data sets")
+    if not results.is_dir() and results != Path(RESULTS):  # runs that lie elsewhere would be done again
+        raise ValueError(f"--results: there is no folder {results}; give the one that holds results from elsewhere")
     check_options(engine, device=device, workers=workers, at_once=at_once, address=address, gpus=gpus, slurm=slurm)
     own = {recipe.name: recipe for recipe in table_recipes(table)} if table.endswith(".toml") else {}
     with progress_bar(quiet=quiet):

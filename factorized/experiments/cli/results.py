@@ -26,7 +26,7 @@ def results() -> None:
 
 @app.command("add", cls=Verb, epilog=ADD)
 def add(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files of runs.", show_default=False)],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON files of runs.", show_default=False)],
     results: Annotated[Path, typer.Option(help="Where results are kept, as NAME/seed-SEED.json.")] = Path("results"),
     data: Annotated[
         str | None,

@@ -89,7 +89,7 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
     """Return a model of transformers: of the task that its config names."""
     from factorized.experiments.compress.text import TextSubject
     from factorized.experiments.data.extras import need
-    from factorized.experiments.models.hugging_face import drawn_keys, quiet, refuse_factorized, refuse_lost
+    from factorized.experiments.models.hugging_face import drawn_keys, quiet, reading, refuse_factorized, refuse_lost
     from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
     from factorized.experiments.text.models import AUTO
     from factorized.experiments.text.tokenizer import load_tokenizer
@@ -107,17 +107,15 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
         )
     if task == "images":
         return _classifier(f"hf:{folder}", folder.name, identity, data, device)
+    if data is None:
+        raise ValueError(f"{folder} is a language model; name its text by --data: a folder of .txt files")
     longest = next((config[key] for key in ("max_position_embeddings", "n_positions") if config.get(key)), LENGTH)
-    text = (
-        TextData(length=min(LENGTH, longest))
-        if data is None
-        else TextData(name="own", train=["."], length=min(LENGTH, longest))
-    )
+    text = TextData(name="own", train=["."], length=min(LENGTH, longest))
     recipe = TextRecipe(name=folder.name, task=task, model=TextModel(name=f"hf:{folder}"), data=text)
     corpus = load_text(recipe, data, tokenizer=load_tokenizer(folder))
 
     def make() -> nn.Module:
-        with quiet(transformers):
+        with quiet(transformers), reading(folder):
             auto = getattr(transformers, AUTO[task])
             found, report = auto.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True

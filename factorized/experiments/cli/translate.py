@@ -17,7 +17,7 @@ EXAMPLES = examples(
 
 
 def translate(
-    texts: Annotated[list[str], typer.Argument(help="Sentences to translate.")],
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Sentences to translate.")],
     run: Annotated[
         Path, typer.Option("--run", autocompletion=complete_run, help="The folder of a finished translation run.")
     ],

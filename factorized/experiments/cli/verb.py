@@ -16,6 +16,10 @@ class Verb(TyperCommand):
         self.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         super().format_help(ctx, formatter)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the usage line's words; required arguments are bare, where typer puts braces around them."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, each with the name that its value has in the help."""
         return _with_short_types(super().get_params(ctx), ctx)

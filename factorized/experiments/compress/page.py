@@ -35,6 +35,7 @@ def compress_page(state: Mapping[str, Any]) -> str:
     return page_template("compress.html", TEMPLATES).render(
         name=state["asked"]["model"],
         asked=state["asked"],
+        examples=state["plan"]["examples"],
         score=state["score"],
         lower_is_better=state["lower_is_better"],
         stages=stages,
@@ -49,6 +50,7 @@ def compress_page(state: Mapping[str, Any]) -> str:
         short=short_count,
         percent=_percent,
         figure=_figure,
+        score_figure=_score_figure,
     )
 
 
@@ -135,3 +137,9 @@ def _percent(share: float | None) -> str:
 
 def _figure(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _score_figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if name == "loss" else _figure(value)

@@ -214,7 +214,7 @@ class Work:
         spectra = output_spectra(self.dense, made, self._calibration("reading spectra"))
         layers = "1 layer" if len(made.layers) == 1 else f"{len(made.layers)} layers"
         self.say(f"plan: {layers} factorized, {made.params_after:,} of {made.params:,} parameters")
-        return {"plan": made.to_dict(), "layers": layer_rows(made, spectra)}
+        return {"plan": made.to_dict(), "layers": layer_rows(made, spectra), "examples": sum(map(_size, self.batches))}
 
     def _make_plan(self, calibration: Calibrated | None) -> Plan:
         """Return a plan of the dense network as asked: by the spectra that a calibration shows, or uniform."""
@@ -303,6 +303,11 @@ class Work:
         """Return the score as a message has it."""
         name = self.subject.score
         return f"{name} {scores[name]:.2f}{' %' if name == 'accuracy' else ''}"
+
+
+def _size(batch: Any) -> int:
+    """Return how many examples a batch has: tensors by name, or inputs and labels."""
+    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch[-1])
 
 
 def _as_options(change: Change) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from factorized.experiments.data.decode import Pixels, stack_pixels, to_pixels
 from factorized.experiments.data.extras import need
 from factorized.experiments.data.images import Images, numbered_classes
-from factorized.experiments.data.known import make_images
+from factorized.experiments.data.known import KNOWN, make_images
 from factorized.experiments.data.progress import Progress
 
 TESTS = ("test", "validation", "valid", "val")
@@ -49,10 +49,12 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
         with only_for_people(datasets):
             found = datasets.load_dataset(place, options.config or None, revision=options.revision or None)
     except Exception as error:  # datasets, its file readers and the network raise errors of many types
-        raise ValueError(
-            f"the Hugging Face data set {repository} could not be loaded: {error}. Give a local .npz, CIFAR folder or "
-            "image folder instead: --data PATH"
-        ) from error
+        local = (
+            f"Put {' or '.join((*KNOWN[name].folders, f'{name}.npz'))} into a folder, and give that: --data DIR"
+            if name in KNOWN
+            else "Give a local .npz, CIFAR folder or image folder instead: --data PATH"
+        )
+        raise ValueError(f"the Hugging Face data set {repository} could not be loaded: {error}. {local}") from error
     where = f"hf:{address}"
     train = _split(where, found, (options.train,))
     test = _split(where, found, (options.test,) if options.test else TESTS)

@@ -74,9 +74,13 @@ def _from_function(name: str, classes: int, image_size: int, channels: int) -> n
     if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
         raise ValueError(f"model {name!r}: a function is named as module:function, such as mymodels:small")
     with _working_folder_on_path():
-        function = getattr(_import(name, module_name), function_name, None)
+        module = _import(name, module_name)
+        function = getattr(module, function_name, None)
         if not callable(function):
-            raise ValueError(f"model {name!r}: module {module_name!r} has no function {function_name!r}")
+            functions = [key for key, found in vars(module).items() if callable(found)]
+            near = get_close_matches(function_name, functions, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"model {name!r}: module {module_name!r} has no function {function_name!r}{hint}")
         offered = {"classes": classes, "image_size": image_size, "channels": channels}
         try:
             taken = list(inspect.signature(function).parameters)

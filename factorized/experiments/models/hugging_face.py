@@ -48,7 +48,7 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
     refuse_factorized(folder)
     transformers = _transformers()
     kind = transformers.AutoModelForImageClassification
-    try:
+    with reading(folder):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check(folder, config.to_dict(), image_size, channels)
         if config.num_labels != classes:
@@ -58,8 +58,6 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
             _check_filled(folder, model, report, classes)
         else:
             model = kind.from_config(config, trust_remote_code=False)
-    except (OSError, KeyError, SafetensorError) as error:
-        raise ValueError(f"model hf:{folder} cannot be read: {error}") from error
     return ImageClassifier(model.train())
 
 
@@ -125,6 +123,17 @@ def refuse_factorized(folder: Path) -> None:
             f"{folder} holds a factorized model ({MANIFEST}), and a dense one is needed; write one with "
             f"fz.compose(fz.from_pretrained(CLASS, {str(folder)!r})).save_pretrained(FOLDER)"
         )
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Explain what transformers and safetensors raise for a folder that is damaged or not whole."""
+    try:
+        yield
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"model hf:{folder} cannot be read: {error}; save it again with model.save_pretrained(folder)"
+        ) from error
 
 
 @contextmanager

@@ -56,7 +56,10 @@ def line_chart(
     every = [point for line in lines for point in line.points]
     if not every:
         raise ValueError(f"the chart {title!r} has no point to draw")
-    scale = _Scale.of([x for x, _ in every], _heights(lines), size, log=log and uses_log(lines))
+    xs = [x for x, _ in every]
+    if all(len(line.points) < 2 for line in lines):
+        xs.append(0.0)  # the ends of runs, which began there
+    scale = _Scale.of(xs, _heights(lines), size, log=log and uses_log(lines))
     parts = [
         *_axes(scale, whole_ticks(scale.x_low, scale.x_high), scale.ticks, x_label),
         *(
@@ -233,11 +236,12 @@ def _band(line: Line, scale: _Scale) -> str:
 
 
 def _curve(line: Line, scale: _Scale) -> str:
+    style = "point alone" if len(line.points) == 1 else "point"  # a line of one point is not seen
     drawn = [f'<polyline class="curve" points="{" ".join(scale.at(x, y) for x, y in line.points)}"/>']
     for x, y in line.points if len(line.points) <= MOST_POINTS else line.points[-1:]:
         told = f"{line.label}, {x:g}: {y:.4g}"
         place = f'cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}"'
-        drawn.append(f'<circle class="point" {place} r="5"><title>{escape(told)}</title></circle>')
+        drawn.append(f'<circle class="{style}" {place} r="5"><title>{escape(told)}</title></circle>')
     return "".join(drawn)
 
 

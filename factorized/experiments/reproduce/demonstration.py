@@ -18,6 +18,7 @@ from factorized.experiments.reproduce.report import Check
 from factorized.experiments.reproduce.runs import Run
 from factorized.experiments.reproduce.variant import Variant, group_runs, mark_best
 from factorized.experiments.training.export import accuracy_of, logits_on_test
+from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.train import train
 from factorized.experiments.training.trained import RESULT, load_trained
@@ -43,8 +44,9 @@ def run_variants(
     ``report`` makes what shows the progress of a recipe's runs, ``tell`` learns of each recipe that is done.
     """
     variants = []
-    with _one_thread():
+    with _one_thread(), StopRequest() as stop:
         for name, label in recipes.items():
+            stop.check()
             recipe = load_recipe(name, changes)
             images = load_images(recipe.data.name)
             where = folder / name

@@ -77,10 +77,12 @@ def _alike(run: Run, network: str, data: str) -> bool:
 
 
 def _network(recipe: dict[str, Any]) -> str:
-    """Return the network in words: its name, or the task and sizes of a transformer."""
+    """Return the network in words: its name, or the task of a transformer with its sizes or the run it is from."""
     model = recipe.get("model", {})
-    sizes = f"{recipe['task']} {model.get('hidden')}x{model.get('layers')}" if "task" in recipe else ""
-    return str(model.get("name") or sizes)
+    if model.get("name") or "task" not in recipe:
+        return str(model.get("name", ""))
+    run = model.get("from_run")  # whose sizes it has, not those of this recipe
+    return f"{recipe['task']} from {run}" if run else f"{recipe['task']} {model['hidden']}x{model['layers']}"
 
 
 def _scheme(recipe: dict[str, Any]) -> str:

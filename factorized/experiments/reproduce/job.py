@@ -61,7 +61,10 @@ def run_job(job: Job, device: str | None = None, reporter: Reporter | None = Non
     """
     folder = Path(job.folder)
     try:
-        return Outcome(job, _train(job, folder, device, reporter, at_once))
+        with StopRequest() as stop:  # before training and after it; training listens by itself
+            results = _train(job, folder, device, reporter, at_once, stop)
+            stop.check()
+        return Outcome(job, results)
     except Interrupted:
         raise
     except Exception as error:
@@ -76,31 +79,32 @@ def run_job(job: Job, device: str | None = None, reporter: Reporter | None = Non
         gc.collect()
 
 
-def _train(job: Job, folder: Path, device: str | None, reporter: Reporter | None, at_once: AtOnce) -> list[Result]:
-    with StopRequest() as stop:  # also while data are read; training listens by itself
-        recipe = check_any_recipe(job.recipe, job.name)
-        if isinstance(recipe, TextRecipe):
-            from factorized.experiments.text.train import train_text
+def _train(
+    job: Job, folder: Path, device: str | None, reporter: Reporter | None, at_once: AtOnce, stop: StopRequest
+) -> list[Result]:
+    recipe = check_any_recipe(job.recipe, job.name)
+    if isinstance(recipe, TextRecipe):
+        from factorized.experiments.text.train import train_text
 
-            corpus = corpus_of(recipe, job.data)
-            _check_data(job, corpus.checksum)
-            _check_stop(stop)
-            return train_text(recipe, corpus, folder, seeds=job.seeds, device=device, resume="auto", reporter=reporter)
-        from factorized.experiments.training.train import train
+        corpus = corpus_of(recipe, job.data)
+        _check_data(job, corpus.checksum)
+        stop.check()
+        return train_text(recipe, corpus, folder, seeds=job.seeds, device=device, resume="auto", reporter=reporter)
+    from factorized.experiments.training.train import train
 
-        images = images_of(recipe, job.data)
-        _check_data(job, images.checksum)
-        _check_stop(stop)
-        return train(
-            recipe,
-            images,
-            folder,
-            seeds=job.seeds,
-            at_once=at_once,
-            device=device,
-            resume="auto",
-            reporter=reporter,
-        )
+    images = images_of(recipe, job.data)
+    _check_data(job, images.checksum)
+    stop.check()
+    return train(
+        recipe,
+        images,
+        folder,
+        seeds=job.seeds,
+        at_once=at_once,
+        device=device,
+        resume="auto",
+        reporter=reporter,
+    )
 
 
 def _check_data(job: Job, checksum: str) -> None:
@@ -109,11 +113,6 @@ def _check_data(job: Job, checksum: str) -> None:
             f"{job.name} was planned for data with checksum {job.checksum[:12]}…, and those here have "
             f"{checksum[:12]}…; give every machine the same data"
         )
-
-
-def _check_stop(stop: StopRequest) -> None:
-    if stop.number is not None:
-        raise Interrupted(stop.number)
 
 
 def _finished(job: Job, folder: Path) -> tuple[list[Result], list[int]]:

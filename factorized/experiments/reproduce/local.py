@@ -52,8 +52,7 @@ class LocalEngine:
                 while waiting:
                     done, _ = wait(waiting, timeout=LOOK, return_when=FIRST_COMPLETED)
                     yield from (_outcome(future, waiting.pop(future)) for future in done if not future.cancelled())
-                    if stop.number is not None:
-                        raise Interrupted(stop.number)
+                    stop.check()
             except Interrupted as stopped:
                 for future in waiting:
                     future.cancel()

@@ -20,14 +20,20 @@ class SlurmEngine:
     """A Slurm job for each seed; one that runs out of time is queued again by submitit, and resumed.
 
     ``settings`` are submitit's, such as ``{"slurm_partition": "gpu", "timeout_min": 240}``. ``cluster`` is "slurm", or
-    "local" for processes on this machine; unless given, Slurm where it is installed. ``gpus`` are those of a job.
+    "local" for processes on this machine, all at once. ``gpus`` are those of a job.
     """
 
     def __init__(
-        self, logs: Path, *, cluster: str | None = None, gpus: int = 1, settings: Mapping[str, Any] | None = None
+        self, logs: Path, *, cluster: str = "slurm", gpus: int = 1, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.device = None if gpus else "cpu"
-        self.executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
+        try:
+            self.executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
+        except RuntimeError as error:
+            raise ValueError(
+                f"--engine slurm: {in_words(error)} Give the command where Slurm is, or try it on this machine by "
+                "--slurm cluster=local, which starts all runs at once"
+            ) from None
         try:
             self.executor.update_parameters(name="factorized", gpus_per_node=gpus, **(settings or {}))
         except (TypeError, NameError) as error:

@@ -141,7 +141,7 @@ def _norms(variants: Mapping[str, Variant]) -> Callable[[Axes], None]:
             if norm is not None and bound is not None:
                 axes.plot(*zip(*norm.points, strict=True), color=colour, label=label)
                 axes.plot(*zip(*bound.points, strict=True), color=colour, linestyle=":")
-        axes.set(xlabel="epoch", ylabel="nuclear norm; dotted: its bound")
+        axes.set(xlabel=f"epoch; {_seeds(variants.values())}", ylabel="nuclear norm; dotted: its bound")
 
     return draw
 
@@ -150,9 +150,11 @@ def _curves(variants: Mapping[str, Variant], column: str, *, log: bool) -> Calla
     def draw(axes: Axes) -> None:
         for number, (label, variant) in enumerate(variants.items()):
             line = variant.curve(column)
-            if line is not None:
-                axes.plot(*zip(*line.points, strict=True), color=f"C{number}", label=label)
-        axes.set(xlabel="epoch", yscale="log" if log else "linear")
+            if line is not None:  # the normalized run has the step sizes of another one, which it would cover
+                style, order = ("--", 3) if _kind(variant) == "normalized" else ("-", 2)
+                places, values = zip(*line.points, strict=True)
+                axes.plot(places, values, color=f"C{number}", label=label, linestyle=style, zorder=order)
+        axes.set(xlabel=f"epoch; {_seeds(variants.values())}", yscale="log" if log else "linear")
 
     return draw
 
@@ -166,9 +168,20 @@ def _scores(
             axes.errorbar([x for x, _ in points], means, errors, color=f"C{number}", label=label, marker="o", capsize=2)
         for label, level in (levels or {}).items():
             axes.axhline(level, color="C7", linestyle="--", label=label)
-        axes.set(xlabel=xlabel, xscale="log" if log else "linear")
+        told = _seeds(variant for points in lines.values() for _, variant in points)
+        axes.set(xlabel=f"{xlabel}; {told}", ylabel="mean ± deviation", xscale="log" if log else "linear")
+        if log:  # powers of ten are few or none between the values
+            values = sorted({x for points in lines.values() for x, _ in points})
+            axes.set_xticks(values, [f"{value:g}" for value in values])
+            axes.minorticks_off()
 
     return draw
+
+
+def _seeds(variants: Iterable[Variant]) -> str:
+    """Return of how many runs the figures of these variants are."""
+    counts = sorted({len(variant.runs) for variant in variants})
+    return f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
 
 
 def _lines(

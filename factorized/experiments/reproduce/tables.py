@@ -7,6 +7,7 @@ from typing import Any
 
 from factorized.experiments.reproduce.chart import seed_dots
 from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, Found, Run
+from factorized.experiments.reproduce.summary import Summary
 from factorized.experiments.reproduce.table import Column, Table, Value
 from factorized.experiments.reproduce.values import (
     count_value,
@@ -97,7 +98,7 @@ def run_table(variants: Sequence[Variant]) -> Table:
                     Value(str(run.seed), (run.seed,)),
                     Value(variant.metric_name, (run.metric,)),
                     Value(f"{run.score:.2f}", (run.score,)),
-                    Value(f"{run.result['seconds']:.1f}", (run.result["seconds"],)),
+                    seconds_value(Summary.of([float(run.result["seconds"])]) if run.timed else None),
                     *(Value(str(machine.get(name) or "")) for name in ("device", "torch", "factorized")),
                     Value(short_commit(commit), (commit,)),
                     Value(str(run.result.get("note", f"{run.at_once} runs at once" if run.at_once > 1 else ""))),
@@ -178,7 +179,7 @@ def data_table(runs: Sequence[Run]) -> Table:
         key = (run.result["data"]["name"], run.result["data"]["checksum"])
         counted[key] = counted.get(key, 0) + 1
     rows = [(Value(name), whole_value(count), Value(checksum)) for (name, checksum), count in counted.items()]
-    return Table("data", "Data", (Column("name"), Column("runs", number=True), Column("checksum")), rows)
+    return Table("data", "Data", (Column("data set"), Column("runs", number=True), Column("checksum")), rows)
 
 
 def failed_table(found: Found) -> Table:

@@ -225,7 +225,7 @@ def _contest(variant: Variant) -> Hashable:
 
 
 def _size(variant: Variant) -> Hashable:
-    return _contest(variant), variant.scheme, variant.model, variant.parameters
+    return _contest(variant), variant.scheme, variant.model, variant.deployed or variant.parameters
 
 
 def _winners(variants: Sequence[Variant], group: Callable[[Variant], Hashable]) -> list[Variant]:

@@ -88,6 +88,12 @@ def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progre
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise ValueError("the model's tokenizer has neither eos_token nor sep_token to end a text with; give it one")
+    missing = [name for name in ("cls_token", "sep_token", "mask_token") if getattr(tokenizer, name) is None]
+    if task == "masked" and missing:
+        raise ValueError(
+            f"the model's tokenizer has no {' and no '.join(missing)}, which masked language models need; set them, "
+            "and write it again by tokenizer.save_pretrained(folder)"
+        )
     texts = {
         name: pack(
             cache,

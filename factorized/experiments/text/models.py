@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from factorized.experiments.data.extras import need
-from factorized.experiments.models.hugging_face import quiet, refuse_factorized
+from factorized.experiments.models.hugging_face import quiet, reading, refuse_factorized
 from factorized.experiments.recipes.text import TextRecipe
 
 AUTO = {
@@ -31,7 +31,7 @@ def build_text_model(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {recipe.model.name}: {folder / 'config.json'} is missing")
         refuse_factorized(folder)
-        with quiet(transformers):
+        with quiet(transformers), reading(folder):
             model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     else:
         model = auto.from_config(text_config(recipe, tokenizer))

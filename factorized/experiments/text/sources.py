@@ -77,9 +77,11 @@ class Part:
             if is_held_out(count) == self.held_out:
                 yield item
         if count < HELD_OUT:
+            what = self.layout.items.removesuffix("s" if count == 1 else "")
+            remedy = "put blank lines between documents, or " if self.layout is DOCUMENTS else ""
             raise ValueError(
-                f"data.train has {count} {self.layout.items}, too few to hold out one in {HELD_OUT}; name other text "
-                "in data.validation"
+                f"data.train has {count} {what}, too few to hold out one in {HELD_OUT}; {remedy}name other text in "
+                "data.validation"
             )
 
     def survey(self, digest: Hash, progress: Progress, stage: str) -> int:
@@ -169,21 +171,21 @@ def _find_places(name: str, part: str, task: Task, folder: Path) -> list[Place]:
     two = TWO_FILES.fullmatch(name)
     if two is not None and task == "translation":
         begin, source, target, end = two.groups()
-        sides = [_find_file(f"{begin}{language}{end}", folder) for language in (source, target)]
+        sides = [_find_file(f"{begin}{language}{end}", part, folder) for language in (source, target)]
         return [Place(partial(read_two_files, *sides))]
     if (folder / name).is_dir():
         return [Place(partial(layout.read_file, file)) for file in _files_in(folder / name, layout.ending)]
-    return [Place(partial(layout.read_file, _find_file(name, folder)))]
+    return [Place(partial(layout.read_file, _find_file(name, part, folder)))]
 
 
-def _find_file(name: str, folder: Path) -> Path:
+def _find_file(name: str, part: str, folder: Path) -> Path:
     tried = [folder / f"{name}{suffix}" for suffix in OPENERS]
     for path in tried:
         if path.is_file():
             return path
     raise ValueError(
-        f"there is no {tried[0]} (nor {', '.join(path.name for path in tried[1:])}); name the folder of the recipe's "
-        "text by --data"
+        f"data.{part}: there is no {tried[0]} (nor {', '.join(path.name for path in tried[1:])}); name the folder of "
+        f"the recipe's text by --data, or other files by --set 'data.{part}=[...]'"
     )
 
 

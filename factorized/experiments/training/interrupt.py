@@ -35,6 +35,7 @@ class CannotWrite(ValueError):
 class StopRequest:
     """Context manager that remembers a signal instead of exiting; a second signal exits at once.
 
+    Where one lies within another, a signal that came too late for the inner one is passed on to the outer one.
     With ``patience``, that many seconds must lie between the two: under ``torchrun`` Ctrl-C reaches a process from the
     terminal, and once more from the launcher.
     """
@@ -56,6 +57,14 @@ class StopRequest:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: one that was not set from Python
+        outer = getattr(self._before.get(signal.SIGINT), "__self__", None)  # whose _remember that is
+        if isinstance(outer, StopRequest) and outer.number is None:
+            outer.number, outer._asked = self.number, self._asked
+
+    def check(self) -> None:
+        """Raise ``Interrupted`` if a signal has come."""
+        if self.number is not None:
+            raise Interrupted(self.number)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.number is None:

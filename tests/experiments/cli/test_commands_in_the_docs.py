@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from factorized.experiments.cli.app import app
 from factorized.experiments.recipes.find import recipe_names
 from tests.experiments.cli.conftest import Cli
+from tests.experiments.text.small import BY_TASK, SMALL, files
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -91,6 +92,18 @@ def test_a_command_that_needs_no_data_does_what_it_says(
     said = cli(*words, *(["digits/resnet8"] if "NAME" in command else []))
     assert (said.code, said.err) == (0, "")
     assert said.out
+
+
+def test_the_command_for_ones_own_text_needs_no_other_text(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (command,) = [command for command in COMMANDS if "mine.txt" in command]
+    files(Path("DIR"), "language")
+    Path("DIR/train.txt").rename("DIR/mine.txt")
+    quick = (f"--set={change}" for change in (*SMALL, *BY_TASK["language"]))
+    said = cli(*shlex.split(command)[1:], *quick, "--device", "cpu")
+    assert said.code == 0, said.err
 
 
 def test_wrong_commands_would_be_seen() -> None:

@@ -235,6 +235,21 @@ def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path:
     assert "there is no module 'nowhere'" in cli("compress", "nowhere:b", "--ratio", "0.5", "--data", npz).error
 
 
+def test_a_compression_that_is_interrupted_says_how_to_go_on(
+    cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(subject: ImageSubject, samples: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ImageSubject, "batches", interrupted)
+    said = cli("compress", run, "--ratio", RATIO, "--out", tmp_path)
+    again = f"factorized compress {run} --ratio {RATIO} --out {tmp_path}"
+    assert (said.code, said.err) == (
+        130,
+        f"factorized: stopped by Ctrl-C; what is finished is kept, go on with: {again}\n",
+    )
+
+
 def test_a_folder_of_another_compression_and_a_damaged_one_are_refused(cli: Cli, run: Path, copied: Path) -> None:
     said = cli("compress", run, "--ratio", "0.5", "--out", copied)
     assert "holds another compression: ratio is 0.3 there, and 0.5 was asked for" in said.error
@@ -293,6 +308,10 @@ def test_the_page_loads_nothing_fits_the_screen_and_draws_every_layer(
         "accuracy, recovered",
         "improved by recovery",
     ]
+    assert "Calibrated on 1,442 training examples" in browser.run("document.querySelector('header p').textContent")
+    cells = browser.run("[...document.querySelector('#figures table').rows].map(row => row.cells[2].textContent)")
+    scores = [state_of(compressed)[name]["scores"]["accuracy"] for name in STAGES if name in ("before", "compressed")]
+    assert cells[:3] == ["accuracy, %", *(f"{score:.2f}" for score in scores)]
 
 
 def test_a_function_that_returns_a_trained_classifier_is_compressed(
@@ -386,6 +405,7 @@ def test_a_hugging_face_folder_is_compressed_by_text_files_and_recovered_by_a_re
     assert "recovered" not in state_of(Path("small"))
     said = cli("compress", folder, "--ratio", "0.9", "--data", "nowhere")
     assert "there is no folder nowhere; give the folder of .txt files" in said.error
+    assert "is a language model; name its text by --data" in cli("compress", folder, "--ratio", "0.9").error
     Path("own.toml").write_text(
         'extends = "language/tiny"\n[schedule]\nupdates = 2\n'
         "[run]\nbatch = 4\nevaluate_every = 2\ncheckpoint_every = 2\n"
@@ -393,6 +413,11 @@ def test_a_hugging_face_folder_is_compressed_by_text_files_and_recovered_by_a_re
     said = cli("compress", folder, *given, "--recover", "own.toml")
     assert said.code == 0, said.err
     assert state_of(Path("small"))["recovered"]["recipe"]["model"]["name"].startswith("hf:")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    damaged = cli("compress", folder, *given[:-1], "other").error
+    assert "model cannot be read: " in damaged
+    assert "save it again with model.save_pretrained(folder)" in damaged
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForTokenClassification"]}))
     assert "architectures must name a model for causal or masked" in cli("compress", folder, *given).error

@@ -23,6 +23,17 @@ def test_a_set_is_prepared_once_with_its_checksum_and_then_listed(cli: Cli, npz:
     assert "embedded, always ready" in listed
 
 
+def test_a_narrow_terminal_shows_whole_words(
+    cli: Cli, npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("data", "prepare", npz, "--folder", tmp_path / "sets")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    listed = " ".join(cli("data", "ls", "--folder", tmp_path / "sets").out.split())
+    assert "not there: factorized data" in listed
+    assert "sha256" not in listed
+
+
 def test_the_folder_may_come_from_the_environment(
     cli: Cli, npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

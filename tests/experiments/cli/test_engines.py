@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,17 @@ def test_automatically_seeds_take_no_turns_where_processes_share_a_device(
 def test_a_share_of_a_gpu_is_refused_by_slurm() -> None:
     with pytest.raises(ValueError, match=r"--gpus 0.5: Slurm gives whole GPUs; a share of one is for --engine ray"):
         make_engine("slurm", Path("out"), device=None, workers=None, gpus=0.5, **NOTHING)  # type: ignore[arg-type]
+
+
+def test_slurm_is_not_replaced_by_this_machine_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match=r"--engine slurm: .*srun.* try it on this machine by --slurm cluster=local"):
+        make_engine("slurm", Path("out"), device=None, workers=None, gpus=None, **NOTHING)  # type: ignore[arg-type]
+
+
+def test_an_address_where_no_cluster_listens_is_refused_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody else gets this port, and nothing listens there
+        given = {**NOTHING, "address": f"127.0.0.1:{free.getsockname()[1]}"}
+        with pytest.raises(ValueError, match=r"--address 127.0.0.1:\d+: nothing answers there .* leave --address out"):
+            make_engine("ray", Path("out"), device=None, workers=None, gpus=None, **given)  # type: ignore[arg-type]

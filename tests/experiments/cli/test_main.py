@@ -67,6 +67,9 @@ def test_the_help_of_every_verb_has_examples_of_it(verb: list[str]) -> None:
     assert result.exit_code == 0
     assert "<bool>" not in result.output  # a flag takes no value
     assert "<int" not in result.output
+    usage = re.search(r"Usage: factorized (.*)", result.output)
+    assert usage is not None
+    assert re.fullmatch(r"([a-z]+ )*\[OPTIONS\]( COMMAND \[ARGS\]| \[?[A-Z|]+\]?)?(\.\.\.)?", usage[1].strip())
     examples = result.output.split("Examples:")[1]
     assert re.search(rf"^ *factorized {' '.join(verb)}", examples, flags=re.MULTILINE)
 

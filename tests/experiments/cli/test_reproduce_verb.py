@@ -171,6 +171,7 @@ def test_a_figure_is_drawn_from_its_runs(cli: Cli, tmp_path: Path, monkeypatch: 
             ("table1", "--data", "nowhere"),
             "--data: there is no folder nowhere; give the folder that holds the data sets",
         ),
+        (("table1", "--results", "nowhere"), "--results: there is no folder nowhere"),
         (("table1", "--gpus", "1"), "--gpus is for --engine ray or slurm, and the engine is local"),
         (("table1", "--engine", "sge"), "'sge' is not one of 'local', 'ray', 'slurm'"),
         (("table1", "--seeds", "0"), "--seeds"),

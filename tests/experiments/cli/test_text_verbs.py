@@ -162,7 +162,7 @@ def _trained_on(task: str, *changes: str) -> list[str]:
         ("language", {"a.txt": "\n \n"}, ['data.train=["a.txt"]'], "texts/a.txt holds no text; give a file with words"),
         ("masked", {"a.txt": "\u0007\n\n" * 40}, ['data.train=["a.txt"]'], "the training text has no tokens"),
         ("masked", {"a.txt": "\u0007"}, ['data.validation=["a.txt"]'], "tokenizing validation: the text has no tokens"),
-        ("language", {"a.txt": "one two"}, ['data.train=["a.txt"]'], "data.train has 1 documents, too few to hold out"),
+        ("language", {"a.txt": "one two"}, ['data.train=["a.txt"]'], "data.train has 1 document, too few to hold out"),
         ("language", {}, ["data.vocabulary=100"], "data.vocabulary = 100 is too small: characters and special tokens"),
         ("language", {}, ['data.train=["hf:some/set"]'], "hf:some/set could not be loaded (train): Couldn't reach"),
         ("masked", {}, ["model.from_run=none"], "model.from_run = 'none': there is no none/result.json"),

@@ -209,6 +209,8 @@ def test_whatever_the_library_raises_says_what_to_give_instead(
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"a/b could not be loaded: .*(cut off|features).* Give a local .npz"):
         load_hugging_face("b", "a/b", silent)
+    with pytest.raises(ValueError, match=r"Put cifar-10-batches-py or cifar10.npz into a folder, .*: --data DIR"):
+        load_images("cifar10")
 
 
 def test_bars_are_not_written_into_files_and_pipes(monkeypatch: pytest.MonkeyPatch) -> None:

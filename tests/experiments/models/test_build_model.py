@@ -89,7 +89,8 @@ def test_the_models_of_the_package_can_be_named_as_functions() -> None:
     [
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("factorized.no_such:f", "there is no module 'factorized.no_such'"),
-        ("{mine}:missing", "has no function 'missing'"),
+        ("{mine}:missing", "has no function 'missing'$"),
+        ("{mine}:plane", "has no function 'plane'; did you mean 'plain'\\?"),
         (":", "a function is named as module:function"),
         ("{mine}:", "a function is named as module:function"),
         ("{mine}:number", "has no function 'number'"),

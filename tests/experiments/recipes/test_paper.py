@@ -43,6 +43,23 @@ def test_every_figure_of_the_papers_tables_is_there() -> None:
     }
 
 
+def test_figures_and_deviations_add_up_as_when_each_was_compared_with_the_papers_text() -> None:
+    sums: dict[int | None, tuple[float, float]] = {}
+    for cell in CELLS:
+        figures, deviations = sums.get(cell.table, (0.0, 0.0))
+        sums[cell.table] = figures + (cell.figure or 0.0), deviations + (cell.deviation or 0.0)
+    assert {table: tuple(round(total, 2) for total in both) for table, both in sums.items() if any(both)} == {
+        1: (10584.46, 75.25),
+        2: (241.26, 28.94),
+        3: (3972.68, 11.97),
+        4: (2352.31, 0.0),
+        5: (7922.85, 11.16),
+        6: (7706.49, 14.9),
+        8: (134.66, 5.85),
+        9: (3578.02, 0.0),
+    }
+
+
 @pytest.mark.parametrize(
     ("table", "metric", "grid", "row", "column", "figure", "deviation", "source"),
     [

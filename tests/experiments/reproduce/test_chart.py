@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from factorized.experiments.reproduce.chart import (
+    LEFT,
     Dot,
     Line,
     line_chart,
@@ -65,6 +66,13 @@ def test_points_lie_where_their_values_say() -> None:
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
     assert y2 < y0
+
+
+def test_a_run_of_one_epoch_is_seen() -> None:
+    chart = ET.fromstring(line_chart([Line("a", [(1, 47.0)], "dense"), Line("b", [(2, 48.0)], "dense")], "t"))
+    points = list(chart.iter("circle"))
+    assert [point.get("class") for point in points] == ["point alone", "point alone"]
+    assert all(float(point.get("cx") or 0) > LEFT for point in points)  # not on the axis
 
 
 def test_a_chart_of_nothing_is_refused() -> None:

@@ -31,6 +31,7 @@ RUNS = [
     past("cifar10/resnet32x2-lowrank-0.05", 200),
     past("cifar10/vgg19", 50, device=THERE),
     past("translation/numbers", 60),
+    past("squad/bert-small", 30),
 ]
 
 
@@ -70,7 +71,7 @@ def test_a_shortened_run_takes_its_share_of_the_time() -> None:
     assert found.seconds == pytest.approx(20)
 
 
-@pytest.mark.parametrize("name", ["cifar10/wrn28-10", "translation/tatoeba"])
+@pytest.mark.parametrize("name", ["cifar10/wrn28-10", "translation/tatoeba", "squad/bert-large"])
 def test_a_network_that_no_past_run_had_has_no_estimate(name: str) -> None:
     assert estimate(load_any_recipe(name), RUNS, HERE) is None
 

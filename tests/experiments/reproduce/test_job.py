@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from factorized.experiments.reproduce.job import run_job
 from factorized.experiments.reproduce.runs import FAILURE, read_runs
 from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.trainer import Trainer
 from tests.experiments.reproduce.small_table import TABLE, jobs
 from tests.experiments.training.small import Signals, assert_same_run
@@ -40,8 +43,6 @@ def test_a_job_stopped_in_its_second_seed_keeps_the_first_and_resumes_to_the_sam
 
 
 def test_a_signal_while_data_are_read_stops_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     from factorized.experiments.reproduce import job as module
 
     job, read = jobs(tmp_path, length=1)[0], module.images_of
@@ -54,6 +55,17 @@ def test_a_signal_while_data_are_read_stops_before_training(tmp_path: Path, monk
     with pytest.raises(Interrupted):
         run_job(job, "cpu")
     assert not Path(job.folder).exists()
+
+
+def test_a_signal_after_the_last_step_stops_before_the_next_job_and_keeps_the_result(tmp_path: Path) -> None:
+    class AfterLastStep(Reporter):
+        def epoch(self, row: dict[str, Any]) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    job = jobs(tmp_path, length=1)[0]
+    with pytest.raises(Interrupted, match="SIGINT"):
+        run_job(job, "cpu", AfterLastStep(quiet=True))
+    assert (Path(job.folder) / "seed-0/result.json").is_file()
 
 
 def test_an_error_ends_the_job_and_is_left_beside_its_run(tmp_path: Path) -> None:

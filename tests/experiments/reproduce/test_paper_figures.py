@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,25 @@ def test_titles_are_short_and_dense_networks_have_no_initialization_in_the_legen
         ["weight decay, SI"],
         ["Frobenius decay"],
     ]
+
+
+def test_every_panel_says_how_many_runs_it_shows() -> None:
+    one, *_ = variants(("si", "decay.strength=3e-4"))
+    found = [*variants(("si",), ("si-fd",)), replace(one, runs=one.runs[:1])]
+    for row in (row for variant in found for run in variant.runs for row in run.result["history"]):
+        row["effective_step"] = 0.1
+    expected = {norm_panels: "epoch; n = 2", step_panels: "epoch; n = 2", sweep_panels: "strength; n = 1 to 2"}
+    for of, label in expected.items():
+        axes = Figure().add_subplot()
+        of(found)[0][1](axes)
+        assert axes.get_xlabel() == label
+
+
+def test_a_sweep_has_a_tick_at_every_strength() -> None:
+    axes = Figure().add_subplot()
+    sweep_panels(variants(("si",), ("si", "decay.strength=3e-4")))[0][1](axes)
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.0001", "0.0003"]
+    assert axes.get_ylabel() == "mean ± deviation"
 
 
 def test_shortened_runs_are_marked_in_every_legend() -> None:

@@ -87,6 +87,7 @@ def test_write_report_writes_the_page_and_every_table_as_csv_and_markdown(tmp_pa
     grid = "table-1-resnet-32x2-on-cifar-10"
     assert files == {"paper", "variants", "runs", "machines", "data", "missing", f"layers-{SI.replace('/', '-')}", grid}
     assert files == {path.stem for path in (tmp_path / "report/tables").glob("*.md")}
+    assert read_csv(tmp_path / "report/tables/data.csv")[0].keys() == {"data set", "runs", "checksum"}
     assert all(f'download="{name}.csv"' in page and f'id="{name}"' in page for name in files)
     for chart in ("Ours against the paper", "Differences in the paper's deviations", "Test accuracy, % of resnet32x2"):
         assert f'aria-label="{escape(chart)}' in page

@@ -131,6 +131,16 @@ def test_curves_start_within_their_axes(page: Browser) -> None:
     assert outside == 0
 
 
+def test_runs_of_one_epoch_are_seen(browser: Browser, tmp_path: Path) -> None:
+    run = image_result("digits/resnet8", 0, 47.0)
+    write_report([write(tmp_path / "runs", {**run, "history": run["history"][:1]})], tmp_path)
+    browser.open(tmp_path / "report.html")
+    dots = "[...document.querySelectorAll('.chart .point')].map(point => getComputedStyle(point).fill)"
+    assert browser.run(dots)
+    assert "rgba(0, 0, 0, 0)" not in browser.run(dots)
+    assert browser.run("document.querySelector('.facts dt').textContent") == "run"
+
+
 @pytest.mark.parametrize("width", [320, 390])
 def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser, folder: Path, width: int) -> None:
     browser.open(folder / "report.html", width, 844)

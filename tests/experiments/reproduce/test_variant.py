@@ -72,6 +72,13 @@ def test_the_best_is_marked_where_it_is_ahead_by_more_than_the_deviations() -> N
     assert [v.marks for v in mark_best([plain, both])] == [(), ("best", "best of its size")]
 
 
+def test_overcomplete_networks_of_one_deployed_size_are_compared_with_each_other() -> None:
+    full, wide = "cifar10/resnet32-full-fd", "cifar10/resnet32-wide-fd"
+    small, large = ({"parameters": size, "composed": {"parameters": 464_154}} for size in (947_994, 2_837_274))
+    found = [variant_of(full, 96.0, 96.2, **small), variant_of(wide, 98.0, 98.2, **large)]
+    assert [v.marks for v in mark_best(found)] == [(), ("best", "best of its size")]
+
+
 @pytest.mark.parametrize("close", [(96.6, 98.4), (98.0,)], ids=["within the deviations", "a single run"])
 def test_nothing_is_best_within_the_deviations_or_of_one_run(close: tuple[float, ...]) -> None:
     assert [v.marks for v in mark_best([variant_of(LOW, 96.0, 97.0), variant_of(BOTH, *close)])] == [(), ()]
@@ -98,6 +105,7 @@ def test_seconds_are_of_runs_that_had_their_device_for_themselves() -> None:
     assert group_runs([run_of(shared)])[0].seconds is None
     in_turn = run_of(image_result(DENSE, 1, 98.0, machine={**MACHINE, "runs_at_once": 3}))
     assert group_runs([in_turn])[0].seconds is None
+    assert "| not timed |" in run_table(group_runs([in_turn])).to_markdown()
     assert "3 runs at once" in run_table(group_runs([in_turn])).to_markdown()
 
 

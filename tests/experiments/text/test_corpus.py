@@ -68,6 +68,14 @@ def test_a_model_from_a_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
         small("language", tmp_path, *named)
 
 
+def test_a_tokenizer_without_the_tokens_of_a_masked_model_says_which(tmp_path: Path) -> None:
+    _, learned = small("masked", tmp_path)
+    learned.tokenizer.cls_token = learned.tokenizer.mask_token = None
+    learned.tokenizer.save_pretrained(tmp_path / "network")
+    with pytest.raises(ValueError, match="has no cls_token and no mask_token, which masked language models need"):
+        small("masked", tmp_path, f"model.name=hf:{tmp_path / 'network'}")
+
+
 @pytest.mark.parametrize("name", ["squad/small", "translation/numbers"])
 def test_the_checksum_of_a_text_is_known_without_tokenizing_it(tmp_path: Path, name: str) -> None:
     recipe: Any = recipe_of() if name == "squad/small" else load_any_recipe(name)

@@ -63,7 +63,7 @@ def test_two_files_side_by_side_are_named_as_one(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named_with_the_endings_that_were_tried(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no .*wiki\.txt \(nor wiki\.txt\.xz.*by --data"):
+    with pytest.raises(ValueError, match=r"data.train: there is no .*wiki\.txt \(nor wiki\.txt\.xz.*by --data"):
         found(tmp_path, train=["wiki.txt"])
 
 
@@ -90,7 +90,7 @@ def test_of_a_large_text_only_so_much_is_held_out(tmp_path: Path, monkeypatch: p
 def test_too_little_text_to_hold_some_out_asks_for_validation_data(tmp_path: Path) -> None:
     write_documents(tmp_path / "a.txt", *"abc")
     parts = found(tmp_path, train=["a.txt"])
-    with pytest.raises(ValueError, match=r"data.train has 3 documents, too few to hold out one in 20; name other text"):
+    with pytest.raises(ValueError, match=r"has 3 documents, too few to hold out one in 20; put blank lines between"):
         list(parts["validation"].read())
 
 

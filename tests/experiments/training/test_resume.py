@@ -284,3 +284,12 @@ def test_a_signal_that_comes_twice_at_once_is_one_where_a_launcher_passes_signal
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
     assert stop.number == signal.SIGINT
+
+
+def test_a_signal_that_came_too_late_for_one_run_stops_what_comes_after_it() -> None:
+    with StopRequest() as outer:
+        outer.check()
+        with StopRequest():
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted, match="SIGINT"):
+            outer.check()
