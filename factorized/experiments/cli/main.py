@@ -44,9 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
     try:
         given = _checked_words(given)
-        from factorized.experiments.cli.app import (
-            app,
-        )  # imported here so that a missing package is reported like any other error
+        # imported here so that a missing package is reported like any other error
+        from factorized.experiments.cli.app import app
 
         if os.environ.get("_FACTORIZED_COMPLETE") == "complete_bash":
             return _complete_for_bash()

@@ -119,7 +119,7 @@ def reproduce(
     """
     from factorized.experiments.data.extras import need
     from factorized.experiments.recipes.find import table_recipes
-    from factorized.experiments.reproduce.carry_out import carry_out
+    from factorized.experiments.reproduce.engine import carry_out
     from factorized.experiments.reproduce.planned import Planner, check_length, in_waves
 
     recipes = table_recipes(table, cells)

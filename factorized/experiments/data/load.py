@@ -55,7 +55,7 @@ def load_source(name_or_path: str, folder: Path | None = None, progress: Progres
     if name.startswith("hf:"):
         return load_hugging_face(name, name.removeprefix("hf:"), progress)
     if name in KNOWN:
-        local = [data_folder(folder) / file for file in (f"{name}.npz", name, *KNOWN[name].folders)]
+        local = [data_folder(folder) / file for file in (f"{name}.npz", name, KNOWN[name].folder)]
         for path in local:
             if path.exists():
                 return _load_path(path, progress)

@@ -37,9 +37,8 @@ def unpickle(path: Path) -> Any:
 def _check_memory(raw: bytes) -> None:
     """Raise for lengths beyond the end of ``raw``, and for memo numbers that no file of its length needs."""
     for opcode, argument, _ in pickletools.genops(raw):
-        if (
-            isinstance(argument, int) and "PUT" in opcode.name and argument > len(raw)
-        ):  # pickle keeps a list as long as the largest number
+        # pickle keeps a list as long as the largest number
+        if isinstance(argument, int) and "PUT" in opcode.name and argument > len(raw):
             raise pickle.UnpicklingError(f"it numbers an object {argument:,} and has {len(raw):,} bytes")
 
 

@@ -14,6 +14,7 @@ from types import ModuleType
 from torch import nn
 
 from factorized.experiments.data.explain import place_and_reason
+from factorized.experiments.data.images import Images
 from factorized.experiments.models.hugging_face import hugging_face_model
 from factorized.experiments.models.names import MODELS, MOST_CLASSES, MOST_VALUES
 from factorized.experiments.models.resnet import resnet, resnet32x2
@@ -61,6 +62,11 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
             + (f"; did you mean {near[0]!r}?" if near else "")
         )
     return _BUILDERS[name](classes, image_size, channels)
+
+
+def build_for(name: str, images: Images) -> nn.Module:
+    """Return ``build_model`` for the classes, size and channels of these images."""
+    return build_model(name, len(images.classes), images.size[0], images.channels)
 
 
 def _vgg_pool(size: int) -> int:

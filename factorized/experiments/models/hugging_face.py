@@ -46,7 +46,7 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         )
     refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
     refuse_factorized(folder)
-    transformers = _transformers()
+    transformers = need_transformers()
     kind = transformers.AutoModelForImageClassification
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -54,7 +54,7 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         if config.num_labels != classes:
             config.num_labels = classes
         if any((folder / name).is_file() for name in (*SAFE, *PICKLED)):
-            model, report = _load(transformers, kind, folder, config)
+            model, report = _load(kind, folder, config)
             _check_filled(folder, model, report, classes)
         else:
             model = kind.from_config(config, trust_remote_code=False)
@@ -63,11 +63,11 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
     return ImageClassifier(model.train())
 
 
-def _load(transformers: Any, kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, Any]]:
+def _load(kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model with the weights of ``folder``, and what transformers reports about them."""
     pickled = [name for name in PICKLED if (folder / name).is_file()]
     try:
-        with quiet(transformers):
+        with quiet():
             model, report = kind.from_pretrained(
                 folder,
                 config=config,
@@ -128,9 +128,9 @@ def refuse_factorized(folder: Path) -> None:
 
 
 @contextmanager
-def quiet(transformers: Any) -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide transformers' progress bars and reports."""
-    logging = transformers.utils.logging
+    logging = need_transformers().utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -142,5 +142,6 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _transformers() -> Any:
+def need_transformers() -> Any:
+    """Return transformers, or say which extra brings it."""
     return need("transformers", "transformers", "a Hugging Face model", "text")

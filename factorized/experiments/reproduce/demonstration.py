@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from factorized.experiments.data.images import Images
 from factorized.experiments.data.load import load_images
-from factorized.experiments.models.build import build_model
+from factorized.experiments.models.build import build_for
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.reproduce.report import Check
 from factorized.experiments.reproduce.runs import Run
@@ -99,7 +99,7 @@ def check_winner(winner: Variant, run: Path) -> list[Check]:
 def _saved_and_loaded(network: nn.Module, model: str, images: Images) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         save(network, folder)
-        return load(folder, build_model(model, len(images.classes), images.size[0], images.channels)).eval()
+        return load(folder, build_for(model, images)).eval()
 
 
 def _error(logits: Tensor, expected: Tensor) -> float:

@@ -15,7 +15,7 @@ from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.experiments.data.explain import place_and_reason
 from factorized.experiments.data.images import Images
-from factorized.experiments.models.build import build_model
+from factorized.experiments.models.build import build_for
 from factorized.experiments.recipes.recipe import Factorize, Recipe
 from factorized.formats.scheme import Scheme
 from factorized.nn.layer import FactorizedLayer
@@ -41,7 +41,7 @@ class Start:
 def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     """Return the recipe's network before factorization, drawn with ``seed``."""
     torch.manual_seed(seed)
-    return build_model(recipe.model.name, len(images.classes), images.size[0], images.channels)
+    return build_for(recipe.model.name, images)
 
 
 def build_scheme(fields: Factorize) -> Scheme | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,9 +138,13 @@ def check_same_devices(ran_on: Sequence[str], kind: str, folder: Path) -> None:
         )
 
 
-def goes_elsewhere(ran_on: Sequence[str], kind: str, folder: Path) -> str:
-    """Return a line on a run that goes on with other processes than trained it so far."""
-    return f"{folder} goes on with {kind}; it was trained by {', '.join(ran_on)} before"
+def add_devices(state: RunState, kind: str, folder: Path, note: Callable[[str], None]) -> None:
+    """Add the processes that train a run from now on; a change of them is told by ``note``."""
+    if state.ran_on[-1:] == [kind]:
+        return
+    if state.ran_on:
+        note(f"{folder} goes on with {kind}; it was trained by {', '.join(state.ran_on)} before")
+    state.ran_on.append(kind)
 
 
 def check_fits(

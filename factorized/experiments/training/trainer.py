@@ -43,11 +43,11 @@ from factorized.experiments.training.source import OnDevice, Source, draws_seed
 from factorized.experiments.training.state import (
     FILE,
     RunState,
+    add_devices,
     check_fits,
     check_same_devices,
     check_same_run,
     gather,
-    goes_elsewhere,
     load_state,
     restore,
     restore_random,
@@ -126,10 +126,7 @@ class Trainer:
         if resume and state.epoch == epochs and self.processes.from_first((folder / RESULT).is_file):
             return self.processes.from_first(lambda: read_result(folder))
         self._begin(state)
-        if state.ran_on[-1:] != [self.processes.kind]:
-            if state.ran_on:
-                reporter.note(goes_elsewhere(state.ran_on, self.processes.kind, folder))
-            state.ran_on.append(self.processes.kind)
+        add_devices(state, self.processes.kind, folder, reporter.note)
         state.at_once = max(state.at_once, at_once)
         reporter.begin(f"{self.recipe.name} seed {seed}", epochs, steps, state.epoch * steps + state.step)
         with Recorder(folder if self.processes.is_first else None, state.history) as recorder:

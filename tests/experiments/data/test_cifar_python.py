@@ -20,7 +20,7 @@ from tests.experiments.data.small_sets import TINY, python2_pickle, small_images
 @pytest.fixture(autouse=True)
 def small_cifars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KNOWN, "cifar10", TINY)
-    monkeypatch.setitem(KNOWN, "cifar100", Known("", (), 10, 32, 5, 1, TINY.mean, TINY.std))
+    monkeypatch.setitem(KNOWN, "cifar100", Known("", "cifar-100-python", 10, 32, 5, 1, TINY.mean, TINY.std))
 
 
 @pytest.fixture
