@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from factorized.experiments.models.build import MODELS, build_model
+from factorized.experiments.models.build import build_model
 
 MINE = """
 from torch import nn
@@ -26,19 +26,6 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mine_for_test", raising=False)
     return "mine_for_test"
-
-
-def test_names_are_listed_for_the_command_line() -> None:
-    assert set(MODELS) >= {
-        "resnet20",
-        "resnet32",
-        "resnet44",
-        "resnet56",
-        "resnet110",
-        "resnet32x2",
-        "vgg19",
-        "wrn28-10",
-    }
 
 
 @pytest.mark.parametrize(
