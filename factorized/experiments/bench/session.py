@@ -36,7 +36,7 @@ Make = Callable[[], Way]
 class Session:
     """One benchmark on one device: measures groups of ways side by side and keeps their rows in a file.
 
-    Rows of a group are told against its first way, which is the one to beat.
+    Rows of a group are compared with its first way, which is the one to beat.
     """
 
     def __init__(

@@ -120,10 +120,10 @@ def _how_to_go_on(kept: str, given: Sequence[str]) -> str:
     """Return the command to type after a run that ended early, and what it finds there."""
     again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
     verb = _verb(given)
-    if verb == ["train"]:  # others go on by themselves
+    if verb == ["train"]:  # others resume by themselves
         again.append("--resume")
     started_by = "torchrun … -m factorized" if "LOCAL_RANK" in os.environ else "factorized"
-    what = "begin anew" if verb == ["demo"] else f"{kept}, go on"
+    what = "start over" if verb == ["demo"] else f"{kept}, continue"
     return f"{what} with: {started_by} {shlex.join(again)}"
 
 

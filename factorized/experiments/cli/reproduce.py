@@ -179,7 +179,7 @@ def _rows(planner: Planner, recipes: Sequence[Any], seeds: int) -> list[Row]:
 
 
 def _tell(count: int) -> Callable[[Outcome], None]:
-    """Return what prints a line for each run that ends, of so many."""
+    """Return a function that prints a line for each of ``count`` runs as it ends."""
     from factorized.experiments.reproduce.row import shown
 
     number = itertools.count(1)
@@ -243,7 +243,7 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     table = plain_table("recipe", *numbers, *basis_and_remarks, numbers=numbers)
     to_do = missing(run for row in rows for run in row.runs)
     asked = {row.name for row in rows}
-    first: dict[str, list[PlannedRun]] = {}  # what others go on from
+    first: dict[str, list[PlannedRun]] = {}  # what others continue from
     for run in to_do:
         if run.name not in asked:
             first.setdefault(run.name, []).append(run)

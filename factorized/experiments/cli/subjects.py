@@ -47,7 +47,7 @@ def _checkpoint_hint(path: Path) -> str:
 
 
 def default_folder(model: str, ratio: float) -> Path:
-    """Return where the compression of a model lies unless another folder is given."""
+    """Return the default folder of a model's compression."""
     path = Path(model.removeprefix("hf:")).expanduser()
     if (path / RESULT).is_file():
         return path / f"compressed-{ratio:g}"

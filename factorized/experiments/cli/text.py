@@ -66,7 +66,7 @@ def train_recipe(
     from factorized.experiments.training.progress import Reporter
 
     results = []
-    apart = recipe.of_seed(0) != recipe  # each seed goes on from a run of its own
+    apart = recipe.of_seed(0) != recipe  # each seed continues from its own run
     for together in [(seed,) for seed in seeds] if apart else [tuple(seeds)]:
         of_seed = recipe.of_seed(together[0])
         results += train_text(

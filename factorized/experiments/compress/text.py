@@ -55,7 +55,7 @@ class TextSubject(Subject):
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        """The loss of the task, or that which the model computes itself from the labels of a batch."""
+        """The loss of the task, or the one that the model computes itself from the labels of a batch."""
         return self._loss if self.task.predicts_tokens else _own_loss
 
     def _loss(self, outputs: Any, labels: Tensor) -> Tensor:

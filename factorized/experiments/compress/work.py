@@ -81,7 +81,7 @@ class Work:
         subject: the network.
         settings: what is asked.
         folder: where everything is written. If it holds the same compression, what is finished is kept.
-        overwrite: begin anew, whatever the folder holds.
+        overwrite: start over, whatever the folder holds.
         say: called with a line for every stage.
         progress: called with a stage, what is done of it, and its total.
     """
@@ -118,7 +118,7 @@ class Work:
         self._stage("compressed", self._factorize)
         if recipe is not None:
             self._check_recovery(recipe)
-            if "recovered" not in self.state:  # plain forms of the network before its recovery are written anew
+            if "recovered" not in self.state:  # plain forms of the network before its recovery are written again
                 plain = [form for form in self.subject.forms if self.state.pop(form, None) or form in plain]
             self._stage("recovered", lambda: self._recover(recipe))
         for form in plain:
@@ -164,7 +164,7 @@ class Work:
         except ValueError:
             found = None
         if not isinstance(found, dict) or not is_sealed(found):
-            raise ValueError(f"{path} is damaged, or was changed; begin anew with --overwrite, or choose another --out")
+            raise ValueError(f"{path} is damaged, or was changed; start over with --overwrite, or choose another --out")
         found.pop("checksum")
         other = [key for key, value in self.asked.items() if found["asked"].get(key) != value]
         if "plan" not in found and not {"model", "identity"}.intersection(other):  # no setting was used yet
@@ -173,7 +173,7 @@ class Work:
             key = other[0]
             raise ValueError(
                 f"{self.folder} holds another compression: {key} is {found['asked'].get(key)!r} there, and "
-                f"{self.asked[key]!r} was asked for; choose another --out, or begin anew with --overwrite"
+                f"{self.asked[key]!r} was asked for; choose another --out, or start over with --overwrite"
             )
         return found
 
@@ -256,7 +256,7 @@ class Work:
         if before is not None and before["asked"] != recipe.to_dict():
             raise ValueError(
                 f"{self.folder} was recovered by another recipe ({before['asked']['name']}); choose another --out, or "
-                "begin anew with --overwrite"
+                "start over with --overwrite"
             )
 
     def _recover(self, recipe: AnyRecipe) -> dict[str, Any]:

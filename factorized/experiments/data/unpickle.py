@@ -54,7 +54,7 @@ class ByteArray:
         self.fill(raw, shape, "F" if fortran else "C")
 
     def fill(self, raw: Any, shape: Any, order: Any) -> ByteArray:
-        """Take the bytes, after checking that they are as many as ``shape`` says."""
+        """Take the bytes, after checking that there are as many as ``shape`` needs."""
         raw = raw if isinstance(raw, (bytes, bytearray)) else b""
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise pickle.UnpicklingError(f"it holds an array of shape {shape!r}")
@@ -65,7 +65,7 @@ class ByteArray:
 
 
 class _ByteType:
-    """The element type uint8; a pickle goes on to tell its byte order, which bytes have not."""
+    """The element type uint8; a pickle sets its byte order next, which means nothing for bytes."""
 
     def __setstate__(self, state: Any) -> None:
         pass

@@ -36,7 +36,7 @@ class ImageClassifier(nn.Module):
 def hugging_face_model(folder: Path, classes: int, image_size: int, channels: int) -> ImageClassifier:
     """Return the classifier that ``folder``/config.json describes, with the weights beside it where there are any.
 
-    Where the weights are for another number of classes, their last layer is drawn anew. Nothing is downloaded, and no
+    Where the weights are for another number of classes, their last layer is drawn again. Nothing is downloaded, and no
     code of the folder is run.
     """
     if not (folder / "config.json").is_file():
@@ -105,7 +105,7 @@ def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classe
 
 
 def drawn_keys(report: dict[str, Any]) -> list[str]:
-    """Return the parameters that transformers drew anew, by its report, because the file has none that fit."""
+    """Return the parameters that transformers initialized, by its report, because the file has none that fit."""
     return sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
 
 

@@ -89,7 +89,7 @@ def _recipes_of_tables() -> Mapping[str, Cell]:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the file of a shipped recipe that is no cell of a table, or the user's own file."""
+    """Return the file of a shipped recipe that is not a cell of a table, or the user's own file."""
     own = Path(name)
     if own.suffix == ".toml":
         if not own.is_file():
@@ -122,7 +122,7 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
 def load_any_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     """Return a recipe of images or of text by name or path, checked, with ``changes``."""
     table = change_table(read_recipe(name), changes)
-    own = name.endswith(".toml")  # a file of the user: where it lies does not belong to its name
+    own = name.endswith(".toml")  # a file of the user, whose folder is not part of its name
     table = {"name": Path(name).stem if own else name, **table}
     return check_any_recipe(table, name)
 
@@ -172,7 +172,7 @@ def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Table:
-    """Return ``below`` with what ``above`` says instead, table by table.
+    """Return ``below`` overridden by ``above``, table by table.
 
     A budget replaces a budget of any name, and another scheme drops the fields that it does not use.
     """

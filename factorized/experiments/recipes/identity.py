@@ -24,7 +24,7 @@ RUNS = {"model": "from_run", "decay": "norms"}  # fields that name the folder of
 def deciding(recipe: AnyRecipe | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that decide what a recipe trains, as plain data; of the data of a recipe, defaults included.
 
-    Data that are no valid recipe, such as those of another version, are returned as they are.
+    Data that are not a valid recipe, such as those of another version, are returned as they are.
     """
     table = _used(recipe if isinstance(recipe, Mapping) else recipe.to_dict())
     try:

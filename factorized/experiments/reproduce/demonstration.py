@@ -40,7 +40,7 @@ def run_variants(
 ) -> list[Variant]:
     """Train each recipe with each seed into ``folder``, in place of what is there; return them with the best marked.
 
-    ``report`` makes what shows the progress of a recipe's runs, ``tell`` learns of each recipe that is done.
+    ``report`` makes the reporter of a recipe's runs; ``tell`` is called with each recipe that is done.
     """
     variants = []
     with _one_thread():

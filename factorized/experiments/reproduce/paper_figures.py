@@ -210,14 +210,14 @@ def _titled(groups: Sequence[Group]) -> Iterator[tuple[str, list[Variant]]]:
 
 
 def _in_words(key: str, value: Any) -> str:
-    """Return a setting as it is said in a title, such as "optimizer lamb"."""
+    """Return a setting in the words of a title, such as "optimizer lamb"."""
     name = key.removesuffix(".name").rpartition(".")[2].replace("_", " ")
     text = " and ".join(map(str, value)) if isinstance(value, list) else value
     return f"{name} {text}"
 
 
 def _distinct(variants: Iterable[Variant], label: Callable[[Variant], str]) -> dict[str, Variant]:
-    """Return one variant for each label; of those with the same one, that which has most runs."""
+    """Return one variant for each label: the one with the most runs."""
     found: dict[str, Variant] = {}
     for variant in variants:
         known = found.get(label(variant))

@@ -129,7 +129,7 @@ class _Data(_Part):
 
 
 class _Began(_Part):
-    """The run that another went on from: whole, or summarized for ``results/``."""
+    """The run that another continued from: whole, or summarized for ``results/``."""
 
     recipe: _Recipe | str
     seed: Annotated[int, Field(ge=0)]
@@ -234,7 +234,7 @@ def _identity(run: Run) -> str:
 
 
 def _result_files(place: Path) -> Iterator[Path]:
-    """Yield what may be results, in the order in which people count: seed-2 before seed-10."""
+    """Yield what may be results, in natural order: seed-2 before seed-10."""
     if place.is_file():
         yield place
         return

@@ -150,7 +150,7 @@ def group_runs(runs: Iterable[Run], labels: Mapping[str, str] | None = None) -> 
             same.append(run)
     found = [_variant(sorted(group, key=lambda run: run.seed), groups, labels or {}) for group in groups]
     labels_of = [variant.label for variant in found]
-    return [  # a label is one variant's, whatever people call theirs
+    return [  # a label belongs to one variant, whatever names are given
         replace(variant, label=f"{label} #{labels_of[:place].count(label) + 1}")
         if label in labels_of[:place]
         else variant

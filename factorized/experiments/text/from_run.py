@@ -16,7 +16,7 @@ from factorized.experiments.text.trained import load_text_run, read_text_result
 from factorized.experiments.training.trained import FOLDER, RESULT, check_file
 from factorized.surgery.compose import is_factorized
 
-PRETRAINED = "masked"  # the task of the runs that others go on from
+PRETRAINED = "masked"  # the task of the runs that others continue from
 # what the run decides; a recipe may repeat it
 FROM_THE_RUN: dict[str, tuple[type[TextModel] | type[TextData], tuple[str, ...]]] = {
     "model": (TextModel, ("hidden", "layers", "heads", "feed_forward", "dropout", "positions", "tied")),
@@ -52,7 +52,7 @@ def tokenizer_of_run(run: str) -> Any:
 
 
 def origin(run: str) -> dict[str, Any]:
-    """Return recipe and seed of a finished run: the result of one that goes on from it holds them, and no path."""
+    """Return recipe and seed of a finished run: the result of one that continues from it holds them, and no path."""
     result = read_text_result(_folder(run))
     return {"recipe": result["recipe"], "seed": result["seed"], "from_run": result.get("from_run")}
 

@@ -37,7 +37,7 @@ def prepare_folders(
     """Claim the folders of all runs; raise before training if one cannot be written.
 
     ``needed`` is the bytes that a run writes. Unless it is resumed, what an earlier run left is removed, once every
-    folder has proved to be fit. ``resume=True`` needs a run to go on with in one of them at least.
+    folder has passed its checks. ``resume=True`` needs a run to resume in one of them at least.
     """
     if resume is True and not any(_began(folder) for folder in folders):
         raise ValueError(_nothing_to_resume(folders))
@@ -47,7 +47,7 @@ def prepare_folders(
         left = _runs(folder)
         if left and not (resume or overwrite):
             raise ValueError(
-                f"{folder} already holds a run ({left[0]}); go on with --resume, or start anew with --overwrite"
+                f"{folder} already holds a run ({left[0]}); continue it with --resume, or start over with --overwrite"
             )
     free = shutil.disk_usage(folders[0]).free
     if free < needed * len(folders):
@@ -67,7 +67,7 @@ def _runs(folder: Path) -> list[str]:
 
 
 def _began(folder: Path) -> bool:
-    """Return whether a run is there to go on with: one killed before its first checkpoint has its metrics alone."""
+    """Return whether there is a run to resume: one killed before its first checkpoint has only its metrics."""
     return bool(_runs(folder)) or (folder / METRICS).exists()
 
 

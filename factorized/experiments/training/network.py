@@ -107,13 +107,13 @@ def factorize_network(
 
 
 def not_finite(tensors: Mapping[str, Tensor], besides: Collection[str] = ()) -> str | None:
-    """Return the name of the first tensor that holds NaN or infinity, but for those ``besides``; None for none."""
+    """Return the name of the first tensor that holds NaN or infinity, except for ``besides``; None if there is none."""
     names = (name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all())
     return next((name for name in names if name not in besides), None)
 
 
 def boundless_buffers(network: nn.Module) -> set[str]:
-    """Return the buffers of a fresh network that are not finite, and need not be later: masks of -inf, say."""
+    """Return the buffers of a fresh network that may hold infinities, such as masks of -inf."""
     return {name for name, buffer in network.named_buffers() if not buffer.isfinite().all()}
 
 
@@ -148,7 +148,7 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
 def count_macs(network: nn.Module, plan: Plan | None, images: Images) -> int:
     """Return the multiply-accumulates of the network for one image, products applied factor by factor.
 
-    That is what the method costs, in whichever way a layer runs on the machine at hand.
+    That is what the method costs, however a layer runs on this machine.
     """
     if plan is not None and plan.macs_after is not None:
         return plan.macs_after

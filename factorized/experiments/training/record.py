@@ -149,7 +149,7 @@ def commit() -> str | None:
     """Return the commit of the package's own checkout, with -dirty where files differ; None where it is not in one."""
     root = PACKAGE.resolve().parent
     top = _git(root, "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root:  # installed below somebody else's repository
+    if top is None or Path(top).resolve() != root:  # installed inside another repository
         return None
     return _git(root, "describe", "--match=", "--always", "--abbrev=40", "--dirty")
 

@@ -21,7 +21,7 @@ from factorized.files.atomic import write_whole
 
 FILE = "checkpoint.pt"
 DIGEST = 32  # bytes of the checksum at its end
-REMEDY = "start this run anew with --overwrite"
+REMEDY = "start this run over with --overwrite"
 Tensors = dict[str, Tensor]
 
 
@@ -108,7 +108,7 @@ def load_state(folder: Path) -> RunState:
 
 
 def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str, folder: Path) -> None:
-    """Refuse to go on with another recipe or other data than the run began with; the first difference is named."""
+    """Refuse to resume with another recipe or other data than the run began with; the first difference is named."""
     if state.seed != seed:
         raise ValueError(f"{folder} holds a run of seed {state.seed}, not {seed}; resume with that seed")
     for section, value in recipe.items():
@@ -130,7 +130,7 @@ def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str
 
 
 def check_same_devices(ran_on: Sequence[str], kind: str, folder: Path) -> None:
-    """Refuse to go on with other processes than trained the run so far, ``kind`` being those that are there now."""
+    """Refuse to resume with other processes than trained the run so far; ``kind`` are those of now."""
     if ran_on and ran_on[-1] != kind:
         raise ValueError(
             f"{folder} was trained by {ran_on[-1]}, and this is {kind}: the result would not be that of an "
@@ -139,11 +139,11 @@ def check_same_devices(ran_on: Sequence[str], kind: str, folder: Path) -> None:
 
 
 def add_devices(state: RunState, kind: str, folder: Path, note: Callable[[str], None]) -> None:
-    """Add the processes that train a run from now on; a change of them is told by ``note``."""
+    """Record which processes train a run from now on; ``note`` is called with a line if they have changed."""
     if state.ran_on[-1:] == [kind]:
         return
     if state.ran_on:
-        note(f"{folder} goes on with {kind}; it was trained by {', '.join(state.ran_on)} before")
+        note(f"{folder} continues with {kind}; it was trained by {', '.join(state.ran_on)} before")
     state.ran_on.append(kind)
 
 

@@ -212,7 +212,7 @@ class Trainer:
             kept.copy_(norms)
 
     def _begin_epoch(self, state: RunState, epoch: int) -> int:
-        """Start the epoch's order and randomness, or go on within it; return the step to begin with."""
+        """Start the epoch's order and randomness, or resume within it; return the step to begin with."""
         first = state.step if epoch == state.epoch else 0
         self.source.start(state.seed, epoch, first)
         if first:

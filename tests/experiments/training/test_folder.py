@@ -121,7 +121,9 @@ def test_the_bytes_a_run_is_said_to_need_cover_those_it_writes(tmp_path: Path, m
 def test_a_folder_that_holds_a_run_is_left_alone(tmp_path: Path, left: str) -> None:
     (tmp_path / "seed-1").mkdir()
     (tmp_path / "seed-1" / left).write_text("earlier")
-    with pytest.raises(ValueError, match=r"seed-1 already holds a run .*; go on with --resume, or start anew with"):
+    with pytest.raises(
+        ValueError, match=r"seed-1 already holds a run .*; continue it with --resume, or start over with"
+    ):
         train(recipe(), digits(), tmp_path, seeds=(0, 1), device="cpu")
     assert (tmp_path / "seed-1" / left).read_text() == "earlier"
 

@@ -38,7 +38,7 @@ def test_resuming_with_other_processes_is_refused_unless_allowed_and_both_are_re
         train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)
     allowed = {"device": "cpu", "resume": True, "allow_other_devices": True, "reporter": Reporter()}
     [result] = train(recipe(), digits(), tmp_path / "run", **allowed)
-    assert "goes on with 1 process (cpu); it was trained by 2 processes (cpu) before" in capsys.readouterr().out
+    assert "continues with 1 process (cpu); it was trained by 2 processes (cpu) before" in capsys.readouterr().out
     assert result["ran_on"] == ["2 processes (cpu)", "1 process (cpu)"]
     [again] = train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)  # ended: nothing depends on it
     assert again["ran_on"] == result["ran_on"]
@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained(cut: Path, tmp_pat
     bad = {"truncated": good[:middle], "a flipped byte": flipped, "text": b"hello", "empty": b""}[damage]
     (tmp_path / "seed-0").mkdir()
     (tmp_path / "seed-0" / FILE).write_bytes(bad)
-    with pytest.raises(ValueError, match=r"seed-0/checkpoint\.pt is damaged .*start this run anew with --overwrite"):
+    with pytest.raises(ValueError, match=r"seed-0/checkpoint\.pt is damaged .*start this run over with --overwrite"):
         train(recipe(), digits(), tmp_path, device="cpu", resume=True)
     assert (tmp_path / "seed-0" / FILE).read_bytes() == bad
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_that_the_run_cannot_have_written_is_refused_by_field(
     changed: Any = {**dict(state_of(tmp_path / "run")), field: value}
     save_state(changed, path.parent)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=rf"seed-0/checkpoint\.pt: {message}.*; start this run anew with --overwrite"):
+    with pytest.raises(ValueError, match=rf"seed-0/checkpoint\.pt: {message}.*; start this run over with --overwrite"):
         train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)
     assert path.read_bytes() == before
 
