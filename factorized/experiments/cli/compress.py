@@ -84,7 +84,7 @@ def compress(
     layers_per_pass: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Hold the moments of so many layers at a time: slower, in less memory.", show_default=False
+            min=1, help="Hold the moments of this many layers at a time: slower, in less memory.", show_default=False
         ),
     ] = None,
     out: Annotated[
