@@ -59,6 +59,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         new.put()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` atomically, as UTF-8."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def remove_abandoned(folder: Path, is_ours: Callable[[str], bool], is_needed: Callable[[Path], bool]) -> None:
     """Remove the files that killed processes left in ``folder``: temporary ones, and others that nothing needs.
 

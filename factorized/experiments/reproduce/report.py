@@ -24,7 +24,7 @@ from factorized.experiments.reproduce.tables import (
     variant_table,
 )
 from factorized.experiments.reproduce.variant import Variant, group_runs, mark_best
-from factorized.files.atomic import write_whole
+from factorized.files.atomic import write_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -135,9 +135,9 @@ def write_report(
             for old in (out / TABLES).glob(f"*.{kind}"):
                 old.unlink()
         for table in tables.filled():
-            _write(out / TABLES / f"{table.slug}.csv", table.to_csv())
-            _write(out / TABLES / f"{table.slug}.md", table.to_markdown())
-        _write(out / PAGE, page)
+            write_text(out / TABLES / f"{table.slug}.csv", table.to_csv())
+            write_text(out / TABLES / f"{table.slug}.md", table.to_markdown())
+        write_text(out / PAGE, page)
     except OSError as error:
         raise ValueError(
             f"cannot write to {out}: {in_words(error, named=False)}; choose another folder by --out"
@@ -223,7 +223,3 @@ def _versions(runs: Sequence[Run], name: str) -> list[str]:
 
 def _are(number: int, thing: str) -> str:
     return f"{number} {thing}{' is' if number == 1 else 's are'}"
-
-
-def _write(path: Path, text: str) -> None:
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -35,7 +35,7 @@ from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import Recorder, describe_machine, layer_rows, write_json
 from factorized.experiments.training.state import REMEDY, RunState, add_devices, check_same_devices, check_same_run
 from factorized.experiments.training.trained import RESULT
-from factorized.files.atomic import write_whole
+from factorized.files.atomic import write_text
 from factorized.nn.running import count_parameters
 
 TASKS: dict[str, type[TextTask]] = {
@@ -210,7 +210,7 @@ def _history(run: Path, checkpoint: Path) -> list[dict[str, Any]]:
 def _note(begun: RunState, run: Path) -> None:
     """Write what is trained in ``run``, by which devices, and for how many seconds up to its last checkpoint."""
     fields = begun.model_dump(include={"recipe", "seed", "data", "ran_on", "seconds"})
-    write_whole(run / BEGUN, lambda path: path.write_text(json.dumps(fields)))
+    write_text(run / BEGUN, json.dumps(fields))
 
 
 def _begun(run: Path, recipe: TextRecipe, seed: int, corpus: Corpus) -> RunState | None:

@@ -20,7 +20,7 @@ from factorized.diagnostics.diagnose import diagnose
 from factorized.diagnostics.summary import summary
 from factorized.experiments.data.images import Images
 from factorized.experiments.training.folder import METRICS, writing
-from factorized.files.atomic import write_whole
+from factorized.files.atomic import write_text
 from factorized.files.checksum import sealed
 from factorized.version import PACKAGE, __version__
 
@@ -165,8 +165,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def write_json(path: Path, data: Row) -> None:
     """Write ``data`` with its checksum, atomically."""
-    text = json.dumps(sealed(_plain(data)), indent=1, allow_nan=False) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text))
+    write_text(path, json.dumps(sealed(_plain(data)), indent=1, allow_nan=False) + "\n")
 
 
 def _line(row: Row) -> str:
