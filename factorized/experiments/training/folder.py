@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +16,7 @@ from factorized.experiments.data.explain import in_words
 from factorized.experiments.training import norms, state, trained
 from factorized.experiments.training.export import COMPOSED, LOWERED, SUFFIXES
 from factorized.experiments.training.interrupt import CannotWrite
-from factorized.files.atomic import lock
+from factorized.files.atomic import locked_folder
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"  # of text: the folder that transformers' Trainer writes
@@ -94,16 +93,10 @@ def _nothing_to_resume(folders: Sequence[Path]) -> str:
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Keep other processes from training into ``folder``; the claim of one that is killed ends with it."""
-    if os.name == "nt":  # which opens no folders
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if lock(descriptor, wait=False) is False:
+    with locked_folder(folder, wait=False) as is_mine:
+        if is_mine is False:
             raise ValueError(f"another process is training into {folder}; let it end, or choose another with --out")
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
