@@ -199,30 +199,6 @@ def test_a_checkpoint_is_the_old_one_until_the_new_one_is_whole(
     assert list(files(tmp_path)) == list(before)
 
 
-def test_a_checkpoint_is_flushed_to_the_disk_before_it_takes_the_place_of_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events = []
-    flush, rename = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda number: events.append("flush") or flush(number))
-    monkeypatch.setattr(Path, "replace", lambda source, target: events.append("rename") or rename(source, target))
-    save_state(small_state(1), tmp_path)
-    assert events == ["flush", "rename"]
-
-
-def test_reading_a_checkpoint_runs_nothing_in_it(tmp_path: Path) -> None:
-    import torch
-
-    class Harm:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (os.mkdir, (str(tmp_path / "harm"),))
-
-    torch.save({"recipe": Harm()}, tmp_path / FILE)
-    with pytest.raises(ValueError, match="is damaged"):
-        load_state(tmp_path)
-    assert not (tmp_path / "harm").exists()
-
-
 def test_a_probe_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with files_of_at_most(100), pytest.raises(ValueError, match="choose another folder with --out"):
         train(recipe(), digits(), tmp_path, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -113,9 +114,20 @@ def test_a_checkpoint_with_a_wrong_tensor_is_refused_by_name(cut: Path, tmp_path
         train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)
 
 
-def test_a_checkpoint_that_holds_code_gets_no_advice_to_run_it(cut: Path, tmp_path: Path) -> None:
-    code: Any = {"recipe": Path("x")}
+class Harm:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_a_checkpoint_is_not_run_and_nobody_is_told_to_run_it(tmp_path: Path) -> None:
+    code: Any = {"recipe": Harm(tmp_path / "harm")}
     save_state(code, tmp_path)
     with pytest.raises(ValueError, match="holds more than tensors and plain values") as refused:
         load_state(tmp_path)
     assert "weights_only" not in str(refused.value)
+    assert not (tmp_path / "harm").exists()
