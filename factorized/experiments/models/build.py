@@ -7,13 +7,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
 from torch import nn
 
-from factorized.experiments.data.explain import place_and_reason
+from factorized.experiments.data.explain import nearest, place_and_reason
 from factorized.experiments.data.images import Images
 from factorized.experiments.models.hugging_face import hugging_face_model
 from factorized.experiments.models.names import MODELS, MOST_CLASSES, MOST_VALUES
@@ -56,10 +55,9 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
     if ":" in name:
         return _from_function(name, classes, image_size, channels)
     if name not in _BUILDERS:
-        near = get_close_matches(name.lower(), MODELS, n=1, cutoff=0.4)
         raise ValueError(
             f"model must be one of {', '.join(MODELS)}, a function as module:function or hf:FOLDER, got {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            f"{nearest(name.lower(), MODELS, 0.4)}"
         )
     return _BUILDERS[name](classes, image_size, channels)
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from factorized.experiments.data.explain import nearest
 from factorized.experiments.recipes.recipe import BUDGETS, Named, Recipe, Section, is_used_by
 from factorized.experiments.recipes.tables import Cell, read_cells
 from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
@@ -54,7 +55,7 @@ def table_cells(name: str) -> tuple[Cell, ...]:
         raise ValueError(f"{name} of the paper's appendix shows the runs of {TRAINED_BY[name]}; reproduce that one")
     if name not in table_names():
         known = ", ".join(table_names())
-        raise ValueError(f"there is no table {name!r} to train{_nearest(name, table_names())}; there are {known}")
+        raise ValueError(f"there is no table {name!r} to train{nearest(name, table_names())}; there are {known}")
     return _cells_of(SHIPPED / f"{name}.toml")
 
 
@@ -97,7 +98,7 @@ def recipe_path(name: str) -> Path:
         return own
     if name in recipe_names():
         return SHIPPED / f"{name}.toml"
-    raise ValueError(f"there is no recipe {name!r}{_nearest(name, recipe_names())}; `factorized recipes ls` lists them")
+    raise ValueError(f"there is no recipe {name!r}{nearest(name, recipe_names())}; `factorized recipes ls` lists them")
 
 
 def recipe_text(name: str) -> str:
@@ -221,7 +222,7 @@ def _explain(recipe: type[Named], error: Any) -> str:
     if error["type"] == "extra_forbidden":
         *tables, field = error["loc"]
         known = _fields(recipe, tables)
-        return f"there is no field {where!r}{_nearest(str(field), known)}; fields here: {', '.join(known)}"
+        return f"there is no field {where!r}{nearest(str(field), known)}; fields here: {', '.join(known)}"
     if error["type"] == "missing":
         return f'{where} is missing: a recipe names its network, as [model] name = "resnet8", or extends one that does'
     message = error["msg"].removeprefix("Value error, ")
@@ -237,8 +238,3 @@ def _fields(recipe: type[Named], tables: Sequence[Any]) -> list[str]:
         choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
         section = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
     return list(section.model_fields)
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
