@@ -19,6 +19,7 @@ from factorized.experiments.cli.arguments import (
 )
 from factorized.experiments.cli.console import say
 from factorized.experiments.cli.text import plan_recipe
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.models.names import MODELS, MOST_CLASSES, MOST_VALUES
 
 if TYPE_CHECKING:
@@ -173,10 +174,8 @@ def _show(name: str, dense: nn.Module, made: Plan | None, html: Path | None) -> 
         return
     say(str(made))
     if html is not None:
-        try:
+        with writing_to(html, "name another place by --html"):
             html.write_text(made.to_html())
-        except OSError as error:
-            raise ValueError(f"cannot write {html}: {error.strerror}; name another place by --html") from error
         say(f"drawn on {html}")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from factorized.experiments.compress.layers import differences, layer_calls, layer_rows, losses_alone, output_spectra
 from factorized.experiments.compress.subject import Plain, Subject
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.progress import Progress, silent
 from factorized.experiments.recipes.recipe import Factorize
 from factorized.experiments.recipes.text import AnyRecipe
@@ -37,6 +37,7 @@ from factorized.surgery.lower import lower
 STATE = "compress.json"
 COMPRESSED, RECOVERED = "compressed", "recovered"  # folders
 SAMPLES = 2048
+ELSEWHERE = "choose another folder by --out"
 Ranks = Literal["loss", "outputs", "uniform"]
 Say = Callable[[str], None]
 
@@ -150,7 +151,7 @@ class Work:
         path = self.folder / STATE
         fresh = {"asked": self.asked, "score": self.subject.score, "lower_is_better": self.subject.lower_is_better}
         make_folder(self.folder)
-        try:
+        with writing_to(self.folder, ELSEWHERE):
             if overwrite:
                 for name in (COMPRESSED, RECOVERED, "lowered", "composed"):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -158,9 +159,9 @@ class Work:
             if not path.is_file():
                 machine = describe_machine(self.subject.device)
                 return {**fresh, "machine": machine, "seconds": {}, "notes": []}
-            found = json.loads(path.read_text())
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from None
+            text = path.read_bytes()
+        try:
+            found = json.loads(text)
         except ValueError:
             found = None
         if not isinstance(found, dict) or not is_sealed(found):
@@ -313,14 +314,8 @@ def _as_options(change: Change) -> str | None:
 
 def make_folder(folder: Path) -> None:
     """Make the folder of a compression, if it is not there."""
-    try:
+    with writing_to(folder, ELSEWHERE):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(folder, error) from None
-
-
-def _cannot_write(folder: Path, error: OSError) -> ValueError:
-    return ValueError(f"cannot write to {folder}: {in_words(error, named=False)}; choose another folder by --out")
 
 
 class Watched:

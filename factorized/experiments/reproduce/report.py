@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import BAND, Comparison, chance_within, compare
 from factorized.experiments.reproduce.figures import curve_groups, paper_panels, product_panels
@@ -129,7 +129,7 @@ def write_report(
         raise ValueError(f"there is no result of a run in {where}{f' ({told})' if told else ''}; train one first")
     tables = report_tables(report)
     page = report_page(report, heading or Heading(), checks, tables)
-    try:
+    with writing_to(out, "choose another folder by --out"):
         (out / TABLES).mkdir(parents=True, exist_ok=True)
         for kind in ("csv", "md"):
             for old in (out / TABLES).glob(f"*.{kind}"):
@@ -138,10 +138,6 @@ def write_report(
             write_text(out / TABLES / f"{table.slug}.csv", table.to_csv())
             write_text(out / TABLES / f"{table.slug}.md", table.to_markdown())
         write_text(out / PAGE, page)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to {out}: {in_words(error, named=False)}; choose another folder by --out"
-        ) from None
     return report
 
 

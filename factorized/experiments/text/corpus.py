@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.progress import Progress, silent, watched
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.from_run import tokenizer_of_run
@@ -49,13 +50,9 @@ def load_corpus(
     one writes, and the others wait and map what it wrote.
     """
     with ExitStack() as held:
-        try:
+        with writing_to(cache, "name another folder by $FACTORIZED_DATA"):
             cache.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked_folder(cache, wait=True))
-        except OSError as error:
-            raise ValueError(
-                f"cannot write to {cache}: {error.strerror}; name another folder by $FACTORIZED_DATA"
-            ) from None
         return _load(recipe, folder, cache, progress, tokenizer)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import in_words, writing_to
 from factorized.experiments.training import norms, state, trained
 from factorized.experiments.training.export import COMPOSED, LOWERED, SUFFIXES
 from factorized.experiments.training.interrupt import CannotWrite
@@ -109,7 +109,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _probe(folder: Path) -> None:
-    try:
+    with writing_to(folder, "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / "probe.tmp"
         try:
@@ -117,8 +117,6 @@ def _probe(folder: Path) -> None:
         finally:
             with suppress(OSError):
                 probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
 
 
 def _clear(folder: Path) -> None:

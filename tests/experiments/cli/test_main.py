@@ -227,7 +227,7 @@ def test_the_version_is_told(cli: Cli) -> None:
 def test_a_page_that_cannot_be_written_is_named(cli: Cli, tmp_path: Path) -> None:
     page = tmp_path / "none" / "plan.html"
     message = cli("plan", "digits/resnet8-wide-fd", "--html", page).error
-    assert message == f"factorized: cannot write {page}: No such file or directory; name another place by --html\n"
+    assert message == f"factorized: cannot write to {page}: No such file or directory; name another place by --html\n"
 
 
 def test_only_the_first_of_several_processes_prints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
