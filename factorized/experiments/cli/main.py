@@ -102,7 +102,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     if "--debug" in given:
         traceback.print_exception(error)
     if isinstance(error, (Interrupted, CannotWrite)):
-        _complain(f"{error}; {_how_to_go_on(error.kept, given)}")
+        _complain(f"{error}; {_how_to_continue(error.kept, given)}")
         return error.exit_code
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS and "pip install" not in str(error):
@@ -116,7 +116,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     return 2
 
 
-def _how_to_go_on(kept: str, given: Sequence[str]) -> str:
+def _how_to_continue(kept: str, given: Sequence[str]) -> str:
     """Return the command to type after a run that ended early, and what it finds there."""
     again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
     verb = _verb(given)

@@ -46,7 +46,7 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     place = str(Path(repository).expanduser()) if repository.startswith("~") else repository  # no shell saw it
     datasets = need("datasets", "datasets", f"the Hugging Face data set {repository}")
     try:
-        with only_for_people(datasets):
+        with bars_in_terminals(datasets):
             found = datasets.load_dataset(place, options.config or None, revision=options.revision or None)
     except Exception as error:  # datasets, its file readers and the network raise errors of many types
         raise ValueError(
@@ -67,7 +67,7 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
 
 
 @contextmanager
-def only_for_people(datasets: Any) -> Iterator[None]:
+def bars_in_terminals(datasets: Any) -> Iterator[None]:
     """Show progress bars only in a terminal, and hide the hub's retry messages."""
     logger = logging.getLogger("huggingface_hub")
     level, silent = logger.level, datasets.are_progress_bars_disabled()

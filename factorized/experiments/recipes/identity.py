@@ -13,7 +13,7 @@ from factorized.experiments.recipes.find import check_any_recipe
 from factorized.experiments.recipes.text import AnyRecipe
 
 # Fields that do not decide what is learned beyond rounding. The checksum of the data stands for their names and files.
-BESIDE: dict[str, tuple[str, ...]] = {
+NOT_DECIDING: dict[str, tuple[str, ...]] = {
     "data": ("name", "place", "workers", "train", "validation", "test"),
     "factorize": ("execution",),
     "run": ("precision", "compile", "graph", "evaluate_every", "checkpoint_every", "diagnose", "accumulate"),
@@ -32,7 +32,7 @@ def deciding(recipe: AnyRecipe | Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         return dict(table)
     found = _used(checked.model_dump(mode="json", exclude={"name", "title", "paper"}))
-    for section, names in BESIDE.items():
+    for section, names in NOT_DECIDING.items():
         found[section] = {key: value for key, value in found[section].items() if key not in names}
     for section, name in RUNS.items():
         if found[section].get(name) is not None:  # NAME/seed-0, wherever the runs are

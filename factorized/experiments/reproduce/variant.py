@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from factorized.experiments.recipes.find import load_any_recipe, recipe_names
-from factorized.experiments.recipes.identity import BESIDE, settings
+from factorized.experiments.recipes.identity import NOT_DECIDING, settings
 from factorized.experiments.recipes.shorten import shortening
 from factorized.experiments.reproduce.chart import Line
 from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, NAMES, Run
@@ -182,7 +182,7 @@ def differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Settings
 
 
 def _settings(recipe: Mapping[str, Any]) -> Settings:
-    beside = {*NAMES_AND_NOTES, *(f"{section}.{name}" for section, names in BESIDE.items() for name in names)}
+    beside = {*NAMES_AND_NOTES, *(f"{section}.{name}" for section, names in NOT_DECIDING.items() for name in names)}
     found = {key: value for key, value in settings(recipe).items() if not {key, key.partition(".")[0]} & beside}
     return {"data.name": recipe.get("data", {}).get("name"), **found}
 

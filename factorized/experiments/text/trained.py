@@ -14,7 +14,7 @@ from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.models import auto_class
 from factorized.experiments.text.sharding import whole_weights
 from factorized.experiments.text.tokenizer import load_tokenizer
-from factorized.experiments.training.trained import FOLDER, RESULT, changed, check_file, checksum_of, read_sealed
+from factorized.experiments.training.trained import FOLDER, RESULT, check_file, checksum_of, read_sealed, wrong_checksum
 from factorized.files.folder import MANIFEST
 from factorized.files.pretrained import from_pretrained, save_pretrained
 from factorized.surgery.compose import is_factorized
@@ -55,7 +55,7 @@ def read_text_result(run: Path) -> dict[str, Any]:
         images = " a run on images" if isinstance(found, dict) and "accuracy" in found else " no run"
         raise ValueError(f"{run / RESULT} is{images}, not one on text: it has no {', '.join(missing)}")
     if not intact:
-        raise ValueError(changed(run))
+        raise ValueError(wrong_checksum(run))
     return {key: value for key, value in found.items() if key != "checksum"}
 
 

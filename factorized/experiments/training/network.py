@@ -112,7 +112,7 @@ def not_finite(tensors: Mapping[str, Tensor], besides: Collection[str] = ()) -> 
     return next((name for name in names if name not in besides), None)
 
 
-def boundless_buffers(network: nn.Module) -> set[str]:
+def infinite_buffers(network: nn.Module) -> set[str]:
     """Return the buffers of a fresh network that may hold infinities, such as masks of -inf."""
     return {name for name, buffer in network.named_buffers() if not buffer.isfinite().all()}
 

@@ -153,13 +153,13 @@ def check_fits(
     network: nn.Module,
     optimizer: SGD,
     step: TrainingStep,
-    boundless: Collection[str],
+    may_be_infinite: Collection[str],
 ) -> None:
-    """Refuse a checkpoint that this run cannot have written; ``boundless`` are tensors that may be infinite."""
+    """Refuse a checkpoint that this run cannot have written; tensors in ``may_be_infinite`` need not be finite."""
     epochs, steps = step.recipe.schedule.epochs, step.source.steps
     problem = (
         _problem_of_numbers(state, epochs, steps)
-        or _problem_of_tensors("network", state.network, network.state_dict(), boundless)
+        or _problem_of_tensors("network", state.network, network.state_dict(), may_be_infinite)
         or _problem_of_tensors("momentum", state.momentum, _momentum(network, optimizer))
         or _problem_of_tensors("counts", state.counts, _counts(step))
         or _problem_of_random(state, step.device)
@@ -184,7 +184,7 @@ def _problem_of_numbers(state: RunState, epochs: int, steps: int) -> str | None:
 
 
 def _problem_of_tensors(
-    part: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], boundless: Collection[str] = ()
+    part: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], may_be_infinite: Collection[str] = ()
 ) -> str | None:
     for name in sorted(saved.keys() ^ expected.keys()):
         return f"{part} {'has no' if name in expected else 'must not have'} {name!r}"
@@ -192,7 +192,7 @@ def _problem_of_tensors(
         ours, its = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (expected[name], tensor))
         if ours != its:
             return f"{part}.{name} is {its[1]} {its[0]}, expected {ours[1]} {ours[0]}"
-    bad = not_finite(saved, boundless)
+    bad = not_finite(saved, may_be_infinite)
     return None if bad is None else f"{part}.{bad} holds NaN or infinity"
 
 

@@ -19,12 +19,12 @@ from factorized.experiments.training.folder import writing
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.network import (
     Start,
-    boundless_buffers,
     build_dense,
     build_optimizer,
     check_network,
     count_macs,
     factorize_network,
+    infinite_buffers,
     plan_network,
     set_learning_rate,
 )
@@ -101,7 +101,7 @@ class Trainer:
         norms = self._norms(seed)
         self.step = TrainingStep(recipe, self.network, self.optimizer, self.source, images, norms, processes)
         self.evaluate = Evaluator(self.network, images, autocast_type(recipe.run.precision, self.device))
-        self.boundless = boundless_buffers(self.network)
+        self.may_be_infinite = infinite_buffers(self.network)
         state = sum(tensor.nbytes for tensor in self.network.state_dict().values())
         # weights and momentum, the old file beside the new one, and the model at the end; the norms; room for logs
         self.bytes_to_write = 5 * state + (0 if norms is None else 3 * norms.nbytes) + 2**20
@@ -179,7 +179,7 @@ class Trainer:
         if resume and (folder / FILE).exists():
             state = load_state(folder)
             check_same_run(state, recipe, seed, data, folder)
-            check_fits(state, folder, self.network, self.optimizer, self.step, self.boundless)
+            check_fits(state, folder, self.network, self.optimizer, self.step, self.may_be_infinite)
             if state.epoch < self.recipe.schedule.epochs and not self.allow_other_devices:
                 check_same_devices(state.ran_on, self.processes.kind, folder)
             return state
@@ -287,7 +287,7 @@ class Trainer:
         """Return the mean loss of the epoch's steps; raise if it, or what was learned, is not a number any more."""
         loss = self.processes.total(self.step.loss_sum) / (steps * self.processes.count)
         state = self.network.state_dict().items()
-        learned = [t for name, t in state if t.is_floating_point() and t.numel() and name not in self.boundless]
+        learned = [t for name, t in state if t.is_floating_point() and t.numel() and name not in self.may_be_infinite]
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(learned, math.inf)])
         whole = largest.isfinite().all()
         lost = "" if self.processes.total(whole.int()) == self.processes.count else " and weights are not finite"
