@@ -43,6 +43,7 @@ def test_an_unknown_name_names_the_nearest(name: str, near: str) -> None:
     ("arguments", "message"),
     [
         ({"classes": 0}, "classes must be"),
+        ({"classes": 10**7}, "classes must be at most 1,000,000, got 10,000,000"),
         ({"classes": 10, "image_size": 0}, "image_size must be"),
         ({"classes": 10, "channels": -1}, "channels must be"),
         ({"classes": 10, "image_size": 8}, "vgg19 halves an image four times and needs at least 16×16, got 8×8"),
