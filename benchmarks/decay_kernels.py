@@ -99,7 +99,7 @@ def error_of(model: nn.Module, decay: fz.FrobeniusDecay) -> float:
 
 def launches(step: Step) -> int:
     """Return how many kernels and copies a step has on the GPU."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
         step()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events() or [])

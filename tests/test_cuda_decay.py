@@ -100,7 +100,7 @@ def launched(step: Callable[[], object]) -> Counter[str]:
     """Return the kernels and copies on the GPU that a step takes."""
     step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
         step()
         torch.cuda.synchronize()
     events = profiled.events() or []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -98,7 +99,7 @@ def test_the_first_step_of_compiled_code_finds_its_kernels_built_ahead(monkeypat
 
     def wait_and_run(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
         builder.wait()
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=wait_and_run, bw_compiler=wait_and_run)
     with torch.autocast("cuda", torch.bfloat16):

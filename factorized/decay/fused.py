@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
     """What one program of the kernels computes."""
 
     block: int = 32  # columns
-    rows: int = 128  # of a product
-    step: int = 16  # rows that a Gram matrix takes at a time
+    rows: int = 64  # of a product
+    step: int = 32  # rows that a Gram matrix takes at a time
     span: int = 4  # rows of one sum of Gram matrices, for each column: the sums are a quarter of the factor
 
 
@@ -67,6 +67,7 @@ class Products:
         self.ones = torch.ones(len(matrices), dtype=torch.float32, device=self.device)
         self.coefficients = torch.empty_like(self.ones)
         self._memory: list[tuple[int, ...]] = []
+        self.by_rows = False  # whether the columns of all matrices are next to each other
         self._tables: dict[bool, Tensor] = {}  # of the matrices, and of their copies
         # builds the kernels, which a step that is being captured cannot do
         self.add_to([None] * len(matrices), [0.0] * len(matrices))
@@ -99,6 +100,7 @@ class Products:
         memory = [(matrix.data_ptr(), *matrix.stride()) for matrix in self.matrices]
         if memory != self._memory:  # a parameter has moved in memory
             self._memory, self._tables = memory, {}
+            self.by_rows = all(matrix.stride(1) == 1 or matrix.shape[1] == 1 for matrix in self.matrices)
         own = {address for address, *_ in memory}
         copied = any(target is not None and target.data_ptr() in own for target in targets)
         if copied:
@@ -166,6 +168,7 @@ def launch(
             DTYPE=TYPES[products.dtype],
             ROWS=sizes.step,
             BLOCK=sizes.block,
+            BY_ROWS=products.by_rows,
             num_stages=4,
         )
         product_kernel[(len(products.tiles),)](
@@ -173,6 +176,7 @@ def launch(
             DTYPE=TYPES[products.dtype],
             ROWS=sizes.rows,
             BLOCK=sizes.block,
+            BY_ROWS=products.by_rows,
             num_warps=sizes.rows // 16,
         )
 
@@ -181,6 +185,11 @@ def _is_laid_out_alike(target: Tensor, matrix: Tensor) -> bool:
     """Return whether the kernels can write to a target as they read the matrix: its type, and strides that matter."""
     strides = zip(target.stride(), matrix.stride(), matrix.shape, strict=True)
     return target.dtype == matrix.dtype and all(a == b or size == 1 for a, b, size in strides)
+
+
+def _last_place(matrix: Tensor) -> int:
+    """Return how far the last entry is from the first; the kernels count in 32 bits."""
+    return sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
 
 
 def is_fusible(form: Form) -> bool:
@@ -192,6 +201,7 @@ def is_fusible(form: Form) -> bool:
         and left.is_whole
         and right.is_whole
         and left.parameter.shape[1] <= LARGEST_RANK
+        and all(_last_place(factor.parameter) < 2**31 for factor in (left, right))
         and left.parameter.dtype in DTYPES
         and left.parameter.dtype == right.parameter.dtype
         and can_build_kernels(left.parameter.device)

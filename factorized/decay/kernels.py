@@ -5,6 +5,10 @@ factors of any ranks. A factor's Gram matrix is stored as one sum for every span
 fixed order, so that results do not vary from run to run. Each matrix product is three in tf32, which keeps the
 precision of float32 and runs on tensor cores.
 
+Kernels are built ``BY_ROWS`` where the columns of all matrices are next to each other. Triton then lets the threads of
+a warp read along rows. Where it does not know the stride, they read down columns, and the decay takes 1.2 to 1.4 times
+as long.
+
 The table ``factors`` has nine columns: address, rows, rank, two strides, two strides of the target, where the partner's
 sums begin and how many there are.
 """
@@ -35,6 +39,7 @@ def gram_kernel(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_ROWS: tl.constexpr,
 ):
     """Write a block of a Gram matrix, on or above the diagonal, and its mirror image."""
     if tl.program_id(0) == 0:
@@ -46,7 +51,7 @@ def gram_kernel(
     first, last = _size(own + 1), _size(own + 2)
     left, right, begin = _size(own + 3), _size(own + 4), tl.load(own + 5)
     source, rank = tl.load(factor).to(tl.pointer_type(DTYPE)), _size(factor + 2)
-    down, across = tl.load(factor + 3), tl.load(factor + 4)
+    down, across = _size(factor + 3), _across(factor + 4, BY_ROWS)
     gram = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for row in range(first, last, ROWS):
         a = _load_block(source, row, left, last, rank, down, across, ROWS, BLOCK)
@@ -70,6 +75,7 @@ def product_kernel(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_ROWS: tl.constexpr,
 ):
     """Add a tile of a factor's product with its partner's Gram matrix to the target, unless its coefficient is zero.
 
@@ -81,7 +87,7 @@ def product_kernel(
     if coefficient != 0.0:
         factor = factors + 9 * f
         source, rows, rank = tl.load(factor).to(tl.pointer_type(DTYPE)), _size(factor + 1), _size(factor + 2)
-        down, across = tl.load(factor + 3), tl.load(factor + 4)
+        down, across = _size(factor + 3), _across(factor + 4, BY_ROWS)
         begin, count = tl.load(factor + 7), _size(factor + 8)
         pitch = tl.cdiv(rank, BLOCK) * BLOCK
         i, j, k = row + tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
@@ -95,7 +101,7 @@ def product_kernel(
                 gram += tl.load(place + span * pitch * pitch, mask=known, other=0.0)
             product = tl.dot(part, gram, product, input_precision="tf32x3")
         target = tl.load(places + f).to(tl.pointer_type(DTYPE))
-        target += i[:, None] * tl.load(factor + 5) + j[None, :] * tl.load(factor + 6)
+        target += i[:, None] * _size(factor + 5) + j[None, :] * _across(factor + 6, BY_ROWS)
         inside = (i[:, None] < rows) & (j[None, :] < rank)
         old = tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, (old + coefficient * product).to(DTYPE), mask=inside)
@@ -104,6 +110,11 @@ def product_kernel(
 @triton.jit
 def _size(place):
     return tl.load(place).to(tl.int32)  # what is computed in 64 bits takes twice the registers
+
+
+@triton.jit
+def _across(place, BY_ROWS: tl.constexpr):
+    return 1 if BY_ROWS else _size(place)
 
 
 @triton.jit

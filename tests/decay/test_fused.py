@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import factorized as fz
 from factorized.decay import engine, fused
-from factorized.decay.fused import MOST, TILES, Fused, Products, Tiles, _cut_grams, _cut_products
+from factorized.decay.fused import MOST, TILES, Fused, Products, Tiles, _cut_grams, _cut_products, _last_place
 from factorized.decay.plain import Plain
 from factorized.decay.strength import Number
 from tests.interpreted import needs_interpreter, run_interpreted
@@ -58,8 +58,11 @@ def check(targets: Sequence[Tensor], numbers: Sequence[float], wanted: Sequence[
 
 
 def check_gradients() -> None:
+    check_all(drawn(), TILES, 1e-6)
     for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)):
-        check_all(drawn(dtype), TILES, most)
+        by_rows = [matrix.contiguous() for matrix in drawn(dtype)]
+        assert Products(by_rows).by_rows
+        check_all(by_rows, TILES, most)
     for tiles in (Tiles(block=16, rows=16, step=32, span=1), Tiles(block=64, rows=64, span=8)):
         check_all(drawn()[2:14], tiles, 1e-6)
 
@@ -90,7 +93,7 @@ def check_in_place() -> None:
 
 def check_moved() -> None:
     """Two steps with other targets, numbers, and places of the factors: nothing is remembered."""
-    matrices = [torch.nn.Parameter(matrix) for matrix in drawn()]
+    matrices = [torch.nn.Parameter(matrix.contiguous()) for matrix in drawn()]
     products = Products(matrices)
     for number in (0.5, torch.tensor(0.25), torch.tensor(0.125, dtype=torch.float64)):
         for matrix in matrices[::2]:
@@ -157,6 +160,21 @@ def test_targets_that_are_not_laid_out_like_their_factors_are_added_to_by_torch(
     Products(matrices).add_to(targets, [0.5, 0.5, 0.5, torch.tensor(0.5)])
     assert launches[-1] == [0.0, 0.0, 0.5, 1.0]
     check(targets, [0.5, 0.5, 0.0, 0.0], exact(matrices))
+
+
+def test_matrices_by_rows_are_known_and_known_again_when_they_have_moved(launches: list[list[float]]) -> None:
+    matrices = [nn.Parameter(matrix) for matrix in (torch.randn(12, 3), torch.randn(9, 3), torch.randn(1, 7).t())]
+    products = Products([*matrices, torch.randn(6, 1)])
+    assert products.by_rows
+    for wanted in (False, True):
+        matrices[1].data = matrices[1].data.t().contiguous().t() if not wanted else matrices[1].data.contiguous()
+        products.add_to([None] * 4, [0.0] * 4)
+        assert products.by_rows is wanted
+
+
+def test_the_kernels_leave_out_matrices_that_32_bits_cannot_count() -> None:
+    assert _last_place(torch.empty(2**24, 128, device="meta")) == 2**31 - 1
+    assert _last_place(torch.empty_strided((2, 3), (2**31, 1), device="meta")) == 2**31 + 2
 
 
 def test_sums_are_float32_whatever_the_default_type_is(launches: list[list[float]]) -> None:

@@ -200,6 +200,7 @@ WRONG_TYPES: dict[object, tuple[str, ...]] = {
 }
 OUT_OF_BOUNDS: dict[str, tuple[str, ...]] = {
     "data.crop_padding": ("-1", "100000000"),
+    "data.cutout": ("-1", "100000000"),
     "data.workers": ("-1", "500"),
     "factorize.width": ("0", "-1", "nan"),
     "factorize.dims": ("[]", "[0]", "[-1]", "[1.5]"),

@@ -1,8 +1,8 @@
-"""Pad, crop, flip and normalize on the device: tensors in, tensors out, without synchronization.
+"""Pad, crop, flip, normalize and cut out on the device: tensors in, tensors out, without synchronization.
 
-The order is the paper's: black borders on the raw image, crop, flip, then normalization. Drawing and applying are
-apart, so that a step may draw in eager mode and apply in a compiled graph, and give the same images as a step that is
-all eager: the compiler draws other numbers than eager mode does.
+The order is the paper's: black borders on the raw image, crop, flip, then normalization, then holes. Drawing and
+applying are apart, so that a step may draw in eager mode and apply in a compiled graph, and give the same images as a
+step that is all eager: the compiler draws other numbers than eager mode does.
 """
 
 from __future__ import annotations
@@ -59,6 +59,31 @@ def crop_flip(
         columns.clamp(0, width - 1)[:, None, None, :],
     ]
     return cropped * inside[:, None]
+
+
+def draw_holes(
+    count: int, size: tuple[int, int], device: torch.device | str
+) -> tuple[Tensor, Tensor]:  # row (n,), column (n,)
+    """Draw the pixel in the middle of a hole for each image."""
+    row, column = (torch.randint(0, extent, (count,), device=device) for extent in size)
+    return row, column
+
+
+def cut_out(
+    x: Tensor,  # (n, channels, height, width), normalized
+    row: Tensor,  # (n,) in 0..height-1
+    column: Tensor,  # (n,) in 0..width-1
+    side: int,
+) -> Tensor:  # (n, channels, height, width)
+    """Return the images with zeros in a square around a pixel, as far as it is inside the image (Cutout).
+
+    See `DeVries and Taylor, 2017 <https://arxiv.org/abs/1708.04552>`_.
+    """
+    height, width = x.shape[2:]
+    down = torch.arange(height, device=x.device) - (row - side // 2)[:, None]  # (n, height), from the square's corner
+    right = torch.arange(width, device=x.device) - (column - side // 2)[:, None]  # (n, width)
+    hole = ((down >= 0) & (down < side))[:, :, None] & ((right >= 0) & (right < side))[:, None, :]
+    return x.masked_fill(hole[:, None], 0)
 
 
 def _per_channel(values: Sequence[float] | Tensor, x: Tensor) -> Tensor:  # (channels, 1, 1)

@@ -99,6 +99,7 @@ class Data(Section):
     name: Word = "digits"
     crop_padding: int = Field(default=4, ge=0, le=1000)  # below the images' side, checked where they are known
     flip: bool = True
+    cutout: int = Field(default=0, ge=0, le=1000)  # side of the square that is cut out of an image, checked likewise
     # "device" keeps the whole training set there as uint8; "loader" streams it, for what does not fit
     place: Literal["device", "loader"] = "device"
     workers: int = Field(default=0, ge=0)  # processes that read ahead for "loader"; checked against the machine's cores

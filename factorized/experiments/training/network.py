@@ -125,6 +125,11 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
             f"data.crop_padding = {recipe.data.crop_padding} would crop images of {images.size[0]}×{images.size[1]} "
             f"out of sight: expected 0..{min(images.size) - 1}"
         )
+    if recipe.data.cutout > min(images.size):
+        raise ValueError(
+            f"data.cutout = {recipe.data.cutout} would cut squares out of images of {images.size[0]}×{images.size[1]} "
+            f"that are larger than the images: expected 0..{min(images.size)}"
+        )
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(f"model {name!r} has no parameters that can be trained")
     example = torch.zeros(2, images.channels, *images.size)

@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from factorized._torch import set_up_compiler
 from factorized.diagnostics.match import NormMatcher
-from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
+from factorized.experiments.data.augment import crop_flip, cut_out, draw_crops, draw_holes, normalize
 from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.counters import counted_at_once
@@ -41,6 +41,7 @@ class TrainingStep:
         self.mean, self.std = (torch.tensor(values, device=self.device) for values in (images.mean, images.std))
         self.precision = autocast_type(recipe.run.precision, self.device)
         self.pad, self.smoothing = recipe.data.crop_padding, recipe.run.label_smoothing
+        self.cutout, self.size = recipe.data.cutout, images.size
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.position = torch.zeros((), dtype=torch.int64, device=self.device)  # steps since the run began
@@ -74,13 +75,14 @@ class TrainingStep:
         x, index, labels = self.source.take()
         # every process draws for the whole batch: what is computed does not depend on how many there are
         crops = draw_crops(self.recipe.run.batch, self.pad, self.device, self.recipe.data.flip)
+        holes = draw_holes(self.recipe.run.batch, self.size, self.device) if self.cutout else ()
         self.optimizer.zero_grad(set_to_none=True)
         # Autocast is entered outside the compiled code: torch does not cache programs that enter it. Its type is not in
         # the cache's key, but the images are rounded to the same type, and that is.
         with torch.autocast(
             self.device.type, self.precision, enabled=self.precision != torch.float32, cache_enabled=False
         ):
-            loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in crops))
+            loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in (*crops, *holes)))
         loss.backward()
         if self.recipe.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.recipe.optimizer.clip)
@@ -98,9 +100,13 @@ class TrainingStep:
         top: Tensor,  # (batch,)
         left: Tensor,  # (batch,)
         flipped: Tensor,  # (batch,)
+        row: Tensor | None = None,  # (batch,), of the hole in each image
+        column: Tensor | None = None,  # (batch,)
     ) -> tuple[Tensor, Tensor]:
         cropped = crop_flip(x, top, left, flipped, self.pad, index)
         inputs = normalize(cropped, self.mean, self.std, self.precision)
+        if row is not None and column is not None:
+            inputs = cut_out(inputs, row, column, self.cutout)
         logits = self._forward(inputs.contiguous(memory_format=torch.channels_last))
         loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.smoothing)
         return loss, (logits.argmax(1) == labels).sum()

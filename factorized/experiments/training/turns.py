@@ -17,9 +17,9 @@ from factorized.experiments.training.progress import Reporter
 Trainer = TypeVar("Trainer")
 Result = dict[str, Any]  # what a run's result.json holds
 Turns = Generator[None, None, None]  # a run, or one run after another: each ``next`` is a turn
-# Steps that a run issues to a GPU in a turn: enough to keep it busy while another run is evaluated and saved, and not
-# so many that Ctrl-C has to wait long.
-STEPS = 100
+# Steps that a run issues to a GPU in a turn. A stream takes about 25 captured steps before the issuing thread must
+# wait; with more in a turn, most steps of a run are done before those of the next begin.
+STEPS = 10
 
 
 class Turn:

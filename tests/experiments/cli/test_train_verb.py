@@ -145,6 +145,10 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
             ["--set", "data.crop_padding=8"],
             "data.crop_padding = 8 would crop images of 8×8 out of sight: expected 0..7",
         ),
+        (
+            ["--set", "data.cutout=9"],
+            "data.cutout = 9 would cut squares out of images of 8×8 that are larger than the images: expected 0..8",
+        ),
         (["--set", "data.place=loader", "--set", "data.workers=5000"], "workers must be at most"),
         (["--set", "data.workers=2"], 'workers = 2 read ahead for place = "loader"'),
         (["--set", "run.batch=100000"], "run.batch = 100000 is more than the"),

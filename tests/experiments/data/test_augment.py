@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorized.experiments.data.augment import crop_flip, draw_crops, normalize
+from factorized.experiments.data.augment import crop_flip, cut_out, draw_crops, draw_holes, normalize
 from tests.experiments.data.small_sets import small_images
 
 
@@ -85,13 +85,34 @@ def test_the_border_is_black_before_normalization() -> None:
     assert torch.all(y[0, 0, 1:, 1:] == 2)
 
 
+@pytest.mark.parametrize(
+    ("size", "side"), [((8, 8), 4), ((5, 9), 3), ((6, 6), 1), ((4, 4), 4), ((3, 7), 9), ((4, 4), 0)]
+)
+def test_each_image_has_zeros_in_its_own_square_as_far_as_it_is_inside(size: tuple[int, int], side: int) -> None:
+    torch.manual_seed(0)
+    x = 1 + torch.rand(60, 2, *size)
+    row, column = draw_holes(60, size, "cpu")
+    expected = x.clone()
+    for image, down, right in zip(expected, row.tolist(), column.tolist(), strict=True):
+        top, left = down - side // 2, right - side // 2
+        image[:, max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)] = 0
+    assert torch.equal(cut_out(x, row, column, side), expected)
+
+
+def test_holes_are_uniform_over_all_pixels() -> None:
+    torch.manual_seed(0)
+    row, column = draw_holes(60_000, (6, 10), "cpu")
+    counts = torch.bincount(row * 10 + column, minlength=60).double()
+    assert ((counts - 1000) ** 2 / 1000).sum() < 59 + 5 * (2 * 59) ** 0.5  # 59 degrees of freedom, five deviations
+
+
 def test_the_whole_of_it_compiles_without_a_break_and_computes_the_same() -> None:
     images = small_images()
     index = torch.tensor([1, 5, 5, 9])
-    draws = draw_crops(4, 4, "cpu")
+    draws = *draw_crops(4, 4, "cpu"), *draw_holes(4, images.size, "cpu")
 
-    def augment(x: Tensor, index: Tensor, top: Tensor, left: Tensor, flipped: Tensor) -> Tensor:
-        return normalize(crop_flip(x, top, left, flipped, 4, index), images.mean, images.std)
+    def augment(x: Tensor, index: Tensor, top: Tensor, left: Tensor, flipped: Tensor, *holes: Tensor) -> Tensor:
+        return cut_out(normalize(crop_flip(x, top, left, flipped, 4, index), images.mean, images.std), *holes, 3)
 
     compiled = torch.compile(augment, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(images.x_train, index, *draws), augment(images.x_train, index, *draws))

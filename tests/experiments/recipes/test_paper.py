@@ -174,6 +174,7 @@ def test_a_recipe_of_the_paper_trains_as_the_paper_does(name: str) -> None:
     assert (recipe.run.batch, recipe.optimizer.momentum, recipe.optimizer.nesterov) == (128, 0.9, False)
     assert (recipe.optimizer.clip, recipe.run.label_smoothing) == (None, 0)
     assert (recipe.data.crop_padding, recipe.data.flip) == (4, True)
+    assert recipe.data.cutout == (16 if model == "wrn28-10" else 0)  # as in the code of Gray et al. (2019)
     times = [float(word[1:]) for word in name.split("-") if word.startswith("x")]  # of a sweep
     assert recipe.decay.strength == pytest.approx(DECAY.get(model, 1e-4) * (times or [1])[0])
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from factorized._torch import set_up_compiler
-from factorized.experiments.data.augment import normalize
+from factorized.experiments.data.augment import cut_out, draw_crops, draw_holes, normalize
 from factorized.experiments.recipes.find import check_recipe
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training import step as step_module
@@ -55,6 +55,16 @@ def test_crops_and_flips_act_only_where_the_recipe_says() -> None:
     matches = (shifts == actual).flatten(2).all(2)  # (25, batch)
     assert matches.any(0).all()
     assert matches.any(1).all()
+
+
+def test_holes_are_cut_only_where_the_recipe_says_and_after_the_crops_are_drawn() -> None:
+    changed = recipe("data.crop_padding=2", "data.flip=true", "data.cutout=4")
+    whole, _ = inputs_of_a_step(recipe("data.crop_padding=2", "data.flip=true"))
+    actual, _ = inputs_of_a_step(changed)
+    torch.manual_seed(0)
+    draw_crops(changed.run.batch, 2, "cpu")
+    assert torch.equal(actual, cut_out(whole, *draw_holes(changed.run.batch, (8, 8), "cpu"), 4))
+    assert (actual != whole).flatten(1).any(1).sum() >= 4  # digits have empty corners
 
 
 def test_the_loss_of_an_epoch_is_the_mean_of_its_steps_and_the_accuracy_counts_every_image() -> None:

@@ -1,0 +1,154 @@
+"""Time training steps of one or more checkouts of this package in turn, each in its own process, on one GPU.
+
+    git archive OLD factorized | tar x -C vendor/old
+    python -m benchmarks.versions . vendor/old --out out/versions
+
+Networks and rows are those of ``factorized bench training``. All processes compile at once and keep their step; then
+they take turns, so that a busy moment hits all of them alike, old and new. Every checkout gets its own report, in the
+form of ``factorized bench``. At the end the first row of each is timed again after all other processes have ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.script import parser_of
+from factorized.experiments.bench.measure import Spread, clock_of
+from factorized.experiments.bench.networks import NETWORKS
+from factorized.experiments.training.record import describe_machine
+
+WORKER = Path(__file__).with_name("version_worker.py")
+MARK = "@"  # begins the lines that a worker tells
+BATCH = 128
+
+
+class Worker:
+    """A process that holds the training step of one recipe, as one checkout computes it."""
+
+    def __init__(self, checkout: Path, network: str, way: str, device: torch.device, threads: int) -> None:
+        self.checkout, self.network, self.way = checkout, network, way
+        self.times: list[float] = []
+        self.facts: dict[str, Any] | None = None
+        folders = os.pathsep.join([str(checkout.resolve()), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": folders, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+        command = [sys.executable, str(WORKER), NETWORKS[network][way], str(BATCH), str(device)]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def hear(self, seconds: float) -> Any:
+        """Return the next thing that the process tells, or None after ``seconds`` or where it has ended."""
+        out, deadline = self.process.stdout, time.monotonic() + seconds
+        assert out is not None
+        while select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line = out.readline()
+            if not line:
+                return None
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        return None
+
+    def milliseconds(self, steps: int) -> float:
+        """Time some steps."""
+        assert self.process.stdin is not None
+        print(steps, file=self.process.stdin, flush=True)
+        found = self.hear(60)
+        if found is None:
+            raise RuntimeError(f"{self.checkout}, {self.network}, {self.way}: the process does not answer")
+        return float(found)
+
+    def end(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.communicate()  # closes its pipes
+
+
+def report(checkout: Path, workers: Sequence[Worker], device: torch.device) -> dict[str, Any]:
+    """Return the rows of a checkout in the form of ``factorized bench``."""
+    rows, skipped = [], []
+    for worker in workers:
+        group = f"{worker.network}, training step, batch {BATCH}"
+        if not worker.times or worker.facts is None:
+            skipped.append(f"{group}: {worker.way}: it was not compiled in time")
+            continue
+        spread = Spread.of(worker.times)
+        row = {"group": group, "way": worker.way, "ms": spread.to_dict(), **worker.facts}
+        first = next((row for row in rows if row["group"] == group), row)
+        row["over"] = round(spread.median / first["ms"]["median"], 4)
+        row["memory_over"] = round(row["memory"] / first["memory"], 4)
+        rows.append(row)
+        print(
+            f"{checkout} {group}: {worker.way}: {spread} {row['over']:.3f} memory {row['memory_over']:.3f}", flush=True
+        )
+    machine = {**describe_machine(device), "packages": {}}
+    about = {"benchmark": "training", "checkout": str(checkout), "machine": machine, "clock": clock_of(device)}
+    return {**about, "rows": rows, "fits": [], "skipped": skipped}
+
+
+def wait_for(workers: Sequence[Worker], seconds: float, after: Path | None) -> list[Worker]:
+    """Return the workers that have compiled their step after ``seconds``; wait as long for a file, too."""
+    deadline = time.monotonic() + seconds
+    for worker in workers:
+        worker.facts = worker.hear(max(0.0, deadline - time.monotonic()))
+        print(f"{worker.checkout} {worker.network}, {worker.way}: {worker.facts}", flush=True)
+    while after and not after.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return [worker for worker in workers if worker.facts is not None]
+
+
+def main(words: list[str] | None = None) -> None:
+    """Parse the command line, compile and time, and write a JSON file for each checkout."""
+    parser = parser_of(__doc__)
+    parser.add_argument("checkouts", nargs="*", type=Path, default=[Path()])
+    parser.add_argument("--only", nargs="+", default=[""], help="for each checkout, a pattern of its rows")
+    parser.add_argument("--compile-seconds", type=float, default=200, help="after which rows are left out")
+    parser.add_argument("--after", type=Path, help="a file to wait for before anything is timed")
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--steps", type=int, default=8, help="of each row in a round")
+    parser.add_argument("--threads", type=int, default=3, help="that each process compiles kernels with")
+    parser.add_argument("--device", type=torch.device, default="cuda")
+    given = parser.parse_args(words)
+    patterns = given.only * (len(given.checkouts) if len(given.only) == 1 else 1)
+    workers = [
+        Worker(checkout, network, way, given.device, given.threads)
+        for checkout, pattern in zip(given.checkouts, patterns, strict=True)
+        for network in NETWORKS
+        for way in NETWORKS[network]
+        if re.search(pattern, f"{network}: {way}")
+    ]
+    with ExitStack() as stack:
+        for worker in workers:
+            stack.callback(worker.end)
+        ready = wait_for(workers, given.compile_seconds, given.after)
+        for round_ in range(given.rounds + 1):
+            for worker in ready:
+                taken = worker.milliseconds(given.steps)
+                if round_:  # the first one warms up
+                    worker.times.append(taken)
+        given.out.mkdir(parents=True, exist_ok=True)
+        for number, checkout in enumerate(given.checkouts):
+            found = report(checkout, [worker for worker in workers if worker.checkout == checkout], given.device)
+            (given.out / f"{number}.json").write_text(json.dumps(found, indent=1) + "\n")
+        firsts = [next(worker for worker in ready if worker.checkout == checkout) for checkout in given.checkouts]
+        for worker in workers:
+            if worker not in firsts:
+                worker.end()
+        for worker in firsts:
+            alone = Spread.of([worker.milliseconds(given.steps) for _ in range(given.rounds)])
+            print(f"{worker.checkout} {worker.network}, {worker.way}, alone: {alone}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
