@@ -117,7 +117,7 @@ class Decoder:
         return logits[:, -1].argmax(-1, keepdim=True)
 
 
-@torch._dynamo.config.patch(recompile_limit=64)  # all models have one step, and each compiles it anew
+@torch._dynamo.config.patch(recompile_limit=64)  # all models share one step function, and each compiles it again
 def time_models(
     name: str, ways: Sequence[Way], batch: int, arguments: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:

@@ -7,8 +7,12 @@ import json
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from factorized.experiments.reproduce.paper_figures import save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # black becomes white and colours keep their hue where the reader's screen is dark
 DARK = "@media (prefers-color-scheme: dark) {#figure_1 {filter: invert(0.9) hue-rotate(180deg)}}"
@@ -77,5 +81,10 @@ def draw(panels: list[Panel], path: Path, width: float = 5) -> None:
             axes.set_title(panel.title, fontsize=9)
             axes.grid(visible=True, which="major", linewidth=0.3)
             axes.legend(fontsize=7)
-        save_figure(figure, path, checksum(panels))
+        save(figure, path, checksum(panels))
+
+
+def save(figure: Figure, path: Path, checksum: str) -> None:
+    """Write a figure with the checksum of what it was drawn from, and with colours for a dark screen."""
+    save_figure(figure, path, checksum)
     path.write_text(path.read_text().replace("</style>", f"{DARK}</style>", 1))

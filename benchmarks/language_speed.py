@@ -38,14 +38,14 @@ RECIPES = (
 )
 
 
-def random_corpus(recipe: TextRecipe, sequences: int = 2000) -> Corpus:
-    """Return random tokens of the recipe's vocabulary and length."""
+def random_corpus(recipe: TextRecipe) -> Corpus:
+    """Return 2000 sequences of random tokens, of the recipe's vocabulary and length."""
     count = recipe.data.vocabulary
     if isinstance(count, str):
         raise SystemExit(f"random tokens need a number of them, got data.vocabulary = {count!r}")
     words = WordLevel({"<pad>": 0, "</s>": 1, **{f"w{number}": number for number in range(2, count)}}, unk_token="w2")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="</s>")
-    tokens = np.random.default_rng(0).integers(2, count, sequences * recipe.data.length, dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(2, count, 2000 * recipe.data.length, dtype=np.int32)
     texts = (PackedTexts(tokens, np.array([0, len(tokens)]), len(tokens)),)
     return Corpus("random", "random", tokenizer, {"train": texts, "validation": texts}, {})
 

@@ -23,7 +23,7 @@ def figure(values: Sequence[float], digits: int = 2) -> str:
 
 
 def fill(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """Return ``text`` with each of these tables made anew between ``<!-- table:NAME -->`` and ``<!-- end -->``."""
+    """Return ``text`` with each of these tables made again between ``<!-- table:NAME -->`` and ``<!-- end -->``."""
     for name, make in tables.items():
         block = f"<!-- table:{name} -->\n{make()}\n<!-- end -->"
         text = re.sub(rf"<!-- table:{name} -->.*?<!-- end -->", lambda _, new=block: new, text, flags=re.DOTALL)

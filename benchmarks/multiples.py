@@ -5,14 +5,11 @@ python -m benchmarks.multiples --out benchmarks/results/multiples-h200.json
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from pathlib import Path
 
 import torch
 
-from factorized.experiments.training.record import describe_machine
+from benchmarks.script import parser_of, write
 
 LAYERS = [(2048, 5632), (1024, 4096), (384, 1536), (384, 384), (256, 1024), (256, 256)]
 RANKS = [15, 16, 20, 24, 31, 32, 60, 63, 64, 100, 104, 112, 126, 127, 128, 192, 200, 248, 250, 255, 256, 448, 480]
@@ -38,10 +35,9 @@ def milliseconds(inputs: int, outputs: int, rank: int, tokens: int, rounds: int)
 
 def main() -> None:
     """Parse the command line, measure and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows = []
@@ -50,9 +46,7 @@ def main() -> None:
             spent = milliseconds(inputs, outputs, rank, arguments.tokens, arguments.rounds)
             rows.append({"inputs": inputs, "outputs": outputs, "rank": rank, "milliseconds": round(spent, 3)})
             print(rows[-1], flush=True)
-    report = {"machine": describe_machine(torch.device("cuda")), "tokens": arguments.tokens, "rows": rows}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, torch.device("cuda"), rows, tokens=arguments.tokens)
 
 
 if __name__ == "__main__":

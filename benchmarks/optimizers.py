@@ -3,8 +3,8 @@
     python -m benchmarks.optimizers --out benchmarks/results/optimizers-h200.json
 
 Gradients are random. Times are medians of interleaved rounds, in milliseconds. A pass reads or writes every parameter
-once; passes are counted from the tensors that torch's operators take and return. "By operations" is LAMB as one writes
-it with operations on lists of tensors, also compiled. "Graph" is the update as one CUDA graph.
+once; passes are counted from the tensors that torch's operators take and return. "Graph" is the update as one CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -78,45 +78,7 @@ def passes(update: Update, parameters: list[nn.Parameter]) -> float:
     return traffic.bytes / sum(parameter.nbytes for parameter in parameters)
 
 
-class ByOperations:
-    """LAMB by operations on lists of tensors, the same for all parameters; without clipping or checks."""
-
-    def __init__(self, parameters: list[nn.Parameter], compiled: bool) -> None:
-        self.parameters = parameters
-        self.first = [torch.zeros_like(parameter) for parameter in parameters]
-        self.second = [torch.zeros_like(parameter) for parameter in parameters]
-        self.steps = torch.zeros((), device=parameters[0].device)
-        self.update = torch.compile(by_operations) if compiled else by_operations
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take one step."""
-        self.steps += 1
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.update(list(self.parameters), gradients, self.first, self.second, self.steps)
-
-
-def by_operations(
-    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], steps: Tensor
-) -> None:
-    """Update all weights in place."""
-    torch._foreach_lerp_(first, gradients, 1 - 0.9)
-    torch._foreach_mul_(second, 0.999)
-    torch._foreach_addcmul_(second, gradients, gradients, value=1 - 0.999)
-    root = (1 - 0.999**steps).sqrt()
-    roots = torch._foreach_sqrt(second)
-    torch._foreach_div_(roots, root)
-    torch._foreach_add_(roots, 1e-6)
-    updates = list(torch._foreach_div(first, roots))
-    torch._foreach_div_(updates, 1 - 0.9**steps)
-    torch._foreach_add_(updates, weights, alpha=STRENGTH)
-    weight_norms, update_norms = torch._foreach_norm(weights), torch._foreach_norm(updates)
-    ratios = torch.stack(list(weight_norms)) / torch.stack(list(update_norms))
-    torch._foreach_mul_(updates, list((RATE * ratios).unbind()))
-    torch._foreach_sub_(weights, updates)
-
-
-def updates(model: nn.Module, compiled: bool) -> Iterator[tuple[str, Update]]:
+def updates(model: nn.Module) -> Iterator[tuple[str, Update]]:
     """Yield the update of every optimizer."""
     parameters, cuda = list(model.parameters()), next(model.parameters()).is_cuda
 
@@ -132,9 +94,6 @@ def updates(model: nn.Module, compiled: bool) -> Iterator[tuple[str, Update]]:
     yield "LAMB", lamb().step
     yield "LAMB, clipped", lamb(max_grad_norm=1e-3).step
     yield "FLAMBé", flambe().step
-    yield "LAMB by operations", ByOperations(parameters, False).step
-    if compiled:
-        yield "LAMB by operations, compiled", ByOperations(parameters, True).step
     if cuda:
         yield "LAMB, capturable", lamb(capturable=True).step
         yield "AdamW, graph", capture(adamw(capturable=True).step)
@@ -142,7 +101,7 @@ def updates(model: nn.Module, compiled: bool) -> Iterator[tuple[str, Update]]:
         yield "FLAMBé, graph", capture(flambe(capturable=True).step)
 
 
-def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> list[dict[str, Any]]:
+def measure(name: str, device: torch.device, rounds: int) -> list[dict[str, Any]]:
     """Return a row for every optimizer on one model."""
     from transformers import BertConfig, BertForMaskedLM
 
@@ -154,10 +113,10 @@ def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> lis
         parameter.grad = torch.randn_like(parameter) / 1000
     found: dict[str, Update] = {}
     first, counted = {}, {}
-    for optimizer, update in updates(model, compiled):
+    for optimizer, update in updates(model):
         found[optimizer], first[optimizer] = update, milliseconds(update, device) / 1e3
-        hidden = "graph" in optimizer or "compiled" in optimizer
-        counted[optimizer] = None if hidden else passes(update, parameters)
+        if "graph" not in optimizer:
+            counted[optimizer] = passes(update, parameters)
     times: dict[str, list[float]] = {optimizer: [] for optimizer in found}
     for _ in range(rounds):
         for optimizer, update in found.items():
@@ -166,8 +125,7 @@ def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> lis
     rows = []
     for optimizer, ms in times.items():
         median = statistics.median(ms)
-        # a graph replays the operators of the update without one
-        number = counted[optimizer] or counted.get(optimizer.removesuffix(", graph"))
+        number = counted[optimizer.removesuffix(", graph")]  # a graph replays the same operators
         rows.append(
             {
                 "model": name,
@@ -177,8 +135,8 @@ def measure(name: str, device: torch.device, rounds: int, compiled: bool) -> lis
                 "least_ms": round(min(ms), 4),
                 "largest_ms": round(max(ms), 4),
                 "first_s": round(first[optimizer], 2),
-                "passes": None if number is None else round(number, 2),
-                "gb_per_s": None if number is None else round(number * size / median / 1e6, 1),
+                "passes": round(number, 2),
+                "gb_per_s": round(number * size / median / 1e6, 1),
             }
         )
         print(rows[-1], flush=True)
@@ -189,13 +147,12 @@ def main() -> None:
     """Parse the command line, time every optimizer and write one JSON file."""
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--compiled", nargs="*", choices=list(SIZES), default=["BERT-small"])
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in arguments.models:
-        rows += measure(name, arguments.device, arguments.rounds, name in arguments.compiled)
+        rows += measure(name, arguments.device, arguments.rounds)
         write(arguments.out, arguments.device, rows, rounds=arguments.rounds)
 
 

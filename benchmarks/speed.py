@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import markdown
-from benchmarks.drawing import DARK, drawn_from
+from benchmarks.drawing import drawn_from, save
 from factorized.experiments.bench.charts import FIRST, OTHERS, OURS, figure_of
 from factorized.experiments.bench.names import BENCHMARKS
-from factorized.experiments.reproduce.paper_figures import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -226,8 +225,7 @@ def draw_figures(folder: Path = FIGURES, results: Path = RESULTS) -> None:
     for name, (checksum, draw) in figures(results).items():
         path = folder / name
         if drawn_from(path) != checksum:
-            save_figure(draw(), path, checksum)
-            path.write_text(path.read_text().replace("</style>", f"{DARK}</style>", 1))
+            save(draw(), path, checksum)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

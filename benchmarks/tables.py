@@ -258,20 +258,16 @@ def ranks() -> str:
         for network, ratio in _networks(report)
     ]
     dense = [f"{row['network']} {row['mean']:.2f}" for row in report["rows"] if row["ranks"] == "dense"]
-    note = _scores(report, f"means and deviations of n = {report['seeds']} seeds. Dense: {', '.join(dense)}.")
+    note = (
+        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
+        f"{_machine(report)}; means and deviations of n = {report['seeds']} seeds. Dense: {', '.join(dense)}."
+    )
     return table(["network", "parameters kept", *(titles[way] for way in ways)], rows, note)
 
 
 def _networks(report: dict[str, Any]) -> list[tuple[str, float]]:
     """Return the compressed networks of a report, each with the share of parameters that it kept."""
     return list(dict.fromkeys((row["network"], row["ratio"]) for row in report["rows"] if row["ratio"] < 1))
-
-
-def _scores(report: dict[str, Any], rest: str) -> str:
-    return (
-        "Test accuracy in percent, and perplexity per byte (lower is better) of the language model; "
-        f"{_machine(report)}; {rest}"
-    )
 
 
 def recovery() -> str:
@@ -281,8 +277,7 @@ def recovery() -> str:
 
 def _mean(row: dict[str, Any]) -> str:
     digits = 1 if row["score"] == "accuracy" else 2
-    spread = "" if row["deviation"] is None else f" ± {row['deviation']:.{digits}f}"
-    return f"{row['mean']:.{digits}f}{spread}"
+    return f"{row['mean']:.{digits}f} ± {row['deviation']:.{digits}f}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

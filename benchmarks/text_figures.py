@@ -103,8 +103,8 @@ def image(name: str, alt: str, results: Path) -> str:
     return f"![{alt}](figures/{name}.svg)" if panels_of(name, results) else ""
 
 
-def draw_all(results: Path = RESULTS, folder: Path = FOLDER) -> None:
+def draw_all() -> None:
     """Write every figure that has something to show."""
     for name in FIGURES:
-        if panels := panels_of(name, results):
-            draw(panels, folder / f"{name}.svg")
+        if panels := panels_of(name, RESULTS):
+            draw(panels, FOLDER / f"{name}.svg")

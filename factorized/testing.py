@@ -80,7 +80,7 @@ class Case:
         return self.layer.from_dense(dense, format or self.format, init, **self.options)
 
     def make_layer(self, dtype: torch.dtype = torch.float64) -> Any:
-        """Return a layer none of whose parameters is special: the inner matrices are no identities."""
+        """Return a layer none of whose parameters is special: the inner matrices are not identities."""
         layer = self.factorize(self.make_dense(dtype))
         with torch.no_grad():
             for parameter in layer.parameters():

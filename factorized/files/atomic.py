@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
@@ -59,6 +59,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         new.put()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` atomically, as UTF-8."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def remove_abandoned(folder: Path, is_ours: Callable[[str], bool], is_needed: Callable[[Path], bool]) -> None:
     """Remove the files that killed processes left in ``folder``: temporary ones, and others that nothing needs.
 
@@ -73,6 +78,19 @@ def remove_abandoned(folder: Path, is_ours: Callable[[str], bool], is_needed: Ca
             # In this order: whoever held the lock has by now written the file that shows whether this one is needed.
             if lock(file, wait=False) and (temporary or not is_needed(path)):
                 path.unlink()
+
+
+@contextmanager
+def locked_folder(folder: Path, *, wait: bool) -> Iterator[bool | None]:
+    """Hold the lock of a folder; yield whether that worked, or None where there are no locks."""
+    if os.name == "nt":  # Windows cannot open folders
+        yield None
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield lock(descriptor, wait=wait)
+    finally:
+        os.close(descriptor)
 
 
 def lock(file: IO[bytes] | int, *, wait: bool) -> bool | None:

@@ -67,7 +67,7 @@ def why_not_plain(module: nn.Module, known: Collection[type[nn.Module]]) -> str 
 
 
 def _defined(cls: type) -> list[str]:
-    """Return the names that a class defines for its objects, besides how they are made and shown."""
+    """Return the names that a class defines for its objects, except for how they are made and shown."""
     return [
         name
         for name, value in vars(cls).items()

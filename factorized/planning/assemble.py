@@ -49,10 +49,11 @@ def assemble(
     solved: Solved,
     measured: Measured | None,
 ) -> Plan:
-    """Return the plan: one entry per candidate, and the totals."""
+    """Return the plan: one entry per candidate and per matrix that no layer holds, and the totals."""
     dense = "would grow: the factors would cost more than the dense layer"
     dense = dense if scheme.compresses else f"{budget} is above its full rank"
     entries = [_entry(candidate, solved, measured, held, dense) for candidate, held in _held_before(candidates)]
+    entries += _loose_entries(model, candidates)
     params = count_parameters(model)
     saved = sum(cost.params(None) - cost.params(choice) for cost, choice in solved.values())
     macs = measured.macs if measured is not None else None
@@ -129,6 +130,33 @@ def _planned_attention(candidate: AttentionCandidate, solved: Solved, measured: 
     if measured is not None:
         entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(rank))
     return entry if reason is None else replace(entry, forms=(), reason=reason)
+
+
+def _loose_entries(model: nn.Module, candidates: Sequence[Candidate]) -> list[PlanEntry]:
+    """Return a dense entry, with its reason, for every matrix or stack of matrices that no candidate holds."""
+    seen: set[Tensor] = {p for candidate in candidates for p in candidate.module.parameters()}
+    entries = []
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter in seen or is_lazy(parameter):
+                continue
+            seen.add(parameter)
+            if sum(extent > 1 for extent in parameter.shape) >= 2:
+                entries.append(_loose_entry(f"{name}.{key}".removeprefix("."), type(module).__name__, parameter))
+    return entries
+
+
+def _loose_entry(name: str, holder: str, parameter: Tensor) -> PlanEntry:
+    stack = parameter.dim() == 3 and parameter.shape[0] > 1
+    what = f"a stack of {parameter.shape[0]} matrices" if stack else "a parameter"
+    return PlanEntry(
+        name=name,
+        type=type(parameter).__name__,
+        shape=tuple(parameter.shape),
+        reason=f"{what} in {holder}, which is not a layer that can be replaced",
+        params=parameter.numel(),
+        params_after=parameter.numel(),
+    )
 
 
 def attention_entry(candidate: AttentionCandidate, cost: AttentionCost, head_ranks: tuple[int, int]) -> AttentionEntry:

@@ -40,7 +40,7 @@ class Budget:
 
 
 def _meant(scheme: object) -> str:
-    """Return what somebody probably meant who gave this as a scheme, or nothing."""
+    """Return what was probably meant by this value for a scheme, or nothing."""
     for known in SCHEMES:
         if scheme in (known, known.name):
             return f"; make one: {known.__name__}()"

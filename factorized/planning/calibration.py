@@ -42,7 +42,7 @@ class Calibrated:
             arguments or a dict.
         samples: stop after the batch that brings the number of examples to this many; None takes every batch. Needed
             for iterators that never end.
-        layers_per_pass: hold the moments of so many layers at a time, and run the batches once for each such part of
+        layers_per_pass: hold the moments of this many layers at a time, and run the batches once for each such part of
             the model; None runs them once. A layer with n inputs (for a convolution: in channels times taps) takes
             8 n² bytes.
         loss: called with the model's outputs and the other parts of the batch: ``F.cross_entropy`` for

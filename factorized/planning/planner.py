@@ -21,7 +21,6 @@ from factorized.planning.assemble import assemble
 from factorized.planning.budget import Of, read_budget
 from factorized.planning.calibration import Calibrated
 from factorized.planning.candidate import Candidate
-from factorized.planning.loose import loose_entries
 from factorized.planning.parts import parts_of
 from factorized.planning.pattern import Pattern
 from factorized.planning.plan import Plan
@@ -202,11 +201,10 @@ def _candidates(
 
 
 def _made(model: nn.Module, problem: Problem, choices: Choices) -> Plan:
-    """Return the plan: an entry for every candidate and every matrix outside them, and the model's parts."""
+    """Return the plan, with the model's parts."""
     zipped = zip(problem.weights, problem.costs, choices, strict=True)
     solved = {tied[0].name: (cost, choice) for tied, cost, choice in zipped}
     made = assemble(model, problem.scheme, problem.budget, problem.candidates, solved, problem.measured)
-    made = replace(made, entries=(*made.entries, *loose_entries(model, problem.candidates)))
     return replace(made, parts=parts_of(made, [found.name for found in find_attention(model)]))
 
 

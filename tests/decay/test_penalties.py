@@ -212,15 +212,6 @@ class TestProductPenalty:
         assert model.wide.U.grad is None
 
 
-def test_a_squared_norm_is_frobenius_decay() -> None:
-    model, reference = twins()
-    for twin, decay in ((model, fz.ProductPenalty(model, half_square)), (reference, fz.FrobeniusDecay(reference, 0.3))):
-        loss_of(twin, 0).backward()
-        decay.apply_()
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert error(one.grad, other.grad) < 1e-10
-
-
 def test_nuclear_decay_of_half_parameters_is_computed_in_single_precision() -> None:
     model = mixed().bfloat16()
     wide = deepcopy(model).float()

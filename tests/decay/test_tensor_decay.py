@@ -53,20 +53,6 @@ def test_the_decay_is_that_of_the_penalty_in_the_loss(kind: str, in_backward: bo
 
 
 @every_kind
-def test_the_decay_acts_at_all_unlike_the_published_one(kind: str) -> None:
-    model = tensorized(kind)
-    twin = deepcopy(model)
-    optimizer, other = sgd(model), sgd(twin)
-    fz.FrobeniusDecay(model, 5.0).attach(optimizer)
-    before = penalty(model).item()
-    for _ in range(5):
-        step(model, optimizer)
-        step(twin, other)
-    assert penalty(model).item() < 0.98 * before
-    assert penalty(model).item() < penalty(twin).item()
-
-
-@every_kind
 def test_the_penalty_and_forms_need_nothing_from_the_user(kind: str) -> None:
     model = tensorized(kind)
     decay = fz.FrobeniusDecay(model, 0.3)

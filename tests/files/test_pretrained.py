@@ -71,6 +71,13 @@ def test_from_pretrained_takes_auto_classes_too(tmp_path: Path) -> None:
     assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
 
 
+def test_from_pretrained_puts_the_model_on_a_device(tmp_path: Path) -> None:
+    model = fz.factorize_attention(LLAMA.make(torch.float32), forms=("ov",))
+    fz.save_pretrained(model, tmp_path)
+    elsewhere = fz.from_pretrained(type(model), tmp_path, device="meta")
+    assert {parameter.device.type for parameter in elsewhere.parameters()} == {"meta"}
+
+
 def test_composed_models_are_what_transformers_saves_and_loads_by_itself(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 

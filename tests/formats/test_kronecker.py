@@ -44,17 +44,6 @@ def test_the_approximation_is_the_best_by_the_singular_values_of_the_rearranged_
     torch.testing.assert_close(error, lost)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_norm_and_gradients_are_autograds(shape: tuple[int, ...]) -> None:
-    format = Kronecker().at_rank(KernelShape.of(shape), 3)
-    cores = [random_weight(extents).requires_grad_() for extents in format.cores.values()]
-    weight = format.compose(cores)
-    torch.testing.assert_close(format.norm_squared(cores), weight.square().sum())
-    expected = torch.autograd.grad(weight.square().sum() / 2, cores)
-    for actual, reference in zip(format.gradients([core.detach() for core in cores]), expected, strict=True):
-        torch.testing.assert_close(actual, reference)
-
-
 def test_a_budget_is_met_and_the_plan_survives_json() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     plan = fz.plan(model, Kronecker(), ratio=0.3, keep_first_and_last=False)

@@ -45,17 +45,6 @@ def test_the_projection_is_the_best_of_every_block(
     assert error(again, found) < 1e-12
 
 
-@pytest.mark.parametrize(("weight_shape", "groups", "blocks", "rank"), CASES)
-def test_norm_and_gradients_are_autograds(weight_shape: tuple[int, ...], groups: int, blocks: int, rank: int) -> None:
-    format = MonarchFormat(KernelShape.of(weight_shape, groups), blocks, rank)
-    cores = [core.requires_grad_() for core in cores_of(format, 3)]
-    squared = format.compose(cores).flatten(1).square().sum(-1)
-    assert error(format.norm_squared(cores), squared) < 1e-12
-    expected = torch.autograd.grad(squared.sum() / 2, cores)
-    for actual, reference in zip(format.gradients(cores), expected, strict=True):
-        assert error(actual, reference) < 1e-12
-
-
 @pytest.mark.parametrize("weight_shape", [(12, 8), (6, 4, 3, 2)])
 def test_with_one_block_it_is_low_rank(weight_shape: tuple[int, ...]) -> None:
     shape, weight = KernelShape.of(weight_shape, kind="channel"), randn(*weight_shape)

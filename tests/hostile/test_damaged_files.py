@@ -96,11 +96,11 @@ def test_a_file_that_is_damaged_in_many_ways_is_refused_or_read_the_same(
 
 
 def check(form: Format, made: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damage the file with every seed; list what was read differently, or let anything but ValueError through."""
+    """Damage the file with every seed: most damage is refused in one line that names the file, and none is misread."""
     monkeypatch.chdir(made)
     path = next(made.glob(form.file))
     whole, expected = path.read_bytes(), form.read(made)
-    wrong = []
+    wrong, refused = [], 0
     try:
         for seed in seeds:
             done = damage(path, SEED * 10_000 + seed)
@@ -108,14 +108,18 @@ def check(form: Format, made: Path, seeds: range, monkeypatch: pytest.MonkeyPatc
                 if not same(form.read(made), expected):
                     wrong.append(f"{done}: read differently")
             except ValueError as refusal:
-                if "\n" in str(refusal).strip():
-                    wrong.append(f"{done}: refused in several lines: {refusal}"[:200])
+                refused += 1
+                # prepared data blame a label beyond their classes on the set that they were made from
+                is_named = path.name in str(refusal) or form.read is read_data
+                if "\n" in str(refusal).strip() or not is_named:
+                    wrong.append(f"{done}: refused in several lines, or without a name: {refusal}"[:200])
             except Exception as raw:
                 wrong.append(f"{done}: {type(raw).__name__}: {raw}"[:200])
             replace(path, whole)
     finally:
         replace(path, whole)
     assert wrong == [], f"{len(wrong)} of {len(seeds)}"
+    assert refused > len(seeds) // 2
 
 
 def same(left: Any, right: Any) -> bool:

@@ -86,13 +86,13 @@ def trainer(folder: Path, epochs: int, *callbacks: Any) -> Any:
     )
 
 
-def by_hand(module: Net, decay: float | None, epochs: int = 2) -> Net:
-    fz.factorize(module, plan_of(module))
+def by_hand(module: Net, decay: float | None, init: Any = None, decoupled: bool | None = None) -> Net:
+    fz.factorize(module, plan_of(module), init=init)
     optimizer = module.configure_optimizers()
     for one in optimizer if isinstance(optimizer, list) else [optimizer]:
         if decay is not None:
-            fz.FrobeniusDecay(module, decay).attach(one)
-    for _ in range(epochs):
+            fz.FrobeniusDecay(module, decay, decoupled=decoupled).attach(one)
+    for _ in range(2):
         for x, y in batches():
             for one in optimizer if isinstance(optimizer, list) else [optimizer]:
                 one.zero_grad()
@@ -106,11 +106,15 @@ def assert_equal(a: nn.Module, b: nn.Module) -> None:
     torch.testing.assert_close(dict(a.state_dict()), dict(b.state_dict()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("optimizers", [1, 3])
-def test_training_with_the_callback_equals_factorizing_and_decaying_by_hand(tmp_path: Path, optimizers: int) -> None:
+@pytest.mark.parametrize(
+    ("optimizers", "settings"), [(1, {}), (3, {}), (1, {"init": nn.init.eye_}), (1, {"decoupled": True})]
+)
+def test_training_with_the_callback_equals_factorizing_and_decaying_by_hand(
+    tmp_path: Path, optimizers: int, settings: dict[str, Any]
+) -> None:
     module = net(optimizers=optimizers)
-    trainer(tmp_path, 2, FactorizeCallback(plan_of, decay=0.05)).fit(module, loader())
-    assert_equal(module, by_hand(net(optimizers=optimizers), decay=0.05))
+    trainer(tmp_path, 2, FactorizeCallback(plan_of, decay=0.05, **settings)).fit(module, loader())
+    assert_equal(module, by_hand(net(optimizers=optimizers), decay=0.05, **settings))
     undecayed = by_hand(net(optimizers=optimizers), decay=None)
     assert not torch.equal(module.body[0].U, undecayed.body[0].U)
 

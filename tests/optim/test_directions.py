@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import factorized as fz
-from benchmarks.optimizers import ByOperations, passes
+from benchmarks.optimizers import passes
 from tests.optim.lamb_reference import Settings, draws, lamb, run
 
 
@@ -33,7 +33,6 @@ def flambe(model: nn.Module) -> torch.optim.Optimizer:
         pytest.param(lambda model: fz.Lamb(model.parameters(), max_grad_norm=None), 15, id="lamb"),
         pytest.param(lambda model: fz.Lamb(model.parameters(), max_grad_norm=1e9), 15, id="lamb-that-need-not-clip"),
         pytest.param(lambda model: fz.Lamb(model.parameters(), max_grad_norm=1e-3), 17, id="lamb-that-clips"),
-        pytest.param(lambda model: ByOperations(list(model.parameters()), False), 29, id="lamb-by-operations"),
     ],
 )
 def test_an_update_passes_over_memory_few_times(

@@ -141,14 +141,6 @@ def at_full_rank(scheme: Any, entry: fz.PlanEntry) -> fz.PlanEntry:
     return replace(entry, format=scheme.at_scale(entry.format.shape, 1e9))
 
 
-def test_a_weight_that_is_not_finite_changes_nothing() -> None:
-    model = dense()
-    with torch.no_grad():
-        model[3].weight[0, 0, 0, 0] = float("nan")  # type: ignore[index]
-    with unchanged(model), pytest.raises(ValueError, match="3: weight holds NaN"):
-        fz.factorize(model, fz.TensorTrain(), rank=2)
-
-
 @every_kind
 def test_a_model_on_the_meta_device_is_planned_built_and_loaded(kind: str, tmp_path: Path) -> None:
     model = tensorized(kind, torch.float32).eval()

@@ -1,4 +1,4 @@
-"""The names of the benchmarks, in a file of their own so that shell completion does not import torch."""
+"""The names of the benchmarks, in a separate file so that shell completion does not import torch."""
 
 from __future__ import annotations
 

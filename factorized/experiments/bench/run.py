@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from factorized.experiments.bench.charts import draw
 from factorized.experiments.bench.names import BENCHMARKS
 from factorized.experiments.bench.session import Session
+from factorized.experiments.data.explain import nearest
 
 ALL = "all"
 
@@ -23,8 +23,7 @@ def find_benchmarks(names: Sequence[str]) -> list[str]:
     """
     for name in names:
         if name != ALL and name not in BENCHMARKS:
-            near = difflib.get_close_matches(name, [*BENCHMARKS, ALL], n=1, cutoff=0.4)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            meant = nearest(name, [*BENCHMARKS, ALL], 0.4)
             raise ValueError(f"there is no benchmark {name!r}{meant}; there are {', '.join(BENCHMARKS)}")
     return list(dict.fromkeys([*BENCHMARKS] if ALL in names else names))
 

@@ -15,7 +15,7 @@ import torch
 from factorized.experiments.bench.measure import Run, clock_of, interleave
 from factorized.experiments.bench.memory import PeakMemory
 from factorized.experiments.training.record import describe_machine
-from factorized.files.atomic import write_whole
+from factorized.files.atomic import write_text
 
 Row = dict[str, Any]
 # whose versions a report has, where installed
@@ -36,7 +36,7 @@ Make = Callable[[], Way]
 class Session:
     """One benchmark on one device: measures groups of ways side by side and keeps their rows in a file.
 
-    Rows of a group are told against its first way, which is the one to beat.
+    Rows of a group are compared with its first way, which is the one to beat.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Session:
         """Write everything so far."""
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, lambda temporary: temporary.write_text(text))
+        write_text(self.path, text)
 
     def to_dict(self) -> Row:
         """Return the report as plain data."""

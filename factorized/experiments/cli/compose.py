@@ -13,7 +13,7 @@ from factorized.experiments.cli.arguments import Data, Device, Run, TrustModel, 
 from factorized.experiments.cli.console import say
 from factorized.experiments.cli.evaluate import ALLOWED as ALLOWED_TO_RECORDED
 from factorized.experiments.cli.text import compose_run, is_text_run
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.extras import install_command
 
 if TYPE_CHECKING:
@@ -133,12 +133,8 @@ def _write_checked(
     temporary = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
     expected = accuracy_of(before, images)
     try:
-        try:
+        with writing_to(path, "name another file by --out"):
             write_network(plain, to, temporary, images, about)
-        except OSError as problem:
-            raise ValueError(
-                f"cannot write {path}: {in_words(problem, named=False)}; name another file by --out"
-            ) from problem
         function = read_network(to, temporary, plain, device)
         if function is None:
             say(f"accuracy before {expected:.2f} %; the file was written and not run: {install_command('onnx')}")

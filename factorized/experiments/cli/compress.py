@@ -84,21 +84,21 @@ def compress(
     layers_per_pass: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Hold the moments of so many layers at a time: slower, in less memory.", show_default=False
+            min=1, help="Hold the moments of this many layers at a time: slower, in less memory.", show_default=False
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The folder; RUN/compressed-RATIO, or out/compressed/NAME-RATIO.", show_default=False),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever the folder holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over, whatever the folder holds.")] = False,
     device: Device = None,
     trust_model: TrustModel = False,
     quiet: Quiet = False,
 ) -> None:
     """Compress a trained model: choose ranks and fill factors by its data, train it further, and write a page about it.
 
-    The same command goes on where an earlier one was stopped: what is finished is not done again.
+    The same command continues where an earlier one was stopped: what is finished is not done again.
     """
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.cli.subjects import default_folder, open_subject

@@ -1,4 +1,4 @@
-"""``factorized generate``: text that a trained language model goes on with."""
+"""``factorized generate``: continue a text with a trained language model."""
 
 from __future__ import annotations
 

@@ -44,9 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
     try:
         given = _checked_words(given)
-        from factorized.experiments.cli.app import (
-            app,
-        )  # imported here so that a missing package is reported like any other error
+        # imported here so that a missing package is reported like any other error
+        from factorized.experiments.cli.app import app
 
         if os.environ.get("_FACTORIZED_COMPLETE") == "complete_bash":
             return _complete_for_bash()
@@ -60,7 +59,7 @@ def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
         return 0
     except KeyboardInterrupt:
         goes_on = _verb(given) in (["compress"], ["reproduce"])
-        kept = f"; {_how_to_go_on('what is finished is kept', given)}" if goes_on else ""
+        kept = f"; {_how_to_continue('what is finished is kept', given)}" if goes_on else ""
         _complain(f"stopped by Ctrl-C{kept}")
         return STOPPED
     except Exception as error:
@@ -105,7 +104,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     if "--debug" in given:
         traceback.print_exception(error)
     if isinstance(error, (Interrupted, CannotWrite)):
-        _complain(f"{error}; {_how_to_go_on(error.kept, given)}")
+        _complain(f"{error}; {_how_to_continue(error.kept, given)}")
         return error.exit_code
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing in EXTRAS and "pip install" not in str(error):
@@ -119,14 +118,14 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
     return 2
 
 
-def _how_to_go_on(kept: str, given: Sequence[str]) -> str:
+def _how_to_continue(kept: str, given: Sequence[str]) -> str:
     """Return the command to type after a run that ended early, and what it finds there."""
     again = [word for word in given if word not in ("--overwrite", "--resume", "--auto-resume")]
     verb = _verb(given)
-    if verb == ["train"]:  # others go on by themselves
+    if verb == ["train"]:  # others resume by themselves
         again.append("--resume")
     started_by = "torchrun … -m factorized" if "LOCAL_RANK" in os.environ else "factorized"
-    what = "begin anew" if verb == ["demo"] else f"{kept}, go on"
+    what = "start over" if verb == ["demo"] else f"{kept}, continue"
     return f"{what} with: {started_by} {shlex.join(again)}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from factorized.experiments.cli.arguments import (
 )
 from factorized.experiments.cli.console import say
 from factorized.experiments.cli.text import plan_recipe
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.models.names import MODELS, MOST_CLASSES, MOST_VALUES
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from factorized.experiments.data.images import Images
     from factorized.experiments.recipes.recipe import Recipe
+    from factorized.experiments.recipes.text import AnyRecipe
     from factorized.planning.plan import Plan
 
 EXAMPLES = examples(
@@ -91,13 +94,6 @@ def plan(
 ) -> None:
     """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
     from factorized.experiments.cli.images import load_data
-    from factorized.experiments.recipes.find import (
-        change_table,
-        check_any_recipe,
-        check_recipe,
-        load_any_recipe,
-        merge,
-    )
     from factorized.experiments.recipes.text import TextRecipe
     from factorized.experiments.training.network import build_dense, plan_network
 
@@ -109,32 +105,16 @@ def plan(
         )
     if html is not None and html.suffix != ".html":
         raise ValueError(f"--html {html}: the name of a page must end in .html")
-    values = (channels or 3) * (size or 32) ** 2
-    if values > MOST_VALUES:
-        raise ValueError(
-            f"--size {size or 32} with --channels {channels or 3} makes images of {values:,} values; expected at most "
-            f"{MOST_VALUES:,}"
-        )
     budgets = {"ratio": ratio, "rank_scale": rank_scale, "rank": rank, "energy": energy, "macs": macs}
     choices = {"of": of, "multiple_of": multiple_of, "min_size": min_size}
     fields = {"scheme": scheme, "variant": variant, **budgets, **choices}
     given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
-    if name is None:
-        table = {"name": model, "model": {"name": model}, "factorize": {"scheme": "low_rank"}}
-        # options last: a scheme that is set drops the fields of another one, and must not drop what was asked for
-        table = merge(change_table(table, changes or ()), {"factorize": given})
-        recipe = check_recipe(table, f"--model {model}")
-        shape = (classes or 10, size or 32, channels or 3)
+    if model is not None:
+        shape = _checked_shape(classes or 10, size or 32, channels or 3)
+        recipe = _recipe_of_model(model, given, changes or ())
         recipe, images = _without_data(recipe, shape) if data is None else load_data(recipe, data)
-    elif name in MODELS:
-        raise ValueError(
-            f"{name} is a model, not a recipe; plan it by --model {name}, with a budget such as --ratio 0.1"
-        )
     else:
-        read = load_any_recipe(name, changes or ())
-        if read.factorize.scheme == "none" and any(value is not None for value in budgets.values()):
-            given.setdefault("scheme", "low_rank")  # what would this budget do to the dense network?
-        read = check_any_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
+        read = _named_recipe(str(name), given, changes or ())
         if isinstance(read, TextRecipe):
             _show(read.name, *plan_recipe(read), html)
             return
@@ -149,6 +129,40 @@ def plan(
     _show(recipe.name, dense, made, html)
 
 
+def _checked_shape(classes: int, size: int, channels: int) -> tuple[int, int, int]:
+    """Return classes, size and channels of the images that a model is planned for, if they can be made."""
+    if (values := channels * size**2) > MOST_VALUES:
+        raise ValueError(
+            f"--size {size} with --channels {channels} makes images of {values:,} values; expected at most "
+            f"{MOST_VALUES:,}"
+        )
+    return classes, size, channels
+
+
+def _recipe_of_model(model: str, given: dict[str, Any], changes: Sequence[str]) -> Recipe:
+    """Return a recipe of that model, low-rank unless another scheme is given."""
+    from factorized.experiments.recipes.find import change_table, check_recipe, merge
+
+    table = {"name": model, "model": {"name": model}, "factorize": {"scheme": "low_rank"}}
+    # options last: a scheme that is set drops the fields of another one, and must not drop what was asked for
+    return check_recipe(merge(change_table(table, changes), {"factorize": given}), f"--model {model}")
+
+
+def _named_recipe(name: str, given: dict[str, Any], changes: Sequence[str]) -> AnyRecipe:
+    """Return the recipe of that name with the options that were given in place of its own."""
+    from factorized.experiments.recipes.find import check_any_recipe, load_any_recipe, merge
+    from factorized.experiments.recipes.recipe import BUDGETS
+
+    if name in MODELS:
+        raise ValueError(
+            f"{name} is a model, not a recipe; plan it by --model {name}, with a budget such as --ratio 0.1"
+        )
+    read = load_any_recipe(name, changes)
+    if read.factorize.scheme == "none" and not given.keys().isdisjoint(BUDGETS):
+        given = {"scheme": "low_rank", **given}  # what would this budget do to the dense network?
+    return check_any_recipe(merge(read.to_dict(), {"factorize": given}), name) if given else read
+
+
 def _show(name: str, dense: nn.Module, made: Plan | None, html: Path | None) -> None:
     """Print a plan, and draw it on the page ``html`` if there is one."""
     from factorized.nn.running import count_parameters
@@ -160,10 +174,8 @@ def _show(name: str, dense: nn.Module, made: Plan | None, html: Path | None) -> 
         return
     say(str(made))
     if html is not None:
-        try:
+        with writing_to(html, "name another place by --html"):
             html.write_text(made.to_html())
-        except OSError as error:
-            raise ValueError(f"cannot write {html}: {error.strerror}; name another place by --html") from error
         say(f"drawn on {html}")
 
 

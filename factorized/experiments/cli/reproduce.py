@@ -120,7 +120,7 @@ def reproduce(
     """
     from factorized.experiments.data.extras import need
     from factorized.experiments.recipes.find import table_recipes
-    from factorized.experiments.reproduce.carry_out import carry_out
+    from factorized.experiments.reproduce.engine import carry_out
     from factorized.experiments.reproduce.planned import Planner, check_length, in_waves
 
     recipes = table_recipes(table, cells)
@@ -182,7 +182,7 @@ def _rows(planner: Planner, recipes: Sequence[Any], seeds: int) -> list[Row]:
 
 
 def _tell(count: int) -> Callable[[Outcome], None]:
-    """Return what prints a line for each run that ends, of so many."""
+    """Return a function that prints a line for each of ``count`` runs as it ends."""
     from factorized.experiments.reproduce.row import shown
 
     number = itertools.count(1)
@@ -246,7 +246,7 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     table = plain_table("recipe", *numbers, *basis_and_remarks, numbers=numbers)
     to_do = missing(run for row in rows for run in row.runs)
     asked = {row.name for row in rows}
-    first: dict[str, list[PlannedRun]] = {}  # what others go on from
+    first: dict[str, list[PlannedRun]] = {}  # what others continue from
     for run in to_do:
         if run.name not in asked:
             first.setdefault(run.name, []).append(run)

@@ -47,7 +47,7 @@ def _checkpoint_hint(path: Path) -> str:
 
 
 def default_folder(model: str, ratio: float) -> Path:
-    """Return where the compression of a model lies unless another folder is given."""
+    """Return the default folder of a model's compression."""
     path = Path(model.removeprefix("hf:")).expanduser()
     if (path / RESULT).is_file():
         return path / f"compressed-{ratio:g}"
@@ -88,18 +88,23 @@ def _text_run(run: Path, data: str | None, device: torch.device) -> Subject:
 def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subject:
     """Return a model of transformers: of the task that its config names."""
     from factorized.experiments.compress.text import TextSubject
-    from factorized.experiments.data.extras import need
-    from factorized.experiments.models.hugging_face import drawn_keys, quiet, reading, refuse_factorized, refuse_lost
+    from factorized.experiments.models.hugging_face import (
+        drawn_keys,
+        need_transformers,
+        quiet,
+        reading,
+        refuse_factorized,
+        refuse_lost,
+    )
     from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
-    from factorized.experiments.text.models import AUTO
+    from factorized.experiments.text.models import auto_class
     from factorized.experiments.text.tokenizer import load_tokenizer
     from factorized.files.pretrained import refuse_own_code
 
     refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
     refuse_factorized(folder)
-    transformers = need("transformers", "transformers", "a Hugging Face model", "text")
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    task = _task(transformers, folder, config)
+    task = _task(need_transformers(), folder, config)
     identity = [checksum_of(path) for path in sorted(folder.glob("*.safetensors"))]
     if not identity:
         raise ValueError(
@@ -115,9 +120,8 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
     corpus = load_text(recipe, data, tokenizer=load_tokenizer(folder))
 
     def make() -> nn.Module:
-        with quiet(transformers), reading(folder):
-            auto = getattr(transformers, AUTO[task])
-            found, report = auto.from_pretrained(
+        with quiet(), reading(folder):
+            found, report = auto_class(task).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
         refuse_lost(folder, drawn_keys(report))
@@ -152,7 +156,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
 
     from factorized.experiments.compress.images import ImageSubject
     from factorized.experiments.data.load import load_images
-    from factorized.experiments.models.build import build_model
+    from factorized.experiments.models.build import build_for
     from factorized.experiments.recipes.recipe import Data, Model, Recipe
     from factorized.experiments.training.network import check_network
 
@@ -163,7 +167,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
 
     def make() -> nn.Module:
         torch.manual_seed(0)  # a function that draws its weights draws the same ones again
-        return build_model(model, len(images.classes), images.size[0], images.channels)
+        return build_for(model, images)
 
     network = make()
     check_network(Recipe(model=Model(name=model), data=Data(crop_padding=0)), network, images)

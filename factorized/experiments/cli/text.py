@@ -66,7 +66,7 @@ def train_recipe(
     from factorized.experiments.training.progress import Reporter
 
     results = []
-    apart = recipe.of_seed(0) != recipe  # each seed goes on from a run of its own
+    apart = recipe.of_seed(0) != recipe  # each seed continues from its own run
     for together in [(seed,) for seed in seeds] if apart else [tuple(seeds)]:
         of_seed = recipe.of_seed(together[0])
         results += train_text(
@@ -120,8 +120,6 @@ def compose_run(run: Path, out: Path | None, data: str | None, device: torch.dev
     """Write the network of a run on text as a folder that transformers opens by itself, and compare the loss."""
     import shutil
 
-    import transformers
-
     from factorized.experiments.models.hugging_face import quiet
     from factorized.experiments.text.train import TASKS
     from factorized.experiments.text.trained import load_text_run
@@ -141,7 +139,7 @@ def compose_run(run: Path, out: Path | None, data: str | None, device: torch.dev
         say(f"that is more than rounding: {folder} was not written")
         raise typer.Exit(1)
     shutil.rmtree(folder, ignore_errors=True)
-    with quiet(transformers):
+    with quiet():
         plain.cpu().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     say(f"{folder}: {trained:,} parameters in training, {count_parameters(plain):,} now; transformers opens it")

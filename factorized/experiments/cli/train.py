@@ -51,9 +51,9 @@ def train(
         ),
     ] = 1,
     out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME/seed-SEED.")] = Path("out"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of these runs.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint of these runs.")] = False,
     auto_resume: Annotated[
-        bool, typer.Option("--auto-resume", help="Go on where there is a run, and start where there is none.")
+        bool, typer.Option("--auto-resume", help="Continue where there is a run, and start where there is none.")
     ] = False,
     allow_other_devices: Annotated[
         bool,
@@ -62,11 +62,11 @@ def train(
             help="Resume with another number of processes or on another kind of device: another result than without.",
         ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run is.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over where there is a run.")] = False,
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train a recipe, with one seed or several; checkpoints, curves and the result lie in OUT/NAME/seed-SEED."""
+    """Train a recipe, with one seed or several; checkpoints, curves and the result go to OUT/NAME/seed-SEED."""
     if seeds is not None and seed is not None:
         raise ValueError(f"give --seeds {seeds} for seeds 0 to {seeds - 1}, or --seed {seed} for one, not both")
     if seed is not None and seed > LARGEST_SEED:
@@ -78,8 +78,8 @@ def train(
     ]
     if len(ways) > 1:
         raise ValueError(
-            f"got {' and '.join(ways)}: --resume goes on with a run, --auto-resume also starts one, and --overwrite "
-            "starts it anew; give one of them"
+            f"got {' and '.join(ways)}: --resume continues a run, --auto-resume also starts one, and --overwrite "
+            "starts it over; give one of them"
         )
     chosen = tuple(range(seeds)) if seeds is not None else (seed or 0,)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from factorized.experiments.compress.subject import Subject
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.data.images import Images
-from factorized.experiments.models.build import build_model
+from factorized.experiments.models.build import build_for
 from factorized.experiments.recipes.recipe import Model, Recipe
 from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.evaluate import Evaluator
@@ -79,9 +79,7 @@ class ImageSubject(Subject):
 
     def load(self, folder: Path) -> nn.Module:
         """Return the network that ``save`` wrote."""
-        images = self.images
-        fresh = build_model(self.model, len(images.classes), images.size[0], images.channels)
-        return load(folder, fresh).to(self.device).eval()
+        return load(folder, build_for(self.model, self.images)).to(self.device).eval()
 
     def fit(self, recipe: AnyRecipe) -> AnyRecipe:
         """Return the recipe with this model and these images."""

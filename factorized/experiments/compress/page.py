@@ -10,7 +10,7 @@ from typing import Any
 
 from factorized.experiments.reproduce.chart import Line, line_chart
 from factorized.experiments.reproduce.report import page_template
-from factorized.files.atomic import write_whole
+from factorized.files.atomic import write_text
 from factorized.planning.table import short_count
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -21,9 +21,8 @@ LEAST = 1e-6  # share of the outputs at the bottom of it
 
 def write_page(state: Mapping[str, Any], folder: Path) -> Path:
     """Write the page of a compression into its folder, and return its path."""
-    path, page = folder / PAGE, compress_page(state)
-    write_whole(path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
-    return path
+    write_text(folder / PAGE, compress_page(state))
+    return folder / PAGE
 
 
 def compress_page(state: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ class Subject(ABC):
     name: str  # what messages and the page call it
     identity: Sequence[str]  # checksums of its weights and data, which change when either does
     device: torch.device  # where it runs
-    make: Callable[[], nn.Module]  # returns the trained network, read anew
+    make: Callable[[], nn.Module]  # returns a fresh copy of the trained network
     recipe: AnyRecipe | None = None  # that it was trained with; None where nobody knows
     seed: int = 0  # of that training
     score: str = field(init=False)  # the figure that it is judged by
@@ -38,7 +38,7 @@ class Subject(ABC):
     forms: ClassVar[tuple[Plain, ...]] = ("lowered", "composed")  # the plain forms that it can be written in
 
     def dense(self) -> nn.Module:
-        """Return the trained network, read anew, on the device."""
+        """Return a fresh copy of the trained network, on the device."""
         return self.make().to(self.device).eval()
 
     @property
@@ -48,7 +48,7 @@ class Subject(ABC):
 
     @abstractmethod
     def batches(self, samples: int) -> list[Any]:
-        """Return so many training examples in batches, always the same ones."""
+        """Return ``samples`` training examples in batches, always the same ones."""
 
     @property
     @abstractmethod
@@ -75,7 +75,7 @@ class Subject(ABC):
     def train(
         self, recipe: AnyRecipe, network: nn.Module, plan: Plan | None, folder: Path, reporter: Reporter
     ) -> dict[str, Any]:
-        """Train a network further, in place, or go on with that, into ``folder``; return the result of the run.
+        """Train a network further, in place, or resume that, into ``folder``; return the result of the run.
 
         The recipe is one that ``fit`` returned. A dense network has no plan.
         """

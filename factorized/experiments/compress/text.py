@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from factorized.experiments.compress.subject import Subject
-from factorized.experiments.data.extras import need
 from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 from factorized.experiments.text.corpus import Corpus
-from factorized.experiments.text.models import AUTO
+from factorized.experiments.text.models import auto_class
 from factorized.experiments.text.task import IGNORED, TextTask, in_batches
 from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
@@ -56,7 +55,7 @@ class TextSubject(Subject):
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        """The loss of the task, or that which the model computes itself from the labels of a batch."""
+        """The loss of the task, or the one that the model computes itself from the labels of a batch."""
         return self._loss if self.task.predicts_tokens else _own_loss
 
     def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
@@ -69,10 +68,9 @@ class TextSubject(Subject):
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """Write a folder that transformers opens, by ``fz.from_pretrained`` if it is factorized; with the tokenizer."""
-        transformers = self._transformers()
         shutil.rmtree(folder, ignore_errors=True)
         plain: Any = network
-        with quiet(transformers):
+        with quiet():
             if is_factorized(network):
                 save_pretrained(network, folder)
             else:
@@ -81,9 +79,8 @@ class TextSubject(Subject):
 
     def load(self, folder: Path) -> nn.Module:
         """Return the network that ``save`` wrote."""
-        transformers = self._transformers()
-        with quiet(transformers):
-            network = from_pretrained(getattr(transformers, AUTO[self.reads.task]), folder)
+        with quiet():
+            network = from_pretrained(auto_class(self.reads.task), folder)
         return network.to(self.device).eval()
 
     def fit(self, recipe: AnyRecipe) -> AnyRecipe:
@@ -120,9 +117,6 @@ class TextSubject(Subject):
         """Return the network of the run."""
         _, _, network, _ = load_text_run(folder / f"seed-{self.seed}")
         return network.to(self.device)
-
-    def _transformers(self) -> Any:
-        return need("transformers", "transformers", f"task {self.reads.task!r}", "text")
 
 
 def _own_loss(outputs: Any) -> Tensor:

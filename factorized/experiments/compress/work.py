@@ -16,7 +16,7 @@ from torch import nn
 
 from factorized.experiments.compress.layers import differences, layer_calls, layer_rows, losses_alone, output_spectra
 from factorized.experiments.compress.subject import Plain, Subject
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.progress import Progress, silent
 from factorized.experiments.recipes.recipe import Factorize
 from factorized.experiments.recipes.text import AnyRecipe
@@ -37,6 +37,7 @@ from factorized.surgery.lower import lower
 STATE = "compress.json"
 COMPRESSED, RECOVERED = "compressed", "recovered"  # folders
 SAMPLES = 2048
+ELSEWHERE = "choose another folder by --out"
 Ranks = Literal["loss", "outputs", "uniform"]
 Say = Callable[[str], None]
 
@@ -81,7 +82,7 @@ class Work:
         subject: the network.
         settings: what is asked.
         folder: where everything is written. If it holds the same compression, what is finished is kept.
-        overwrite: begin anew, whatever the folder holds.
+        overwrite: start over, whatever the folder holds.
         say: called with a line for every stage.
         progress: called with a stage, what is done of it, and its total.
     """
@@ -118,7 +119,7 @@ class Work:
         self._stage("compressed", self._factorize)
         if recipe is not None:
             self._check_recovery(recipe)
-            if "recovered" not in self.state:  # plain forms of the network before its recovery are written anew
+            if "recovered" not in self.state:  # plain forms of the network before its recovery are written again
                 plain = [form for form in self.subject.forms if self.state.pop(form, None) or form in plain]
             self._stage("recovered", lambda: self._recover(recipe))
         for form in plain:
@@ -150,7 +151,7 @@ class Work:
         path = self.folder / STATE
         fresh = {"asked": self.asked, "score": self.subject.score, "lower_is_better": self.subject.lower_is_better}
         make_folder(self.folder)
-        try:
+        with writing_to(self.folder, ELSEWHERE):
             if overwrite:
                 for name in (COMPRESSED, RECOVERED, "lowered", "composed"):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -158,13 +159,13 @@ class Work:
             if not path.is_file():
                 machine = describe_machine(self.subject.device)
                 return {**fresh, "machine": machine, "seconds": {}, "notes": []}
-            found = json.loads(path.read_text())
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from None
+            text = path.read_bytes()
+        try:
+            found = json.loads(text)
         except ValueError:
             found = None
         if not isinstance(found, dict) or not is_sealed(found):
-            raise ValueError(f"{path} is damaged, or was changed; begin anew with --overwrite, or choose another --out")
+            raise ValueError(f"{path} is damaged, or was changed; start over with --overwrite, or choose another --out")
         found.pop("checksum")
         other = [key for key, value in self.asked.items() if found["asked"].get(key) != value]
         if "plan" not in found and not {"model", "identity"}.intersection(other):  # no setting was used yet
@@ -173,7 +174,7 @@ class Work:
             key = other[0]
             raise ValueError(
                 f"{self.folder} holds another compression: {key} is {found['asked'].get(key)!r} there, and "
-                f"{self.asked[key]!r} was asked for; choose another --out, or begin anew with --overwrite"
+                f"{self.asked[key]!r} was asked for; choose another --out, or start over with --overwrite"
             )
         return found
 
@@ -256,7 +257,7 @@ class Work:
         if before is not None and before["asked"] != recipe.to_dict():
             raise ValueError(
                 f"{self.folder} was recovered by another recipe ({before['asked']['name']}); choose another --out, or "
-                "begin anew with --overwrite"
+                "start over with --overwrite"
             )
 
     def _recover(self, recipe: AnyRecipe) -> dict[str, Any]:
@@ -318,14 +319,8 @@ def _as_options(change: Change) -> str | None:
 
 def make_folder(folder: Path) -> None:
     """Make the folder of a compression, if it is not there."""
-    try:
+    with writing_to(folder, ELSEWHERE):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(folder, error) from None
-
-
-def _cannot_write(folder: Path, error: OSError) -> ValueError:
-    return ValueError(f"cannot write to {folder}: {in_words(error, named=False)}; choose another folder by --out")
 
 
 class Watched:

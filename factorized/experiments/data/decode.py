@@ -28,11 +28,21 @@ def to_pixels(image: Any, where: str) -> Pixels:
         )
     try:
         upright = need("PIL.ImageOps", "pillow", "reading image files").exif_transpose(image)
-        if "transparency" in upright.info:  # as transparent images of other modes: without what shines through
+        if "transparency" in upright.info:  # drop it, as from images of other modes
             upright = upright.convert("LA" if upright.mode in GRAY else "RGBA")
         return np.array(upright.convert("L" if image.mode in GRAY else "RGB"))
     except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for damaged files, by format
         raise ValueError(f"{where} is damaged or truncated: {error}") from error
+
+
+def as_many_channels(
+    x_train: Tensor,  # (n, channels, height, width)
+    x_test: Tensor,  # (m, channels, height, width)
+) -> tuple[Tensor, Tensor]:
+    """Return both sets with three channels where one is gray and the other in colour."""
+    if x_train.shape[1] == x_test.shape[1]:
+        return x_train, x_test
+    return x_train.expand(-1, 3, -1, -1).contiguous(), x_test.expand(-1, 3, -1, -1).contiguous()
 
 
 def stack_pixels(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +23,21 @@ def in_words(error: BaseException, *, named: bool = True) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename}: {error.strerror}" if named and error.filename is not None else error.strerror
     return " ".join(str(error).split())
+
+
+@contextmanager
+def writing_to(place: Path, remedy: str) -> Iterator[None]:
+    """Turn a failed write into a ``ValueError`` that says where, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write to {place}: {in_words(error, named=False)}; {remedy}") from None
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return " (did you mean 'x'?)" for the known word that is most like ``word``; nothing if none is."""
+    found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def first_problem(error: ValidationError) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import torch
 from torch import Tensor
 
-from factorized.experiments.data.decode import Pixels, stack_pixels, to_pixels
+from factorized.experiments.data.decode import Pixels, as_many_channels, stack_pixels, to_pixels
 from factorized.experiments.data.extras import need
 from factorized.experiments.data.images import Images, numbered_classes
 from factorized.experiments.data.known import KNOWN, make_images
@@ -46,11 +46,11 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     place = str(Path(repository).expanduser()) if repository.startswith("~") else repository  # no shell saw it
     datasets = need("datasets", "datasets", f"the Hugging Face data set {repository}")
     try:
-        with only_for_people(datasets):
+        with bars_in_terminals(datasets):
             found = datasets.load_dataset(place, options.config or None, revision=options.revision or None)
     except Exception as error:  # datasets, its file readers and the network raise errors of many types
         local = (
-            f"Put {' or '.join((*KNOWN[name].folders, f'{name}.npz'))} into a folder, and give that: --data DIR"
+            f"Put {KNOWN[name].folder} or {name}.npz into a folder, and give that: --data DIR"
             if name in KNOWN
             else "Give a local .npz, CIFAR folder or image folder instead: --data PATH"
         )
@@ -60,16 +60,16 @@ def load_hugging_face(name: str, address: str, progress: Progress) -> Images:
     test = _split(where, found, (options.test,) if options.test else TESTS)
     image = options.image or _column(where, found[train], "Image", "image")
     label = options.label or _column(where, found[train], "ClassLabel", "label")
-    parts = [_read(where, found[split], split, image, label, progress) for split in (train, test)]
+    parts = (_read(where, found[split], split, image, label, progress) for split in (train, test))
+    (x_train, y_train), (x_test, y_test) = parts
     names = getattr(found[train].features[label], "names", None)
-    classes = tuple(names) if names else numbered_classes(where, parts[0][1], parts[1][1])
-    if parts[0][0].shape[1] != parts[1][0].shape[1]:  # one split is all gray, the other in colour
-        parts = [(x.expand(-1, 3, -1, -1).contiguous(), y) for x, y in parts]
-    return make_images(name, parts[0], parts[1], classes, where)
+    classes = tuple(names) if names else numbered_classes(where, y_train, y_test)
+    x_train, x_test = as_many_channels(x_train, x_test)
+    return make_images(name, (x_train, y_train), (x_test, y_test), classes, where)
 
 
 @contextmanager
-def only_for_people(datasets: Any) -> Iterator[None]:
+def bars_in_terminals(datasets: Any) -> Iterator[None]:
     """Show progress bars only in a terminal, and hide the hub's retry messages."""
     logger = logging.getLogger("huggingface_hub")
     level, silent = logger.level, datasets.are_progress_bars_disabled()

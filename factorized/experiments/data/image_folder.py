@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from factorized.experiments.data.decode import Pixels, stack_pixels, to_pixels
+from factorized.experiments.data.decode import Pixels, as_many_channels, stack_pixels, to_pixels
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.extras import need
 from factorized.experiments.data.images import Images
@@ -45,8 +45,7 @@ def load_image_folder(folder: Path, progress: Progress) -> Images:
         x = stack_pixels(_read_in_order(files.paths), len(files.paths), stage, progress)
         parts.append((x, torch.tensor(files.labels, dtype=torch.int64)))
     (x_train, y_train), (x_test, y_test) = parts
-    if x_train.shape[1] != x_test.shape[1]:  # one split is all gray, the other in colour
-        x_train, x_test = (x.expand(-1, 3, -1, -1).contiguous() for x in (x_train, x_test))
+    x_train, x_test = as_many_channels(x_train, x_test)
     return make_images(folder.resolve().name, (x_train, y_train), (x_test, y_test), classes, str(folder))
 
 

@@ -53,7 +53,7 @@ class Images:
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 of pixels and labels: the same whatever file or folder they came from."""
+        """SHA-256 of pixels and labels: independent of the file or folder they came from."""
         digest = hashlib.sha256()
         for tensor in (self.x_train, self.y_train, self.x_test, self.y_test):
             digest.update(f"{tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -81,7 +81,7 @@ def numbered_classes(
     y_train: Tensor,  # (n,)
     y_test: Tensor,  # (m,)
 ) -> tuple[str, ...]:
-    """Return "0", "1" and so on, a name for each number up to the greatest label; more than images are a mistake."""
+    """Return the class names "0", "1", … up to the greatest label; raise if there are more classes than images."""
     most = len(y_train) + len(y_test)
     for part, y in (("train", y_train), ("test", y_test)):
         if len(y) and int(y.max()) >= most:

@@ -15,8 +15,8 @@ from factorized.experiments.data.statistics import channel_statistics, in_chunks
 class Known:
     """A data set of the paper."""
 
-    hugging_face: str  # what load_images reads it by if it is not on this machine
-    folders: tuple[str, ...]  # names of the official folder
+    hugging_face: str  # the data set to load if it is not on this machine
+    folder: str  # the name of the official folder
     classes: int
     size: int
     train_per_class: int
@@ -26,14 +26,14 @@ class Known:
 
     @property
     def pixels(self) -> int:
-        """The number of pixels of all training images, which the work of an epoch is proportional to."""
+        """The number of pixels of all training images, to which the work of an epoch is proportional."""
         return self.classes * self.train_per_class * self.size**2
 
 
 KNOWN = {
     "cifar10": Known(
         hugging_face="uoft-cs/cifar10?image=img&label=label",
-        folders=("cifar-10-batches-py",),
+        folder="cifar-10-batches-py",
         classes=10,
         size=32,
         train_per_class=5000,
@@ -43,7 +43,7 @@ KNOWN = {
     ),
     "cifar100": Known(
         hugging_face="uoft-cs/cifar100?image=img&label=fine_label",
-        folders=("cifar-100-python",),
+        folder="cifar-100-python",
         classes=100,
         size=32,
         train_per_class=500,
@@ -53,7 +53,7 @@ KNOWN = {
     ),
     "tiny-imagenet": Known(
         hugging_face="zh-plus/tiny-imagenet?image=image&label=label&test=valid",
-        folders=("tiny-imagenet-200",),
+        folder="tiny-imagenet-200",
         classes=200,
         size=64,
         train_per_class=500,
@@ -66,7 +66,7 @@ KNOWN = {
 
 def known_name(name: str) -> str:
     """Return the short name of a known set for the name of its official folder; any other name as it is."""
-    return next((short for short, known in KNOWN.items() if name in known.folders), name)
+    return next((short for short, known in KNOWN.items() if name == known.folder), name)
 
 
 def make_images(
@@ -76,7 +76,7 @@ def make_images(
     classes: tuple[str, ...],
     source: str,
 ) -> Images:
-    """Return the set under its name: one of the paper's is checked to be whole, another one's statistics are taken."""
+    """Return the set under its name: one of the paper's must be complete; for any other, mean and std are computed."""
     name = known_name(name)
     known = KNOWN.get(name)
     neutral = (0.0,) * train[0].shape[1], (1.0,) * train[0].shape[1]

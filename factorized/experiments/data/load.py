@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 
 from factorized.experiments.data.cifar_python import cifar_layout, load_cifar_python
 from factorized.experiments.data.digits import load_digits
+from factorized.experiments.data.explain import nearest
 from factorized.experiments.data.hugging_face import load_hugging_face
 from factorized.experiments.data.image_folder import is_image_folder, load_image_folder
 from factorized.experiments.data.images import Images
@@ -55,7 +55,7 @@ def load_source(name_or_path: str, folder: Path | None = None, progress: Progres
     if name.startswith("hf:"):
         return load_hugging_face(name, name.removeprefix("hf:"), progress)
     if name in KNOWN:
-        local = [data_folder(folder) / file for file in (f"{name}.npz", name, *KNOWN[name].folders)]
+        local = [data_folder(folder) / file for file in (f"{name}.npz", name, KNOWN[name].folder)]
         for path in local:
             if path.exists():
                 return _load_path(path, progress)
@@ -87,9 +87,7 @@ def _not_found(name: str, folder: Path | None) -> ValueError:
     where = data_folder(folder)
     ready = sorted(path.stem for path in where.glob(f"*{SUFFIX}")) if where.is_dir() else []
     names = [*DATASETS, *(stem for stem in ready if stem not in DATASETS)]
-    near = get_close_matches(name.lower(), names, n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     return ValueError(
-        f"data set {name!r} is neither a file or folder nor one of {', '.join(names)} (those prepared in {where} "
-        f"included); hf:OWNER/NAME takes one from Hugging Face{hint}"
+        f"data set {name!r}{nearest(name.lower(), names, 0.6)} is neither a file or folder nor one of "
+        f"{', '.join(names)} (those prepared in {where} included); hf:OWNER/NAME takes one from Hugging Face"
     )

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.known import KNOWN, known_name, make_images
 from factorized.experiments.data.load import DATASETS, data_folder, load_source, prepared_path
 from factorized.experiments.data.prepared import SUFFIX, Prepared, describe_prepared, read_prepared, write_prepared
@@ -35,7 +36,8 @@ def prepare(
     if path.stem in KNOWN and images.name != path.stem:  # it has to be what it is called
         train, test = (images.x_train, images.y_train), (images.x_test, images.y_test)
         images = make_images(path.stem, train, test, images.classes, images.source)
-    _make_folder(path.parent)
+    with writing_to(path.parent, "name another data folder by --folder or $FACTORIZED_DATA"):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_prepared(replace(images, name=path.stem, source=_source(name_or_path)), path, progress)
     return path
 
@@ -74,12 +76,3 @@ def _check_same_source(path: Path, name_or_path: str) -> None:
 
 def _is_newer(source: Path, path: Path) -> bool:
     return source.is_file() and source.stat().st_mtime > path.stat().st_mtime
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"the data folder {folder} cannot be made: {error.strerror}; name another by --folder or $FACTORIZED_DATA"
-        ) from error

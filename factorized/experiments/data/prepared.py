@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.images import Images, byte_chunks
 from factorized.experiments.data.progress import Progress, silent
 from factorized.files.atomic import write_whole
@@ -68,10 +69,8 @@ def write_prepared(images: Images, path: Path, progress: Progress = silent) -> N
                     done += len(chunk)
                     progress("writing", done, start)
 
-    try:
+    with writing_to(path, f"make room for {start + len(encoded):,} bytes, or choose another data folder"):
         write_whole(path, write)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({start + len(encoded):,} bytes): {error.strerror}") from error
 
 
 def read_prepared(path: Path) -> Images:

@@ -17,7 +17,7 @@ def channel_statistics(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel, of pixels in 0..1.
 
-    Counts how often each of the 256 levels occurs: sums of whole numbers are the same in whatever order and pieces. A
+    Counts how often each of the 256 levels occurs: sums of whole numbers do not depend on order or pieces. A
     channel of one colour has standard deviation 1, so that it can be divided by.
     """
     counts: Tensor | None = None

@@ -37,9 +37,8 @@ def unpickle(path: Path) -> Any:
 def _check_memory(raw: bytes) -> None:
     """Raise for lengths beyond the end of ``raw``, and for memo numbers that no file of its length needs."""
     for opcode, argument, _ in pickletools.genops(raw):
-        if (
-            isinstance(argument, int) and "PUT" in opcode.name and argument > len(raw)
-        ):  # pickle keeps a list as long as the largest number
+        # pickle keeps a list as long as the largest number
+        if isinstance(argument, int) and "PUT" in opcode.name and argument > len(raw):
             raise pickle.UnpicklingError(f"it numbers an object {argument:,} and has {len(raw):,} bytes")
 
 
@@ -55,7 +54,7 @@ class ByteArray:
         self.fill(raw, shape, "F" if fortran else "C")
 
     def fill(self, raw: Any, shape: Any, order: Any) -> ByteArray:
-        """Take the bytes, after checking that they are as many as ``shape`` says."""
+        """Take the bytes, after checking that there are as many as ``shape`` needs."""
         raw = raw if isinstance(raw, (bytes, bytearray)) else b""
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise pickle.UnpicklingError(f"it holds an array of shape {shape!r}")
@@ -66,7 +65,7 @@ class ByteArray:
 
 
 class _ByteType:
-    """The element type uint8; a pickle goes on to tell its byte order, which bytes have not."""
+    """The element type uint8; a pickle sets its byte order next, which means nothing for bytes."""
 
     def __setstate__(self, state: Any) -> None:
         pass

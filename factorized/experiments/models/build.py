@@ -7,13 +7,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
 from torch import nn
 
-from factorized.experiments.data.explain import place_and_reason
+from factorized.experiments.data.explain import nearest, place_and_reason
+from factorized.experiments.data.images import Images
 from factorized.experiments.models.hugging_face import hugging_face_model
 from factorized.experiments.models.names import MODELS, MOST_CLASSES, MOST_VALUES
 from factorized.experiments.models.resnet import resnet, resnet32x2
@@ -55,12 +55,16 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
     if ":" in name:
         return _from_function(name, classes, image_size, channels)
     if name not in _BUILDERS:
-        near = get_close_matches(name.lower(), MODELS, n=1, cutoff=0.4)
         raise ValueError(
             f"model must be one of {', '.join(MODELS)}, a function as module:function or hf:FOLDER, got {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            f"{nearest(name.lower(), MODELS, 0.4)}"
         )
     return _BUILDERS[name](classes, image_size, channels)
+
+
+def build_for(name: str, images: Images) -> nn.Module:
+    """Return ``build_model`` for the classes, size and channels of these images."""
+    return build_model(name, len(images.classes), images.size[0], images.channels)
 
 
 def _vgg_pool(size: int) -> int:
@@ -78,9 +82,8 @@ def _from_function(name: str, classes: int, image_size: int, channels: int) -> n
         function = getattr(module, function_name, None)
         if not callable(function):
             functions = [key for key, found in vars(module).items() if callable(found)]
-            near = get_close_matches(function_name, functions, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"model {name!r}: module {module_name!r} has no function {function_name!r}{hint}")
+            meant = nearest(function_name, functions, 0.6)
+            raise ValueError(f"model {name!r}: module {module_name!r} has no function {function_name!r}{meant}")
         offered = {"classes": classes, "image_size": image_size, "channels": channels}
         try:
             taken = list(inspect.signature(function).parameters)

@@ -36,7 +36,7 @@ class ImageClassifier(nn.Module):
 def hugging_face_model(folder: Path, classes: int, image_size: int, channels: int) -> ImageClassifier:
     """Return the classifier that ``folder``/config.json describes, with the weights beside it where there are any.
 
-    Where the weights are for another number of classes, their last layer is drawn anew. Nothing is downloaded, and no
+    Where the weights are for another number of classes, their last layer is drawn again. Nothing is downloaded, and no
     code of the folder is run.
     """
     if not (folder / "config.json").is_file():
@@ -46,7 +46,7 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         )
     refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
     refuse_factorized(folder)
-    transformers = _transformers()
+    transformers = need_transformers()
     kind = transformers.AutoModelForImageClassification
     with reading(folder):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -54,18 +54,18 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         if config.num_labels != classes:
             config.num_labels = classes
         if any((folder / name).is_file() for name in (*SAFE, *PICKLED)):
-            model, report = _load(transformers, kind, folder, config)
+            model, report = _load(kind, folder, config)
             _check_filled(folder, model, report, classes)
         else:
             model = kind.from_config(config, trust_remote_code=False)
     return ImageClassifier(model.train())
 
 
-def _load(transformers: Any, kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, Any]]:
+def _load(kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model with the weights of ``folder``, and what transformers reports about them."""
     pickled = [name for name in PICKLED if (folder / name).is_file()]
     try:
-        with quiet(transformers):
+        with quiet():
             model, report = kind.from_pretrained(
                 folder,
                 config=config,
@@ -103,7 +103,7 @@ def _check_filled(folder: Path, model: nn.Module, report: dict[str, Any], classe
 
 
 def drawn_keys(report: dict[str, Any]) -> list[str]:
-    """Return the parameters that transformers drew anew, by its report, because the file has none that fit."""
+    """Return the parameters that transformers initialized, by its report, because the file has none that fit."""
     return sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
 
 
@@ -137,9 +137,9 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def quiet(transformers: Any) -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide transformers' progress bars and reports."""
-    logging = transformers.utils.logging
+    logging = need_transformers().utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -151,5 +151,6 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _transformers() -> Any:
+def need_transformers() -> Any:
+    """Return transformers, or say which extra brings it."""
     return need("transformers", "transformers", "a Hugging Face model", "text")

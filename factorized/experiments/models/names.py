@@ -1,4 +1,4 @@
-"""The names that ``build_model`` knows, in a file of their own so that shell completion does not import torch."""
+"""The names that ``build_model`` knows, in a separate file so that shell completion does not import torch."""
 
 MOST_CLASSES = 1_000_000  # that a model is built for
 MOST_VALUES = 2**26  # of an image

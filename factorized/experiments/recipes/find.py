@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from factorized.experiments.data.explain import nearest
 from factorized.experiments.recipes.recipe import BUDGETS, Named, Recipe, Section, is_used_by
 from factorized.experiments.recipes.tables import Cell, read_cells
 from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
@@ -54,7 +55,7 @@ def table_cells(name: str) -> tuple[Cell, ...]:
         raise ValueError(f"{name} of the paper's appendix shows the runs of {TRAINED_BY[name]}; reproduce that one")
     if name not in table_names():
         known = ", ".join(table_names())
-        raise ValueError(f"there is no table {name!r} to train{_nearest(name, table_names())}; there are {known}")
+        raise ValueError(f"there is no table {name!r} to train{nearest(name, table_names())}; there are {known}")
     return _cells_of(SHIPPED / f"{name}.toml")
 
 
@@ -89,7 +90,7 @@ def _recipes_of_tables() -> Mapping[str, Cell]:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the file of a shipped recipe that is no cell of a table, or the user's own file."""
+    """Return the file of a shipped recipe that is not a cell of a table, or the user's own file."""
     own = Path(name)
     if own.suffix == ".toml":
         if not own.is_file():
@@ -97,7 +98,7 @@ def recipe_path(name: str) -> Path:
         return own
     if name in recipe_names():
         return SHIPPED / f"{name}.toml"
-    raise ValueError(f"there is no recipe {name!r}{_nearest(name, recipe_names())}; `factorized recipes ls` lists them")
+    raise ValueError(f"there is no recipe {name!r}{nearest(name, recipe_names())}; `factorized recipes ls` lists them")
 
 
 def recipe_text(name: str) -> str:
@@ -122,7 +123,7 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
 def load_any_recipe(name: str, changes: Sequence[str] = ()) -> AnyRecipe:
     """Return a recipe of images or of text by name or path, checked, with ``changes``."""
     table = change_table(read_recipe(name), changes)
-    own = name.endswith(".toml")  # a file of the user: where it lies does not belong to its name
+    own = name.endswith(".toml")  # a file of the user, whose folder is not part of its name
     table = {"name": Path(name).stem if own else name, **table}
     return check_any_recipe(table, name)
 
@@ -172,7 +173,7 @@ def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Table:
-    """Return ``below`` with what ``above`` says instead, table by table.
+    """Return ``below`` overridden by ``above``, table by table.
 
     A budget replaces a budget of any name, and another scheme drops the fields that it does not use.
     """
@@ -221,7 +222,7 @@ def _explain(recipe: type[Named], error: Any) -> str:
     if error["type"] == "extra_forbidden":
         *tables, field = error["loc"]
         known = _fields(recipe, tables)
-        return f"there is no field {where!r}{_nearest(str(field), known)}; fields here: {', '.join(known)}"
+        return f"there is no field {where!r}{nearest(str(field), known)}; fields here: {', '.join(known)}"
     if error["type"] == "missing":
         return f'{where} is missing: a recipe names its network, as [model] name = "resnet8", or extends one that does'
     message = error["msg"].removeprefix("Value error, ")
@@ -237,8 +238,3 @@ def _fields(recipe: type[Named], tables: Sequence[Any]) -> list[str]:
         choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
         section = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
     return list(section.model_fields)
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""

@@ -13,7 +13,7 @@ from factorized.experiments.recipes.find import check_any_recipe
 from factorized.experiments.recipes.text import AnyRecipe
 
 # Fields that do not decide what is learned beyond rounding. The checksum of the data stands for their names and files.
-BESIDE: dict[str, tuple[str, ...]] = {
+NOT_DECIDING: dict[str, tuple[str, ...]] = {
     "data": ("name", "place", "workers", "train", "validation", "test"),
     "factorize": ("execution",),
     "run": ("precision", "compile", "graph", "evaluate_every", "checkpoint_every", "diagnose", "accumulate"),
@@ -24,7 +24,7 @@ RUNS = {"model": "from_run", "decay": "norms"}  # fields that name the folder of
 def deciding(recipe: AnyRecipe | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that decide what a recipe trains, as plain data; of the data of a recipe, defaults included.
 
-    Data that are no valid recipe, such as those of another version, are returned as they are.
+    Data that are not a valid recipe, such as those of another version, are returned as they are.
     """
     table = _used(recipe if isinstance(recipe, Mapping) else recipe.to_dict())
     try:
@@ -32,7 +32,7 @@ def deciding(recipe: AnyRecipe | Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         return dict(table)
     found = _used(checked.model_dump(mode="json", exclude={"name", "title", "paper"}))
-    for section, names in BESIDE.items():
+    for section, names in NOT_DECIDING.items():
         found[section] = {key: value for key, value in found[section].items() if key not in names}
     for section, name in RUNS.items():
         if found[section].get(name) is not None:  # NAME/seed-0, wherever the runs are

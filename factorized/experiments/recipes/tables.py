@@ -160,7 +160,7 @@ def _with_recipe(cell: Cell, table: _Table, grid: _Grid, where: str) -> Cell:
 
 
 def _filled(settings: Any, fill: Callable[[str], str]) -> Any:
-    """Return settings with their words filled in, such as the name of the run that another one goes on from."""
+    """Return settings with their words filled in, such as the name of the run that another one continues from."""
     if isinstance(settings, Mapping):
         return {key: _filled(value, fill) for key, value in settings.items()}
     return fill(settings) if isinstance(settings, str) and "{" in settings else settings

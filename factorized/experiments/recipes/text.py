@@ -191,7 +191,7 @@ class TextRecipe(Named):
     run: TextRun = TextRun()
 
     def of_seed(self, seed: int) -> Self:
-        """Return the recipe with the run it goes on from named for one seed."""
+        """Return the recipe with the run it continues from named for one seed."""
         if self.model.from_run is None:
             return self
         run = self.model.from_run.replace("{seed}", str(seed))

@@ -46,7 +46,7 @@ def add_result(
     there = results / folder_of(run.name, as_set(changes)) / f"seed-{run.seed}.json"
     mark = _fingerprint(kept)
     if recipe.shortened_from is not None or (there.exists() and _mark_of(there) != mark):
-        there = there.parent / mark / there.name  # another run than the one that people look for
+        there = there.parent / mark / there.name  # not the run that is looked for by this name
     if there.exists():
         raise ValueError(f"{there} already holds this run; remove that file first if it is to be replaced")
     there.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ def recipe_of(result: Mapping[str, Any]) -> AnyRecipe:
 def compare_settings(result: Mapping[str, Any], recipe: AnyRecipe) -> tuple[dict[str, Any], Changes]:
     """Return the settings that decided a run, and those in which it differs from ``recipe``.
 
-    A run that it went on from is named by the end of its folder if the recipe says so, wherever that was; otherwise by
-    its recipe, changes and seed.
+    A run that it continued from is named by the end of its folder if the recipe names that run, and otherwise by its
+    recipe, changes and seed.
     """
     ours, its = settings(recipe), settings(result["recipe"])
     began = result.get("from_run")
@@ -44,7 +44,7 @@ def compare_settings(result: Mapping[str, Any], recipe: AnyRecipe) -> tuple[dict
 
 
 def summarize(began: Mapping[str, Any], *, shortened: bool = False) -> dict[str, Any]:
-    """Return recipe, changes and seed of the run that another went on from.
+    """Return recipe, changes and seed of the run that another continued from.
 
     That it was shortened is among its changes, unless ``shortened`` runs are meant.
     """
@@ -66,7 +66,7 @@ def folder_of(recipe: str, changes: Sequence[str]) -> str:
 
 
 def _is_run(folder: str, result: Mapping[str, Any], told: re.Match[str]) -> bool:
-    """Return whether a run went on from what its recipe names, by the folder and by what is known of that run."""
+    """Return whether a run continued from the run that its recipe names, by the folder and by what is known of it."""
     seed = result["seed"] if told["seed"] == "{seed}" else int(told["seed"])
     began = result.get("from_run")
     if began is not None:

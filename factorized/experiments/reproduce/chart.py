@@ -144,13 +144,13 @@ def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [low, high]
 
 
-def whole_ticks(low: float, high: float, most: int = 7) -> list[int]:
-    """Return at most ``most`` whole numbers within ``low`` and ``high``, multiples of a round step."""
+def whole_ticks(low: float, high: float) -> list[int]:
+    """Return at most seven whole numbers within ``low`` and ``high``, multiples of a round step."""
     step = next(
         factor * 10**power
         for power in range(19)
         for factor in (1, 2, 5)
-        if math.floor(high / (factor * 10**power)) - math.ceil(low / (factor * 10**power)) < most
+        if math.floor(high / (factor * 10**power)) - math.ceil(low / (factor * 10**power)) < 7
     )
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from factorized.experiments.data.images import Images
 from factorized.experiments.data.load import load_images
-from factorized.experiments.models.build import build_model
+from factorized.experiments.models.build import build_for
 from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.reproduce.report import Check
 from factorized.experiments.reproduce.runs import Run
@@ -41,7 +41,7 @@ def run_variants(
 ) -> list[Variant]:
     """Train each recipe with each seed into ``folder``, in place of what is there; return them with the best marked.
 
-    ``report`` makes what shows the progress of a recipe's runs, ``tell`` learns of each recipe that is done.
+    ``report`` makes the reporter of a recipe's runs; ``tell`` is called with each recipe that is done.
     """
     variants = []
     with _one_thread(), StopRequest() as stop:
@@ -101,7 +101,7 @@ def check_winner(winner: Variant, run: Path) -> list[Check]:
 def _saved_and_loaded(network: nn.Module, model: str, images: Images) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         save(network, folder)
-        return load(folder, build_model(model, len(images.classes), images.size[0], images.channels)).eval()
+        return load(folder, build_for(model, images)).eval()
 
 
 def _error(logits: Tensor, expected: Tensor) -> float:

@@ -90,7 +90,7 @@ def _scheme(recipe: dict[str, Any]) -> str:
 
 
 def in_time(seconds: float) -> str:
-    """Return a duration as people say it: "40 s", "12 min", "3.5 h"."""
+    """Return a duration in words: "40 s", "12 min", "3.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -13,7 +13,7 @@ from factorized.experiments.reproduce.job import Job, Outcome, run_job
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 
 LOOK = 0.5  # seconds between two looks at whether to stop
-RETRIES = 3  # of a job whose worker was lost; it goes on from its checkpoint where that can be seen
+RETRIES = 3  # of a job whose worker was lost; it resumes from its checkpoint where that can be seen
 GOODBYE = 60.0  # seconds for stopped jobs to save themselves
 
 
@@ -28,7 +28,7 @@ class RayEngine:
         self.address, self.gpus, self.cpus = address, gpus, cpus
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        """Yield how each job ended, as its worker told the driver."""
+        """Yield how each job ended, as its worker reports it."""
         mine = not ray.is_initialized()
         if mine:
             ray.init(address=self.address, log_to_driver=False, include_dashboard=False, logging_level="error")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.extras import need
 from factorized.experiments.reproduce.variant import Settings, Variant, settings_of
 
@@ -223,14 +223,14 @@ def _titled(groups: Sequence[Group]) -> Iterator[tuple[str, list[Variant]]]:
 
 
 def _in_words(key: str, value: Any) -> str:
-    """Return a setting as it is said in a title, such as "optimizer lamb"."""
+    """Return a setting in the words of a title, such as "optimizer lamb"."""
     name = key.removesuffix(".name").rpartition(".")[2].replace("_", " ")
     text = " and ".join(map(str, value)) if isinstance(value, list) else value
     return f"{name} {text}"
 
 
 def _distinct(variants: Iterable[Variant], label: Callable[[Variant], str]) -> dict[str, Variant]:
-    """Return one variant for each label; of those with the same one, that which has most runs."""
+    """Return one variant for each label: the one with the most runs."""
     found: dict[str, Variant] = {}
     for variant in variants:
         known = found.get(label(variant))
@@ -311,11 +311,7 @@ def save_figure(figure: Figure, path: Path, description: str | None = None) -> N
     from matplotlib import rc_context
 
     about: dict[str, Any] = {"Date": None, "Creator": None, "Description": description} if path.suffix == ".svg" else {}
-    try:
+    letters_stay_letters = rc_context({"svg.hashsalt": "factorized", "svg.fonttype": "none"})
+    with writing_to(path, "choose another folder by --out"), letters_stay_letters:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": "factorized", "svg.fonttype": "none"}):  # letters stay letters
-            figure.savefig(path, dpi=160, metadata=about)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {path}: {in_words(error, named=False)}; choose another folder by --out"
-        ) from None
+        figure.savefig(path, dpi=160, metadata=about)

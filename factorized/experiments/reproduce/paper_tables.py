@@ -122,7 +122,7 @@ def _grid_value(cell: Cell | None, trained: Mapping[str | None, Comparison]) -> 
 
 
 def missing_table(comparisons: Sequence[Comparison]) -> Table:
-    """Return the figures of the same tables that nobody has trained yet, with the command that does."""
+    """Return the figures of the same tables that are not trained yet, with the command that trains them."""
     columns = (
         Column("cell", parts=("recipe", "network and data", "method", "column")),
         Column("paper", number=True, parts=("paper", "paper deviation")),

@@ -25,7 +25,7 @@ OTHER_RUN = re.compile(r"out/(?P<name>.+)/seed-(?P<seed>\{seed\}|\d+)")
 
 @dataclass(frozen=True, eq=False)
 class PlannedRun:
-    """A recipe with a seed: finished, to be done, or impossible for want of data."""
+    """A recipe with a seed: finished, to be done, or impossible because its data are missing."""
 
     recipe: AnyRecipe  # shortened where asked; runs of other recipes are named by their folders
     seed: int
@@ -73,7 +73,7 @@ class Planner:
         """Return the run of a recipe with a seed; the same one if it is asked for again."""
         key = (recipe.name, seed)
         if key in self._under_way:
-            raise ValueError(f"{recipe.name} goes on from itself, by way of {' -> '.join(dict(self._under_way))}")
+            raise ValueError(f"{recipe.name} continues from itself, by way of {' -> '.join(dict(self._under_way))}")
         if key not in self._planned:
             self._under_way.append(key)
             self._planned[key] = self._plan(recipe, seed)

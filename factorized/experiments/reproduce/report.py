@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.reproduce.compare import BAND, Comparison, chance_within, compare
 from factorized.experiments.reproduce.figures import curve_groups, paper_panels, product_panels
@@ -24,7 +24,7 @@ from factorized.experiments.reproduce.tables import (
     variant_table,
 )
 from factorized.experiments.reproduce.variant import Variant, group_runs, mark_best
-from factorized.files.atomic import write_whole
+from factorized.files.atomic import write_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -129,19 +129,15 @@ def write_report(
         raise ValueError(f"there is no result of a run in {where}{f' ({told})' if told else ''}; train one first")
     tables = report_tables(report)
     page = report_page(report, heading or Heading(), checks, tables)
-    try:
+    with writing_to(out, "choose another folder by --out"):
         (out / TABLES).mkdir(parents=True, exist_ok=True)
         for kind in ("csv", "md"):
             for old in (out / TABLES).glob(f"*.{kind}"):
                 old.unlink()
         for table in tables.filled():
-            _write(out / TABLES / f"{table.slug}.csv", table.to_csv())
-            _write(out / TABLES / f"{table.slug}.md", table.to_markdown())
-        _write(out / PAGE, page)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to {out}: {in_words(error, named=False)}; choose another folder by --out"
-        ) from None
+            write_text(out / TABLES / f"{table.slug}.csv", table.to_csv())
+            write_text(out / TABLES / f"{table.slug}.md", table.to_markdown())
+        write_text(out / PAGE, page)
     return report
 
 
@@ -223,7 +219,3 @@ def _versions(runs: Sequence[Run], name: str) -> list[str]:
 
 def _are(number: int, thing: str) -> str:
     return f"{number} {thing}{' is' if number == 1 else 's are'}"
-
-
-def _write(path: Path, text: str) -> None:
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -129,7 +129,7 @@ class _Data(_Part):
 
 
 class _Began(_Part):
-    """The run that another went on from: whole, or summarized for ``results/``."""
+    """The run that another continued from: whole, or summarized for ``results/``."""
 
     recipe: _Recipe | str
     seed: Annotated[int, Field(ge=0)]
@@ -234,12 +234,12 @@ def _identity(run: Run) -> str:
 
 
 def _result_files(place: Path) -> Iterator[Path]:
-    """Yield what may be results, in the order in which people count: seed-2 before seed-10."""
+    """Yield what may be results, in natural order: seed-2 before seed-10."""
     if place.is_file():
         yield place
         return
     runs = {path.parent for name in (RESULT, METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
-    for path in sorted(place.rglob("*.json"), key=_as_counted):
+    for path in sorted(place.rglob("*.json"), key=_natural_order):
         above = [folder for folder in path.parents if folder in runs]
         if path.name == RESULT or not above:
             yield path
@@ -247,7 +247,7 @@ def _result_files(place: Path) -> Iterator[Path]:
 
 def _unfinished(place: Path) -> Iterator[Unfinished]:
     begun = {path.parent for name in (METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
-    for folder in sorted(begun, key=_as_counted):
+    for folder in sorted(begun, key=_natural_order):
         if not (folder / RESULT).exists():
             yield Unfinished(folder, _reached(folder / METRICS), _error(folder / FAILURE))
 
@@ -271,5 +271,5 @@ def _error(path: Path) -> str | None:
         return f"{path.name} cannot be read"
 
 
-def _as_counted(path: Path) -> list[list[tuple[str, int]]]:
+def _natural_order(path: Path) -> list[list[tuple[str, int]]]:
     return [[(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", part)] for part in path.parts]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from factorized.experiments.recipes.find import load_any_recipe, recipe_names
-from factorized.experiments.recipes.identity import BESIDE, settings
+from factorized.experiments.recipes.identity import NOT_DECIDING, settings
 from factorized.experiments.recipes.shorten import shortening
 from factorized.experiments.reproduce.chart import Line
 from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, NAMES, Run
@@ -150,7 +150,7 @@ def group_runs(runs: Iterable[Run], labels: Mapping[str, str] | None = None) -> 
             same.append(run)
     found = [_variant(sorted(group, key=lambda run: run.seed), groups, labels or {}) for group in groups]
     labels_of = [variant.label for variant in found]
-    return [  # a label is one variant's, whatever people call theirs
+    return [  # a label belongs to one variant, whatever names are given
         replace(variant, label=f"{label} #{labels_of[:place].count(label) + 1}")
         if label in labels_of[:place]
         else variant
@@ -182,7 +182,7 @@ def differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Settings
 
 
 def _settings(recipe: Mapping[str, Any]) -> Settings:
-    beside = {*NAMES_AND_NOTES, *(f"{section}.{name}" for section, names in BESIDE.items() for name in names)}
+    beside = {*NAMES_AND_NOTES, *(f"{section}.{name}" for section, names in NOT_DECIDING.items() for name in names)}
     found = {key: value for key, value in settings(recipe).items() if not {key, key.partition(".")[0]} & beside}
     return {"data.name": recipe.get("data", {}).get("name"), **found}
 

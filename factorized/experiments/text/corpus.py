@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.progress import Progress, silent, watched
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.from_run import tokenizer_of_run
@@ -20,7 +21,7 @@ from factorized.experiments.text.squad import check_questions
 from factorized.experiments.text.text_files import Pair
 from factorized.experiments.text.tokenizer import has_tokenizer, learn_tokenizer, load_tokenizer, state_of
 from factorized.experiments.text.tokens import PackedTexts, name_of, pack
-from factorized.files.atomic import lock
+from factorized.files.atomic import locked_folder
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,11 @@ def load_corpus(
     The tokenizer is learned from the training text, unless one is given: that of a trained model. Of several processes
     one writes, and the others wait and map what it wrote.
     """
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(cache, os.O_RDONLY) if os.name != "nt" else None  # Windows cannot open folders
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to {cache}: {error.strerror}; name another folder by $FACTORIZED_DATA"
-        ) from None
-    try:
-        if descriptor is not None:
-            lock(descriptor, wait=True)
+    with ExitStack() as held:
+        with writing_to(cache, "name another folder by $FACTORIZED_DATA"):
+            cache.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked_folder(cache, wait=True))
         return _load(recipe, folder, cache, progress, tokenizer)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def corpus_checksum(recipe: TextRecipe, folder: Path | None) -> str:

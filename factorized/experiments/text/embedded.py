@@ -11,7 +11,7 @@ from factorized.experiments.text.text_files import Document, Pair
 
 PIECE = 100  # words of a piece of documentation, at least
 LIMIT = 10_000  # of the numbers
-REPEATED = {1: 200, 2: 60, 3: 5, 4: 1}  # how often numbers of so many digits are trained on: there are few short ones
+REPEATED = {1: 200, 2: 60, 3: 5, 4: 1}  # how often numbers of this many digits are trained on: there are few short ones
 
 
 def python_documentation() -> Iterator[Document]:

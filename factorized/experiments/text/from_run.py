@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from factorized.experiments.data.extras import need
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
-from factorized.experiments.text.models import AUTO
+from factorized.experiments.text.models import auto_class
 from factorized.experiments.text.tokenizer import TOKENIZER, load_tokenizer
 from factorized.experiments.text.trained import load_text_run, read_text_result
 from factorized.experiments.training.trained import FOLDER, RESULT, check_file
 from factorized.surgery.compose import is_factorized
 
-PRETRAINED = "masked"  # the task of the runs that others go on from
+PRETRAINED = "masked"  # the task of the runs that others continue from
 # what the run decides; a recipe may repeat it
 FROM_THE_RUN: dict[str, tuple[type[TextModel] | type[TextData], tuple[str, ...]]] = {
     "model": (TextModel, ("hidden", "layers", "heads", "feed_forward", "dropout", "positions", "tied")),
@@ -37,7 +36,7 @@ def build_from_run(recipe: TextRecipe, run: str, seed: int) -> nn.Module:
     _check_network(recipe, before, trained, run)
     if recipe.task == before.task:
         return loaded
-    auto = getattr(need("transformers", "transformers", f"task {recipe.task!r}", "text"), AUTO[recipe.task])
+    auto = auto_class(recipe.task)
     torch.manual_seed(seed)
     model: nn.Module = auto.from_config(trained.config)
     model.add_module(str(model.base_model_prefix), trained.base_model)
@@ -53,7 +52,7 @@ def tokenizer_of_run(run: str) -> Any:
 
 
 def origin(run: str) -> dict[str, Any]:
-    """Return recipe and seed of a finished run: the result of one that goes on from it holds them, and no path."""
+    """Return recipe and seed of a finished run: the result of one that continues from it holds them, and no path."""
     result = read_text_result(_folder(run))
     return {"recipe": result["recipe"], "seed": result["seed"], "from_run": result.get("from_run")}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.extras import need
-from factorized.experiments.data.hugging_face import only_for_people, parse_address
+from factorized.experiments.data.hugging_face import bars_in_terminals, parse_address
 from factorized.experiments.text.text_files import Document, Pair
 
 Row = dict[str, Any]
@@ -50,7 +50,7 @@ def open_data_set(address: str, part: str, folder: Path) -> DataSet:
     place, split = str(local[0]) if local else repository, options.split or part
     datasets = need("datasets", "datasets", f"the Hugging Face data set {repository}")
     try:
-        with only_for_people(datasets):
+        with bars_in_terminals(datasets):
             builder = datasets.load_dataset_builder(place, options.config or None, revision=options.revision or None)
             stream = builder.as_streaming_dataset(split=split)
     except Exception as error:  # datasets, its file readers and the network raise errors of many types

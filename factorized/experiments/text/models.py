@@ -22,21 +22,25 @@ AUTO = {
 
 def build_text_model(recipe: TextRecipe, tokenizer: Any, seed: int) -> nn.Module:
     """Return the recipe's network before factorization, drawn with ``seed``."""
-    transformers = need("transformers", "transformers", f"task {recipe.task!r}", "text")
+    auto = auto_class(recipe.task)
     torch.manual_seed(seed)
-    auto = getattr(transformers, AUTO[recipe.task])
     model: nn.Module
     if recipe.model.name:
         folder = model_folder(recipe.model.name)
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {recipe.model.name}: {folder / 'config.json'} is missing")
         refuse_factorized(folder)
-        with quiet(transformers), reading(folder):
+        with quiet(), reading(folder):
             model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     else:
         model = auto.from_config(text_config(recipe, tokenizer))
     check_vocabulary(model, tokenizer)
     return model
+
+
+def auto_class(task: str) -> Any:
+    """Return the auto class of transformers for the models of a task."""
+    return getattr(need("transformers", "transformers", f"task {task!r}", "text"), AUTO[task])
 
 
 def model_folder(name: str) -> Path:

@@ -59,7 +59,7 @@ def pack(
     stage: str = "tokenizing",
     total: int = 0,
 ) -> tuple[PackedTexts, ...]:
-    """Tokenize ``items`` of so many texts each into ``folder``, or map what is there if it was made from ``key``.
+    """Tokenize ``items`` of ``sides`` texts each into ``folder``, or map what is there if it was made from ``key``.
 
     Returns the texts of each side: of pairs, sources and targets. ``key`` describes texts and tokenizer. The token
     ``end`` is put after each text. Items are tokenized and written group by group.

@@ -33,9 +33,9 @@ from factorized.experiments.training.interrupt import PATIENCE, Interrupted, Sto
 from factorized.experiments.training.processes import Processes, joined_processes
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import Recorder, describe_machine, layer_rows, write_json
-from factorized.experiments.training.state import REMEDY, RunState, check_same_devices, check_same_run, goes_elsewhere
+from factorized.experiments.training.state import REMEDY, RunState, add_devices, check_same_devices, check_same_run
 from factorized.experiments.training.trained import RESULT
-from factorized.files.atomic import write_whole
+from factorized.files.atomic import write_text
 from factorized.nn.running import count_parameters
 
 TASKS: dict[str, type[TextTask]] = {
@@ -107,10 +107,7 @@ def _train_one(
     stop: StopRequest,
 ) -> dict[str, Any]:
     recipe, updates, seed = task.recipe, task.recipe.schedule.updates, begun.seed
-    if begun.ran_on[-1:] != [processes.kind]:
-        if begun.ran_on:
-            shown.note(goes_elsewhere(begun.ran_on, processes.kind, run))
-        begun.ran_on.append(processes.kind)
+    add_devices(begun, processes.kind, run, shown.note)
     processes.from_first(lambda: _note(begun, run))
     history = _history(run, checkpoint) if checkpoint is not None else []
     shown.begin(f"{recipe.name} seed {seed}", 1, updates, history[-1]["update"] if history else 0)
@@ -133,7 +130,7 @@ def _train_one(
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(processes.device)
         began = time.perf_counter()
-        with writing(run), quiet(transformers):
+        with writing(run), quiet():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = begun.seconds + time.perf_counter() - began
         peak = torch.cuda.max_memory_allocated(processes.device) if on_cuda else None
@@ -185,7 +182,7 @@ def _finish(
         "data": {"name": task.corpus.name, "checksum": task.corpus.checksum},
         **measured,
     }
-    with writing(run), quiet(transformers):
+    with writing(run), quiet():
         if processes.is_first or recipe.run.shard:
             result["files"] = save_text_model(network, task.tokenizer, run, first=processes.is_first)
         if processes.is_first:
@@ -213,7 +210,7 @@ def _history(run: Path, checkpoint: Path) -> list[dict[str, Any]]:
 def _note(begun: RunState, run: Path) -> None:
     """Write what is trained in ``run``, by which devices, and for how many seconds up to its last checkpoint."""
     fields = begun.model_dump(include={"recipe", "seed", "data", "ran_on", "seconds"})
-    write_whole(run / BEGUN, lambda path: path.write_text(json.dumps(fields)))
+    write_text(run / BEGUN, json.dumps(fields))
 
 
 def _begun(run: Path, recipe: TextRecipe, seed: int, corpus: Corpus) -> RunState | None:

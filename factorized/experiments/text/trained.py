@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from factorized.experiments.data.extras import need
 from factorized.experiments.models.hugging_face import quiet
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.recipes.text import TextRecipe
-from factorized.experiments.text.models import AUTO
+from factorized.experiments.text.models import auto_class
 from factorized.experiments.text.sharding import whole_weights
 from factorized.experiments.text.tokenizer import load_tokenizer
-from factorized.experiments.training.trained import FOLDER, RESULT, changed, check_file, checksum_of, read_sealed
+from factorized.experiments.training.trained import FOLDER, RESULT, check_file, checksum_of, read_sealed, wrong_checksum
 from factorized.files.folder import MANIFEST
 from factorized.files.pretrained import from_pretrained, save_pretrained
 from factorized.surgery.compose import is_factorized
@@ -56,7 +55,7 @@ def read_text_result(run: Path) -> dict[str, Any]:
         images = " a run on images" if isinstance(found, dict) and "accuracy" in found else " no run"
         raise ValueError(f"{run / RESULT} is{images}, not one on text: it has no {', '.join(missing)}")
     if not intact:
-        raise ValueError(changed(run))
+        raise ValueError(wrong_checksum(run))
     return {key: value for key, value in found.items() if key != "checksum"}
 
 
@@ -71,9 +70,8 @@ def load_text_run(run: Path) -> tuple[TextRecipe, dict[str, Any], nn.Module, Any
 
 def load_network(task: str, run: Path) -> nn.Module:
     """Return the network that ``save_text_model`` wrote into the folder of a run, in evaluation mode."""
-    transformers = need("transformers", "transformers", f"task {task!r}", "text")
-    auto, folder = getattr(transformers, AUTO[task]), run / FOLDER
-    with quiet(transformers):
+    auto, folder = auto_class(task), run / FOLDER
+    with quiet():
         if (folder / MANIFEST).is_file():
             model: nn.Module = from_pretrained(auto, folder)
         else:

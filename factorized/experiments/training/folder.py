@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,11 +12,11 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import in_words, writing_to
 from factorized.experiments.training import norms, state, trained
 from factorized.experiments.training.export import COMPOSED, LOWERED, SUFFIXES
 from factorized.experiments.training.interrupt import CannotWrite
-from factorized.files.atomic import lock
+from factorized.files.atomic import locked_folder
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"  # of text: the folder that transformers' Trainer writes
@@ -37,7 +36,7 @@ def prepare_folders(
     """Claim the folders of all runs; raise before training if one cannot be written.
 
     ``needed`` is the bytes that a run writes. Unless it is resumed, what an earlier run left is removed, once every
-    folder has proved to be fit. ``resume=True`` needs a run to go on with in one of them at least.
+    folder has passed its checks. ``resume=True`` needs a run to resume in one of them at least.
     """
     if resume is True and not any(_began(folder) for folder in folders):
         raise ValueError(_nothing_to_resume(folders))
@@ -47,7 +46,7 @@ def prepare_folders(
         left = _runs(folder)
         if left and not (resume or overwrite):
             raise ValueError(
-                f"{folder} already holds a run ({left[0]}); go on with --resume, or start anew with --overwrite"
+                f"{folder} already holds a run ({left[0]}); continue it with --resume, or start over with --overwrite"
             )
     free = shutil.disk_usage(folders[0]).free
     if free < needed * len(folders):
@@ -67,7 +66,7 @@ def _runs(folder: Path) -> list[str]:
 
 
 def _began(folder: Path) -> bool:
-    """Return whether a run is there to go on with: one killed before its first checkpoint has its metrics alone."""
+    """Return whether there is a run to resume: one killed before its first checkpoint has only its metrics."""
     return bool(_runs(folder)) or (folder / METRICS).exists()
 
 
@@ -94,16 +93,10 @@ def _nothing_to_resume(folders: Sequence[Path]) -> str:
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Keep other processes from training into ``folder``; the claim of one that is killed ends with it."""
-    if os.name == "nt":  # which opens no folders
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if lock(descriptor, wait=False) is False:
+    with locked_folder(folder, wait=False) as is_mine:
+        if is_mine is False:
             raise ValueError(f"another process is training into {folder}; let it end, or choose another with --out")
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -116,7 +109,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _probe(folder: Path) -> None:
-    try:
+    with writing_to(folder, "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / "probe.tmp"
         try:
@@ -124,8 +117,6 @@ def _probe(folder: Path) -> None:
         finally:
             with suppress(OSError):
                 probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
 
 
 def _clear(folder: Path) -> None:

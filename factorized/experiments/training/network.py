@@ -15,7 +15,7 @@ from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.experiments.data.explain import place_and_reason
 from factorized.experiments.data.images import Images
-from factorized.experiments.models.build import build_model
+from factorized.experiments.models.build import build_for
 from factorized.experiments.recipes.recipe import Factorize, Recipe
 from factorized.formats.scheme import Scheme
 from factorized.nn.layer import FactorizedLayer
@@ -41,7 +41,7 @@ class Start:
 def build_dense(recipe: Recipe, images: Images, seed: int) -> nn.Module:
     """Return the recipe's network before factorization, drawn with ``seed``."""
     torch.manual_seed(seed)
-    return build_model(recipe.model.name, len(images.classes), images.size[0], images.channels)
+    return build_for(recipe.model.name, images)
 
 
 def build_scheme(fields: Factorize) -> Scheme | None:
@@ -107,13 +107,13 @@ def factorize_network(
 
 
 def not_finite(tensors: Mapping[str, Tensor], besides: Collection[str] = ()) -> str | None:
-    """Return the name of the first tensor that holds NaN or infinity, but for those ``besides``; None for none."""
+    """Return the name of the first tensor that holds NaN or infinity, except for ``besides``; None if there is none."""
     names = (name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all())
     return next((name for name in names if name not in besides), None)
 
 
-def boundless_buffers(network: nn.Module) -> set[str]:
-    """Return the buffers of a fresh network that are not finite, and need not be later: masks of -inf, say."""
+def infinite_buffers(network: nn.Module) -> set[str]:
+    """Return the buffers of a fresh network that may hold infinities, such as masks of -inf."""
     return {name for name, buffer in network.named_buffers() if not buffer.isfinite().all()}
 
 
@@ -153,7 +153,7 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
 def count_macs(network: nn.Module, plan: Plan | None, images: Images) -> int:
     """Return the multiply-accumulates of the network for one image, products applied factor by factor.
 
-    That is what the method costs, in whichever way a layer runs on the machine at hand.
+    That is what the method costs, however a layer runs on this machine.
     """
     if plan is not None and plan.macs_after is not None:
         return plan.macs_after

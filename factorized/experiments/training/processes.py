@@ -73,7 +73,7 @@ class Processes:
 
 @contextmanager
 def joined_processes(device: torch.device | str | None = None) -> Iterator[Processes]:
-    """Join the processes that ``torchrun`` started, each with a GPU of its own where there are any; or be the only one.
+    """Join the processes that ``torchrun`` started, each with its own GPU where there are any; or be the only one.
 
     A process group that is there already is used, and left as it was.
     """

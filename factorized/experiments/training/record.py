@@ -20,7 +20,7 @@ from factorized.diagnostics.diagnose import diagnose
 from factorized.diagnostics.summary import summary
 from factorized.experiments.data.images import Images
 from factorized.experiments.training.folder import METRICS, writing
-from factorized.files.atomic import write_whole
+from factorized.files.atomic import write_text
 from factorized.files.checksum import sealed
 from factorized.version import PACKAGE, __version__
 
@@ -149,7 +149,7 @@ def commit() -> str | None:
     """Return the commit of the package's own checkout, with -dirty where files differ; None where it is not in one."""
     root = PACKAGE.resolve().parent
     top = _git(root, "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root:  # installed below somebody else's repository
+    if top is None or Path(top).resolve() != root:  # installed inside another repository
         return None
     return _git(root, "describe", "--match=", "--always", "--abbrev=40", "--dirty")
 
@@ -165,8 +165,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def write_json(path: Path, data: Row) -> None:
     """Write ``data`` with its checksum, atomically."""
-    text = json.dumps(sealed(_plain(data)), indent=1, allow_nan=False) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text))
+    write_text(path, json.dumps(sealed(_plain(data)), indent=1, allow_nan=False) + "\n")
 
 
 def _line(row: Row) -> str:

@@ -15,7 +15,7 @@ Batch = tuple[Tensor, Tensor, Tensor]  # images (m, c, h, w) uint8, which of the
 
 
 class Source(Protocol):
-    """Batches of one epoch after another, each epoch in an order of its own."""
+    """Batches of one epoch after another, each epoch in its own order."""
 
     steps: int  # in an epoch; what does not fill a batch waits for another epoch's order
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ from factorized.files.atomic import write_whole
 
 FILE = "checkpoint.pt"
 DIGEST = 32  # bytes of the checksum at its end
-REMEDY = "start this run anew with --overwrite"
+REMEDY = "start this run over with --overwrite"
 Tensors = dict[str, Tensor]
 
 
@@ -108,7 +108,7 @@ def load_state(folder: Path) -> RunState:
 
 
 def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str, folder: Path) -> None:
-    """Refuse to go on with another recipe or other data than the run began with; the first difference is named."""
+    """Refuse to resume with another recipe or other data than the run began with; the first difference is named."""
     if state.seed != seed:
         raise ValueError(f"{folder} holds a run of seed {state.seed}, not {seed}; resume with that seed")
     for section, value in recipe.items():
@@ -130,7 +130,7 @@ def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str
 
 
 def check_same_devices(ran_on: Sequence[str], kind: str, folder: Path) -> None:
-    """Refuse to go on with other processes than trained the run so far, ``kind`` being those that are there now."""
+    """Refuse to resume with other processes than trained the run so far; ``kind`` are those of now."""
     if ran_on and ran_on[-1] != kind:
         raise ValueError(
             f"{folder} was trained by {ran_on[-1]}, and this is {kind}: the result would not be that of an "
@@ -138,9 +138,13 @@ def check_same_devices(ran_on: Sequence[str], kind: str, folder: Path) -> None:
         )
 
 
-def goes_elsewhere(ran_on: Sequence[str], kind: str, folder: Path) -> str:
-    """Return a line on a run that goes on with other processes than trained it so far."""
-    return f"{folder} goes on with {kind}; it was trained by {', '.join(ran_on)} before"
+def add_devices(state: RunState, kind: str, folder: Path, note: Callable[[str], None]) -> None:
+    """Record which processes train a run from now on; ``note`` is called with a line if they have changed."""
+    if state.ran_on[-1:] == [kind]:
+        return
+    if state.ran_on:
+        note(f"{folder} continues with {kind}; it was trained by {', '.join(state.ran_on)} before")
+    state.ran_on.append(kind)
 
 
 def check_fits(
@@ -149,13 +153,13 @@ def check_fits(
     network: nn.Module,
     optimizer: SGD,
     step: TrainingStep,
-    boundless: Collection[str],
+    may_be_infinite: Collection[str],
 ) -> None:
-    """Refuse a checkpoint that this run cannot have written; ``boundless`` are tensors that may be infinite."""
+    """Refuse a checkpoint that this run cannot have written; tensors in ``may_be_infinite`` need not be finite."""
     epochs, steps = step.recipe.schedule.epochs, step.source.steps
     problem = (
         _problem_of_numbers(state, epochs, steps)
-        or _problem_of_tensors("network", state.network, network.state_dict(), boundless)
+        or _problem_of_tensors("network", state.network, network.state_dict(), may_be_infinite)
         or _problem_of_tensors("momentum", state.momentum, _momentum(network, optimizer))
         or _problem_of_tensors("counts", state.counts, _counts(step))
         or _problem_of_random(state, step.device)
@@ -180,7 +184,7 @@ def _problem_of_numbers(state: RunState, epochs: int, steps: int) -> str | None:
 
 
 def _problem_of_tensors(
-    part: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], boundless: Collection[str] = ()
+    part: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], may_be_infinite: Collection[str] = ()
 ) -> str | None:
     for name in sorted(saved.keys() ^ expected.keys()):
         return f"{part} {'has no' if name in expected else 'must not have'} {name!r}"
@@ -188,7 +192,7 @@ def _problem_of_tensors(
         ours, its = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (expected[name], tensor))
         if ours != its:
             return f"{part}.{name} is {its[1]} {its[0]}, expected {ours[1]} {ours[0]}"
-    bad = not_finite(saved, boundless)
+    bad = not_finite(saved, may_be_infinite)
     return None if bad is None else f"{part}.{bad} holds NaN or infinity"
 
 

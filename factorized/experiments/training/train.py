@@ -38,15 +38,15 @@ def train(
 ) -> list[Result]:
     """Train the recipe's network once for each seed, into ``folder/seed-<seed>``, and return the results.
 
-    ``resume`` goes on with the runs that are there and is refused where there is none; ``"auto"`` then starts anew. A
+    ``resume`` continues the runs that are there and is refused where there is none; ``"auto"`` then starts one. A
     run that began with another number of processes, or on another kind of device, would not end where it would have
-    ended there: going on with it is refused unless ``allow_other_devices`` is set. ``start`` is trained in place of the
+    ended there: continuing it is refused unless ``allow_other_devices`` is set. ``start`` is trained in place of the
     recipe's own network, with one seed.
 
     Seeds share one copy of the data and, on a GPU, the compiled step. ``at_once`` of them take turns to issue steps, on
-    CUDA streams of their own: a small network leaves a GPU idle. ``"auto"`` is three for such a network on a GPU,
+    separate CUDA streams: a small network leaves a GPU idle. ``"auto"`` is three for such a network on a GPU,
     and one elsewhere. Each run ends where it would have ended alone. One that fails leaves the others going, and
-    ``RunsFailed`` is raised in the end; one after another, the first error ends them all.
+    ``RunsFailed`` is raised at the end; one after another, the first error ends them all.
 
     Under ``torchrun`` every process calls this and trains on its share of each batch; the first one writes.
     """

@@ -17,7 +17,7 @@ from factorized.experiments.data.images import Images
 from factorized.experiments.models.build import build_model
 from factorized.experiments.recipes.find import check_recipe
 from factorized.experiments.recipes.recipe import Recipe
-from factorized.experiments.training.network import boundless_buffers, not_finite
+from factorized.experiments.training.network import infinite_buffers, not_finite
 from factorized.files.checkpoint import load, save
 from factorized.files.checksum import is_sealed, read_tensors, save_tensors
 from factorized.surgery.compose import is_factorized
@@ -97,7 +97,7 @@ def load_trained(run: Path, *, trust_model: bool = False) -> tuple[Recipe, dict[
     for file, expected in files.items():
         check_file(run / FOLDER / Path(file).name, expected)
     fresh = build_model(name, len(data["classes"]), data["size"][0], data["channels"])
-    boundless = boundless_buffers(fresh)
+    may_be_infinite = infinite_buffers(fresh)
     if DENSE in files:
         try:
             fresh.load_state_dict(read_tensors(run / FOLDER / DENSE, "train the run again"))
@@ -106,7 +106,7 @@ def load_trained(run: Path, *, trust_model: bool = False) -> tuple[Recipe, dict[
         network = fresh
     else:
         network = load(run / FOLDER, fresh)
-    if (bad := not_finite(network.state_dict(), boundless)) is not None:
+    if (bad := not_finite(network.state_dict(), may_be_infinite)) is not None:
         raise ValueError(f"{run / FOLDER}: {bad} holds NaN or infinity; train the run again")
     return recipe, result, network.eval()
 
@@ -136,7 +136,7 @@ def read_result(run: Path) -> dict[str, Any]:
         raise ValueError(f"{run / RESULT} is a run on text (task {found['task']!r}); this needs one on images")
     result = check_result(found, run / RESULT)
     if not intact:
-        raise ValueError(changed(run))
+        raise ValueError(wrong_checksum(run))
     return {key: value for key, value in result.items() if key != "checksum"}
 
 
@@ -156,7 +156,7 @@ def read_sealed(run: Path) -> tuple[Any, bool]:
         raise ValueError(f"{path} is not valid JSON: {error}; delete it and train the run again") from None
 
 
-def changed(run: Path) -> str:
+def wrong_checksum(run: Path) -> str:
     """Return the message for a result whose checksum is wrong."""
     return f"{run / RESULT} is damaged, or was changed: its checksum does not match; delete it and train the run again"
 

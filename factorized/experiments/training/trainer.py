@@ -19,12 +19,12 @@ from factorized.experiments.training.folder import writing
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.network import (
     Start,
-    boundless_buffers,
     build_dense,
     build_optimizer,
     check_network,
     count_macs,
     factorize_network,
+    infinite_buffers,
     plan_network,
     set_learning_rate,
 )
@@ -43,11 +43,11 @@ from factorized.experiments.training.source import OnDevice, Source, draws_seed
 from factorized.experiments.training.state import (
     FILE,
     RunState,
+    add_devices,
     check_fits,
     check_same_devices,
     check_same_run,
     gather,
-    goes_elsewhere,
     load_state,
     restore,
     restore_random,
@@ -101,7 +101,7 @@ class Trainer:
         norms = self._norms(seed)
         self.step = TrainingStep(recipe, self.network, self.optimizer, self.source, images, norms, processes)
         self.evaluate = Evaluator(self.network, images, autocast_type(recipe.run.precision, self.device))
-        self.boundless = boundless_buffers(self.network)
+        self.may_be_infinite = infinite_buffers(self.network)
         state = sum(tensor.nbytes for tensor in self.network.state_dict().values())
         # weights and momentum, the old file beside the new one, and the model at the end; the norms; room for logs
         self.bytes_to_write = 5 * state + (0 if norms is None else 3 * norms.nbytes) + 2**20
@@ -126,10 +126,7 @@ class Trainer:
         if resume and state.epoch == epochs and self.processes.from_first((folder / RESULT).is_file):
             return self.processes.from_first(lambda: read_result(folder))
         self._begin(state)
-        if state.ran_on[-1:] != [self.processes.kind]:
-            if state.ran_on:
-                reporter.note(goes_elsewhere(state.ran_on, self.processes.kind, folder))
-            state.ran_on.append(self.processes.kind)
+        add_devices(state, self.processes.kind, folder, reporter.note)
         state.at_once = max(state.at_once, at_once)
         reporter.begin(f"{self.recipe.name} seed {seed}", epochs, steps, state.epoch * steps + state.step)
         with Recorder(folder if self.processes.is_first else None, state.history) as recorder:
@@ -182,7 +179,7 @@ class Trainer:
         if resume and (folder / FILE).exists():
             state = load_state(folder)
             check_same_run(state, recipe, seed, data, folder)
-            check_fits(state, folder, self.network, self.optimizer, self.step, self.boundless)
+            check_fits(state, folder, self.network, self.optimizer, self.step, self.may_be_infinite)
             if state.epoch < self.recipe.schedule.epochs and not self.allow_other_devices:
                 check_same_devices(state.ran_on, self.processes.kind, folder)
             return state
@@ -215,7 +212,7 @@ class Trainer:
             kept.copy_(norms)
 
     def _begin_epoch(self, state: RunState, epoch: int) -> int:
-        """Start the epoch's order and randomness, or go on within it; return the step to begin with."""
+        """Start the epoch's order and randomness, or resume within it; return the step to begin with."""
         first = state.step if epoch == state.epoch else 0
         self.source.start(state.seed, epoch, first)
         if first:
@@ -290,7 +287,7 @@ class Trainer:
         """Return the mean loss of the epoch's steps; raise if it, or what was learned, is not a number any more."""
         loss = self.processes.total(self.step.loss_sum) / (steps * self.processes.count)
         state = self.network.state_dict().items()
-        learned = [t for name, t in state if t.is_floating_point() and t.numel() and name not in self.boundless]
+        learned = [t for name, t in state if t.is_floating_point() and t.numel() and name not in self.may_be_infinite]
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(learned, math.inf)])
         whole = largest.isfinite().all()
         lost = "" if self.processes.total(whole.int()) == self.processes.count else " and weights are not finite"

@@ -64,7 +64,7 @@ class Turn:
 
 
 def take_turns(runs: Sequence[tuple[AbstractContextManager[None], Turns]]) -> None:
-    """Give each run a turn after the other until all have ended; each that is told to stop may save itself first."""
+    """Give the runs turns, one after the other, until all have ended; one that has to stop may save itself first."""
     going, stopped = list(runs), None
     with ExitStack() as closing:
         for _, run in runs:
@@ -114,10 +114,10 @@ class Queue(Generic[Trainer]):
                     raise
                 if trainer is None and isinstance(error, torch.OutOfMemoryError):
                     self.waiting.appendleft(seed)
-                    reporter.note("the device has no memory for one more run at once; the others go on without it")
+                    reporter.note("the device has no memory for one more run at once; the others continue without it")
                     return
                 self.errors[seed] = error
-                reporter.note(f"seed {seed} failed, the others go on: {message_of(error)}")
+                reporter.note(f"seed {seed} failed, the others continue: {message_of(error)}")
 
 
 class RunsFailed(ValueError):

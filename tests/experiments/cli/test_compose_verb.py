@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(cli: Cli, trained: Pa
     path = tmp_path / f"model{SUFFIX[kind]}"
     with files_of_at_most(1000):
         message = cli("compose", trained, "--to", kind, "--out", path).error
-    assert message == f"factorized: cannot write {path}: File too large; name another file by --out\n"
+    assert message == f"factorized: cannot write to {path}: File too large; name another file by --out\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,7 +160,7 @@ def test_a_place_that_may_not_be_written_is_named(
 
     monkeypatch.setattr(WholeFile, "__enter__", refuse)
     path = tmp_path / "m.safetensors"
-    assert f"cannot write {path}: Read-only file system" in cli("compose", trained, "--out", path).error
+    assert f"cannot write to {path}: Read-only file system" in cli("compose", trained, "--out", path).error
 
 
 def test_what_is_no_run_is_told_before_anything_about_the_file(cli: Cli, tmp_path: Path) -> None:

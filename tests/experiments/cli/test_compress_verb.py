@@ -246,7 +246,7 @@ def test_a_compression_that_is_interrupted_says_how_to_go_on(
     again = f"factorized compress {run} --ratio {RATIO} --out {tmp_path}"
     assert (said.code, said.err) == (
         130,
-        f"factorized: stopped by Ctrl-C; what is finished is kept, go on with: {again}\n",
+        f"factorized: stopped by Ctrl-C; what is finished is kept, continue with: {again}\n",
     )
 
 

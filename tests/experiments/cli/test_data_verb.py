@@ -63,10 +63,3 @@ def test_a_wrong_request_says_what_is_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in cli("data", *arguments).error
-
-
-def test_a_truncated_file_is_named(cli: Cli, npz: Path, tmp_path: Path) -> None:
-    npz.write_bytes(npz.read_bytes()[:3000])
-    message = cli("data", "prepare", npz, "--folder", tmp_path / "sets").error
-    assert str(npz) in message
-    assert "truncated" in message

@@ -202,10 +202,10 @@ def test_ctrl_c_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("train digits/resnet8 --overwrite", "go on with: factorized train digits/resnet8 --resume"),
+        ("train digits/resnet8 --overwrite", "continue with: factorized train digits/resnet8 --resume"),
         # which always goes on
-        ("compress out/run --ratio 0.5 --overwrite", "go on with: factorized compress out/run --ratio 0.5"),
-        ("demo --seeds 1", "begin anew with: factorized demo --seeds 1"),  # which never does
+        ("compress out/run --ratio 0.5 --overwrite", "continue with: factorized compress out/run --ratio 0.5"),
+        ("demo --seeds 1", "start over with: factorized demo --seeds 1"),  # which never does
     ],
 )
 def test_a_run_that_ended_early_says_which_command_goes_on(
@@ -216,7 +216,7 @@ def test_a_run_that_ended_early_says_which_command_goes_on(
 
     monkeypatch.setattr("factorized.experiments.cli.device.pick_device", stop)
     monkeypatch.setattr("factorized.experiments.reproduce.demonstration.run_variants", stop)
-    told = f"factorized: {what}{kept if 'go on' in expected else ''}{expected}\n"
+    told = f"factorized: {what}{kept if 'continue' in expected else ''}{expected}\n"
     said = cli(*given.split())
     assert (said.code, said.err) == (143 if isinstance(error, Interrupted) else 2, told)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -230,7 +230,7 @@ def test_the_version_is_told(cli: Cli) -> None:
 def test_a_page_that_cannot_be_written_is_named(cli: Cli, tmp_path: Path) -> None:
     page = tmp_path / "none" / "plan.html"
     message = cli("plan", "digits/resnet8-wide-fd", "--html", page).error
-    assert message == f"factorized: cannot write {page}: No such file or directory; name another place by --html\n"
+    assert message == f"factorized: cannot write to {page}: No such file or directory; name another place by --html\n"
 
 
 def test_only_the_first_of_several_processes_prints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,8 +328,8 @@ def test_a_stopped_run_says_how_to_go_on_and_that_works(tmp_path: Path, number: 
     _, err = process.communicate(timeout=300)
     assert process.returncode == code
     assert err.count("\n") == 1
-    assert err.startswith(f"factorized: stopped by {number.name}; its state is saved, go on with: factorized train")
-    command = err.split("go on with: ")[1].split()
+    assert err.startswith(f"factorized: stopped by {number.name}; its state is saved, continue with: factorized train")
+    command = err.split("continue with: ")[1].split()
     assert "--overwrite" not in command
     assert main(command[1:]) == 0
     assert (tmp_path / "o/digits/resnet8/seed-0/result.json").is_file()

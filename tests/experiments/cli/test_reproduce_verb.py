@@ -210,7 +210,8 @@ def test_a_stopped_command_keeps_what_is_finished_and_resumes_the_rest(cli: Cli,
     code, errors = interrupt_in_training(arguments, tmp_path, number, wanted=2)
     assert code == 128 + number
     assert (
-        f"factorized: stopped by {signal.Signals(number).name}; its state is saved, go on with: factorized " in errors
+        f"factorized: stopped by {signal.Signals(number).name}; its state is saved, continue with: factorized "
+        in errors
     )
     assert "--resume" not in errors
     assert "Traceback" not in errors
@@ -245,7 +246,7 @@ def test_ctrl_c_reaches_several_processes_once_and_they_save_themselves(tmp_path
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, errors = process.communicate(timeout=200)
     assert process.returncode == 128 + signal.SIGINT
-    assert errors.startswith("factorized: stopped by SIGINT; its state is saved, go on with: factorized reproduce ")
+    assert errors.startswith("factorized: stopped by SIGINT; its state is saved, continue with: factorized reproduce ")
     assert errors.count("\n") == 1
     assert len(list((tmp_path / "out").rglob("checkpoint.pt"))) == 2
 

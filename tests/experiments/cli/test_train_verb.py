@@ -120,7 +120,7 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
     run = tmp_path / "o" / RECIPE / "seed-0"
     shutil.copytree(trained, run)
     again = ("train", RECIPE, *SHORT, "--quiet", "--out", tmp_path / "o")
-    assert "go on with --resume, or start anew with --overwrite" in cli(*again).error
+    assert "continue it with --resume, or start over with --overwrite" in cli(*again).error
     assert cli(*again, "--resume").code == 0
     assert "optimizer.lr" in cli(*again, "--set", "optimizer.lr=0.2", "--resume").error
     assert cli(*again, "--set", "optimizer.lr=0.2", "--overwrite").code == 0

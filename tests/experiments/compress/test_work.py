@@ -164,7 +164,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path, damage: str | None) -> None:
     compressed(tmp_path)
     path = tmp_path / "compress.json"
     path.write_text(damage if damage is not None else path.read_text().replace('"ratio": 0.5', '"ratio": 0.6'))
-    with pytest.raises(ValueError, match=r"compress\.json is damaged, or was changed; begin anew with --overwrite"):
+    with pytest.raises(ValueError, match=r"compress\.json is damaged, or was changed; start over with --overwrite"):
         Work(Points(), SETTINGS, tmp_path)
 
 

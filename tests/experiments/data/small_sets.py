@@ -15,7 +15,7 @@ from factorized.experiments.data.images import Images
 from factorized.experiments.data.known import Known
 
 Bytes = npt.NDArray[np.uint8]
-TINY = Known("some/where", ("cifar-10-batches-py",), 10, 32, 5, 1, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+TINY = Known("some/where", "cifar-10-batches-py", 10, 32, 5, 1, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 
 def pictures(count: int, side: int = 6, channels: int = 3, seed: int = 0) -> Bytes:  # (count, side, side, channels)

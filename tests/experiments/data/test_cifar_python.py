@@ -20,7 +20,7 @@ from tests.experiments.data.small_sets import TINY, python2_pickle, small_images
 @pytest.fixture(autouse=True)
 def small_cifars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KNOWN, "cifar10", TINY)
-    monkeypatch.setitem(KNOWN, "cifar100", Known("", (), 10, 32, 5, 1, TINY.mean, TINY.std))
+    monkeypatch.setitem(KNOWN, "cifar100", Known("", "cifar-100-python", 10, 32, 5, 1, TINY.mean, TINY.std))
 
 
 @pytest.fixture
@@ -82,16 +82,26 @@ def test_a_file_that_would_run_something_is_refused_and_runs_nothing(
     assert not (tmp_path / "harm").exists()
 
 
+ARRAY = b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R"  # to be followed by its state
+BYTES = b"cnumpy\ndtype\n(U\x02u1tR"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"cnumpy\nndarray\n((I1000000000000\ntU\x01OtR.", "it calls numpy.ndarray"),
-        (pickle.dumps(np.zeros(3)), "it holds an array of"),
-        (pickle.dumps(np.array([{}], dtype=object)), "it holds an array of"),
-        (pickle.dumps(np.zeros(3), 5), "it holds an array of"),
+        (pickle.dumps(np.zeros(3)), "it holds an array of 'f8'; expected bytes"),
+        (pickle.dumps(np.array([{}], dtype=object)), "it holds an array of 'O8'; expected bytes"),
+        (pickle.dumps(np.zeros(3, np.int8), 5), "it holds an array of 'i1'; expected bytes"),
+        (ARRAY + b"(K\x01K\x00\x85N\x89U\x00tb.", "it holds an array that is not of bytes"),
+        (ARRAY + b"(K\x01]" + BYTES + b"\x89U\x00tb.", r"it holds an array of shape \[\]$"),
+        (
+            b"\x80\x02cnumpy.core.numeric\n_frombuffer\n(U\x00NK\x00\x85U\x01CtR.",
+            "it holds an array that is not of bytes",
+        ),
         (b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x04\x00\x00\x00zliptR.", "it encodes text as"),
         (b"Pan id\n.", "persistent"),
-        (b"\x80\x02cnumpy\ndtype\n(U\x02u1tRcnumpy.core.multiarray\n_reconstruct\n)R(K\x01I9\nI9\ntb.", "unpack"),
+        (ARRAY + b"(K\x01I9\nI9\ntb.", "unpack"),
         (python2_pickle(np.zeros((2, 3), np.uint8)).replace(b"J\x03\0\0\0t", b"J\x04\0\0\0t"), "in 6 bytes"),
         (b"(" * 100_000, ""),
         (b"", "exhausted"),

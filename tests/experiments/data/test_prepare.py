@@ -204,7 +204,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepared_module, "byte_chunks", full_disk)
-    with pytest.raises(ValueError, match=f"{path} cannot be written .*No space left"):
+    with pytest.raises(ValueError, match=f"cannot write to {path}: No space left on device; make room for"):
         prepare(str(source), folder, overwrite=True)
     assert path.read_bytes() == before
     assert [item.name for item in folder.iterdir()] == ["flowers.safetensors"]
@@ -212,7 +212,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(
 
 def test_a_folder_that_cannot_be_made_is_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=f"data folder {tmp_path / 'file' / 'data'} cannot be made: .*FACTORIZED_DATA"):
+    with pytest.raises(ValueError, match=f"cannot write to {tmp_path / 'file' / 'data'}: .*FACTORIZED_DATA"):
         prepare(str(source), tmp_path / "file" / "data")
 
 
@@ -241,5 +241,7 @@ def test_a_folder_that_may_not_be_written_is_named_and_not_a_file_in_between(
     folder.mkdir()
     for way in ("open", "unlink"):
         monkeypatch.setattr(Path, way, refuse)
-    with pytest.raises(ValueError, match=r"flowers.safetensors cannot be written .*: Read-only file system$"):
+    with pytest.raises(
+        ValueError, match=r"flowers.safetensors: Read-only file system; make room for .* bytes, or choose"
+    ):
         prepare(str(source), folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from factorized.experiments.reproduce.carry_out import carry_out
+from factorized.experiments.reproduce.engine import carry_out
 from factorized.experiments.reproduce.job import Job, Outcome
 from factorized.experiments.reproduce.local import LocalEngine
 from factorized.experiments.training.progress import Reporter

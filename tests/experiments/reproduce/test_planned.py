@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_from_another_comes_after_it(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_from_itself_is_refused(tmp_path: Path) -> None:
     text = NORMALIZED.replace("out/small/digits-fd/", "out/small/other-fd/")
     plan = planner(tmp_path, text=text)
-    with pytest.raises(ValueError, match="small/other-fd goes on from itself, by way of small/other-fd"):
+    with pytest.raises(ValueError, match="small/other-fd continues from itself, by way of small/other-fd"):
         plan.plan(plan.own["small/other-fd"], 0)
 
 

@@ -135,7 +135,7 @@ def test_a_run_of_another_number_of_processes_is_not_resumed_unless_that_is_allo
         train_text(recipe, corpus, folder, device="cpu", resume=True)
     how: dict[str, Any] = {"device": "cpu", "resume": True, "allow_other_devices": True, "reporter": Reporter()}
     (result,) = train_text(recipe, corpus, folder, **how)
-    assert "goes on with 1 process (cpu); it was trained by 4 processes (cuda) before" in capsys.readouterr().out
+    assert "continues with 1 process (cpu); it was trained by 4 processes (cuda) before" in capsys.readouterr().out
     assert result["ran_on"] == ["4 processes (cuda)", "1 process (cpu)"]
     begun.write_text(json.dumps({**state, "ran_on": ["4 processes (cuda)"]}))
     (again,) = train_text(recipe, corpus, folder, device="cpu", resume=True)  # it has ended
@@ -163,7 +163,7 @@ def test_a_damaged_note_of_what_is_trained_is_named(stopped_run: tuple[TextRecip
     recipe, corpus, folder = stopped_run
     for content in ("{", "[]", '{"seed": "x"}'):
         (folder / "seed-0" / "begun.json").write_text(content)
-        with pytest.raises(ValueError, match=r"begun\.json is damaged; start this run anew with --overwrite"):
+        with pytest.raises(ValueError, match=r"begun\.json is damaged; start this run over with --overwrite"):
             train_text(recipe, corpus, folder, device="cpu", resume=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_resuming_with_other_processes_is_refused_unless_allowed_and_both_are_re
         train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)
     allowed = {"device": "cpu", "resume": True, "allow_other_devices": True, "reporter": Reporter()}
     [result] = train(recipe(), digits(), tmp_path / "run", **allowed)
-    assert "goes on with 1 process (cpu); it was trained by 2 processes (cpu) before" in capsys.readouterr().out
+    assert "continues with 1 process (cpu); it was trained by 2 processes (cpu) before" in capsys.readouterr().out
     assert result["ran_on"] == ["2 processes (cpu)", "1 process (cpu)"]
     [again] = train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)  # ended: nothing depends on it
     assert again["ran_on"] == result["ran_on"]
@@ -52,7 +53,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained(cut: Path, tmp_pat
     bad = {"truncated": good[:middle], "a flipped byte": flipped, "text": b"hello", "empty": b""}[damage]
     (tmp_path / "seed-0").mkdir()
     (tmp_path / "seed-0" / FILE).write_bytes(bad)
-    with pytest.raises(ValueError, match=r"seed-0/checkpoint\.pt is damaged .*start this run anew with --overwrite"):
+    with pytest.raises(ValueError, match=r"seed-0/checkpoint\.pt is damaged .*start this run over with --overwrite"):
         train(recipe(), digits(), tmp_path, device="cpu", resume=True)
     assert (tmp_path / "seed-0" / FILE).read_bytes() == bad
 
@@ -89,7 +90,7 @@ def test_a_checkpoint_that_the_run_cannot_have_written_is_refused_by_field(
     changed: Any = {**dict(state_of(tmp_path / "run")), field: value}
     save_state(changed, path.parent)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=rf"seed-0/checkpoint\.pt: {message}.*; start this run anew with --overwrite"):
+    with pytest.raises(ValueError, match=rf"seed-0/checkpoint\.pt: {message}.*; start this run over with --overwrite"):
         train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)
     assert path.read_bytes() == before
 
@@ -113,9 +114,20 @@ def test_a_checkpoint_with_a_wrong_tensor_is_refused_by_name(cut: Path, tmp_path
         train(recipe(), digits(), tmp_path / "run", device="cpu", resume=True)
 
 
-def test_a_checkpoint_that_holds_code_gets_no_advice_to_run_it(cut: Path, tmp_path: Path) -> None:
-    code: Any = {"recipe": Path("x")}
+class Harm:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_a_checkpoint_is_not_run_and_nobody_is_told_to_run_it(tmp_path: Path) -> None:
+    code: Any = {"recipe": Harm(tmp_path / "harm")}
     save_state(code, tmp_path)
     with pytest.raises(ValueError, match="holds more than tensors and plain values") as refused:
         load_state(tmp_path)
     assert "weights_only" not in str(refused.value)
+    assert not (tmp_path / "harm").exists()

@@ -61,7 +61,7 @@ def test_weights_that_are_not_finite_from_the_start_are_blamed_on_the_model(
         network.get_submodule("linear").weight.data[1, 2] = float(value)
         return network
 
-    monkeypatch.setattr("factorized.experiments.training.network.build_model", broken)
+    monkeypatch.setattr("factorized.experiments.models.build.build_model", broken)
     changed = recipe() if scheme == "low_rank" else recipe(name="digits/resnet8")
     with pytest.raises(ValueError, match=r"model 'resnet8': linear\.weight holds NaN or infinity before training"):
         train(changed, digits(), tmp_path / "out", device="cpu")

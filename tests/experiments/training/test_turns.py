@@ -129,7 +129,7 @@ def test_a_run_that_fails_leaves_the_others_going_and_is_named_in_the_end(
     reporter, said = shown_in(terminal=False, width=400)
     with pytest.raises(RunsFailed, match=r"1 run\(s\) in .* failed, and the others have ended\. seed 1: .* is nan"):
         train(chance(), digits(), tmp_path / "a", seeds=range(4), at_once=3, device="cpu", reporter=reporter)
-    assert "seed 1 failed, the others go on: the training loss is nan" in said.getvalue()
+    assert "seed 1 failed, the others continue: the training loss is nan" in said.getvalue()
     assert [(tmp_path / f"a/seed-{seed}/result.json").is_file() for seed in range(4)] == [True, False, True, True]
     monkeypatch.undo()
     train(chance(), digits(), tmp_path / "b", seeds=(3,), device="cpu")  # after the seed that failed, by its trainer
