@@ -27,6 +27,7 @@ class FactorizedConvTranspose(AnyConvolution):
     """
 
     known_ways: ClassVar[tuple[Way, ...]] = ("composed", "chain")
+    takes_more = True  # an output_size
     geometry: Geometry
 
     def __init__(

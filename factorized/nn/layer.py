@@ -52,6 +52,7 @@ class FactorizedLayer(nn.Module):
     is_held = False  # whether a larger module holds the weight, as a parameter
     sparse = False  # whether an embedding's gradient is sparse
     tunable = True  # whether there is a choice of ways to run
+    takes_more = False  # whether a call takes more than an input, which a chain of plain layers does not
     known_ways: ClassVar[tuple[Way, ...]] = WAYS  # the ways that this kind of layer supports
 
     def __init__(

@@ -11,7 +11,6 @@ from torch import nn
 
 from factorized.attention.resize import lowered_module, plain_size
 from factorized.attention.unit import AttentionUnit
-from factorized.nn.conv_transpose import FactorizedConvTranspose
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import Model, check_model, listed, module_names
 from factorized.nn.running import ExampleInput, count_parameters, removing, run_once
@@ -73,9 +72,10 @@ def lower(
             for name, what in read.items()
             if "" in what
         }
-        transposed = [name for name in _places(model) if isinstance(model.get_submodule(name), FactorizedConvTranspose)]
+        layers = {name: model.get_submodule(name) for name in _places(model)}
+        taking = [name for name, layer in layers.items() if isinstance(layer, FactorizedLayer) and layer.takes_more]
         composed |= dict.fromkeys(
-            called_with_more(model, transposed),
+            called_with_more(model, taking),
             "the model's code gives it an output_size; pass example_input= to check by a run whether it does so here",
         )
     while True:

@@ -134,7 +134,7 @@ class Inherits(Scaled):
         (Inherits(8, 8), fz.FactorizedLinear, "forward"),
         (Padded(4, 4, 3), fz.FactorizedConv2d, "_conv_forward"),
         (Asked(8, 8), fz.FactorizedEmbedding, "positions"),
-        (nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), fz.FactorizedLinear, "weight"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8), "bias", dim=None), fz.FactorizedLinear, "bias"),
     ],
 )
 def test_a_subclass_that_defines_more_stays_dense_with_the_reason(dense: nn.Module, layer: Any, defined: str) -> None:
