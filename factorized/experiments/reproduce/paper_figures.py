@@ -150,7 +150,8 @@ def _curves(variants: Mapping[str, Variant], column: str, *, log: bool) -> Calla
     def draw(axes: Axes) -> None:
         for number, (label, variant) in enumerate(variants.items()):
             line = variant.curve(column)
-            if line is not None:  # the normalized run has the step sizes of another one, which it would cover
+            if line is not None:
+                # the normalized run has the step sizes of the one that it follows: dashed above it, both are seen
                 style, order = ("--", 3) if _kind(variant) == "normalized" else ("-", 2)
                 places, values = zip(*line.points, strict=True)
                 axes.plot(places, values, color=f"C{number}", label=label, linestyle=style, zorder=order)
