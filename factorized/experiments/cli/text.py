@@ -116,6 +116,12 @@ def evaluate_run(run: Path, data: str | None, device: torch.device) -> None:
         raise typer.Exit(1)
 
 
+def _is_a_model(folder: Path) -> bool:
+    """Return whether a folder is empty, or holds files alone, with the config of a model among them."""
+    found = list(folder.iterdir()) if folder.is_dir() else [folder]
+    return not found or (all(path.is_file() for path in found) and (folder / "config.json").is_file())
+
+
 def compose_run(run: Path, out: Path | None, data: str | None, device: torch.device, *, overwrite: bool) -> None:
     """Write the network of a run on text as a folder that transformers opens by itself, and compare the loss."""
     import shutil
@@ -129,6 +135,11 @@ def compose_run(run: Path, out: Path | None, data: str | None, device: torch.dev
     folder = out or run / "composed"
     if folder.exists() and not overwrite:
         raise ValueError(f"{folder} is already there; name another folder by --out, or replace it with --overwrite")
+    if folder.exists() and not _is_a_model(folder):
+        raise ValueError(
+            f"--overwrite replaces folders that hold one model of transformers and nothing else, and {folder} does "
+            "not; name another folder by --out"
+        )
     recipe, _, model, tokenizer = load_text_run(run)
     task = TASKS[recipe.task](recipe, load_text(recipe, data, tokenizer=tokenizer))
     before, trained = task.validate(model.to(device))["loss"], count_parameters(model)

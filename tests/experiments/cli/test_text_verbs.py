@@ -97,6 +97,13 @@ def test_a_factorized_translator_is_composed_into_a_folder_of_transformers(
     assert {type(module) for module in composed.modules() if "Linear" in type(module).__name__} == {nn.Linear}
     assert AutoTokenizer.from_pretrained(f"{run}/composed")("one two")["input_ids"]
     assert "is already there" in cli("compose", run, "--data", "texts", "--device", "cpu").error
+    again = ("compose", run, "--data", "texts", "--device", "cpu", "--overwrite")
+    assert cli(*again).code == 0
+    for others in ("texts", run, "texts/none.txt"):  # folders and files that it did not write are kept
+        Path("texts/none.txt").write_text("one")
+        before = sorted(Path().rglob("*"))
+        assert f"and {others} does not; name another folder by --out" in cli(*again, "--out", others).error
+        assert sorted(Path().rglob("*")) == before
     monkeypatch.setattr(translation, "translate_texts", lambda model, tokenizer, texts, *how: map(str, how))
     assert cli("translate", "--run", run, "one", "--device", "cpu").out.split() == ["2", "40"]  # beam and longest
     monkeypatch.setattr("factorized.experiments.cli.text.ROUNDING", -1.0)
