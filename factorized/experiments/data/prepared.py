@@ -82,7 +82,10 @@ def read_prepared(path: Path) -> Images:
     except SafetensorError as error:
         raise _damaged(path, error) from error
     classes, mean, std = (tuple(info[key]) for key in ("classes", "mean", "std"))
-    images = Images(info["name"], x_train, y_train, x_test, y_test, classes, mean, std, info["source"])
+    try:
+        images = Images(info["name"], x_train, y_train, x_test, y_test, classes, mean, std, info["source"])
+    except ValueError as error:  # labels that no class has, say
+        raise _damaged(path, error) from error
     if images.checksum != info["checksum"]:
         raise _damaged(path, f"its checksum is {images.checksum}, expected {info['checksum']}")
     return images

@@ -168,12 +168,21 @@ def rewritten(path: Path, change: Any) -> None:
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + length :])
 
 
+def relabelled(path: Path, label: int) -> None:
+    """Give every training image a label that no class has."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    save_file({**tensors, "y_train": torch.full_like(tensors["y_train"], label)}, path, metadata)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda path: path.write_bytes(b""), r"is damaged \(.*0 bytes\): prepare it again"),
         (lambda path: path.write_bytes(path.read_bytes()[:100]), r"is damaged .*100 bytes\)"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is damaged"),
+        (lambda path: relabelled(path, 99), r"is damaged \(.*99.*: prepare it again"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\7"), "its checksum is [0-9a-f]{64}, expected"),
         (lambda path: path.unlink(), "is missing; `factorized data prepare` writes it"),
         (
