@@ -1,7 +1,9 @@
-"""Checks of arguments, each in one place."""
+"""Checks of arguments, each in one place; warnings about them."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from math import isfinite
 from numbers import Integral, Real
@@ -53,3 +55,11 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         quoted = ", ".join(f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be one of {quoted}, got {value!r}")
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside of this package, and of torch's decorators around it, that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("factorized", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

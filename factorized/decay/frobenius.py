@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from factorized._checks import check_whole
+from factorized._checks import check_whole, warn
 from factorized._torch import computable, on_one_device, without_autocast
 from factorized.decay.engine import Engine, gradient_of
 from factorized.decay.forms import Factor, Form, forms, unread_attention
@@ -144,11 +143,10 @@ class FrobeniusDecay(AttachedDecay):
             check_not_in_backward(self._decayed)
         super().attach(optimizer)
         if self._hints and is_adaptive(optimizer):
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} rescales gradients, including the decay that is added to them. Pass "
                 "decoupled=True, or use fz.decoupled_frobenius, to shrink the factors as AdamW does with its own "
                 "decay. decoupled=False keeps the decay in the gradients, without this warning",
-                stacklevel=2,
             )
         for layer, number in self._inside.values():
             layer.decay_in_backward = number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorized._checks import check_whole
+from factorized._checks import check_whole, warn
 from factorized.attention.family import is_transposed
 from factorized.formats.calibration import Moment, added, scaled
 from factorized.nn.moments import InputMoments, OutputGradients, collecting
@@ -107,10 +106,9 @@ class Calibrated:
             if self.samples is not None and seen >= self.samples:
                 return
             if self.samples is None and before < MANY <= seen and isinstance(self.batches, Iterator):
-                warnings.warn(
+                warn(
                     f"Calibrated(batches) has read {seen:,} examples, and its iterator goes on; if it never ends, stop "
                     "this and pass samples=",
-                    stacklevel=2,
                 )
         if not seen:
             raise ValueError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, TypedDict
 
 from torch import nn
 
-from factorized._checks import check_whole
+from factorized._checks import check_whole, warn
 from factorized.attention.register import find_attention
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import LowRank
@@ -163,9 +162,9 @@ def plan(
         )
     made = _made(model, problem, choices)
     if (message := starved(model, problem, choices, made, changes, posed)) is not None:
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     if (message := trained_padding(model, made)) is not None:
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +9,7 @@ from math import ceil
 
 from torch import nn
 
+from factorized._checks import warn
 from factorized.attention.cost import AttentionCost
 from factorized.formats.scheme import Scheme
 from factorized.nn.model import named
@@ -226,8 +226,7 @@ def _warn_if_clipped(scheme: Scheme, budget: Budget, weights: list[Tied]) -> Non
     found = {name: text for name, shape in shapes.items() if (text := scheme.clipped(shape, scale, rank))}
     if found:
         name, text = next(iter(found.items()))
-        warnings.warn(
+        warn(
             f"{budget} is above what {len(found)} of {len(shapes)} layers allow, such as {name!r} {text}; the plan "
             "shows the real ranks",
-            stacklevel=4,
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
+from factorized._checks import warn
 from factorized._torch import all_finite
 from factorized.attention.cost import attention_spectrum
 from factorized.formats.calibration import output_spectrum
@@ -47,10 +47,9 @@ def spectra_of(
                 weight = dense_weight(first[name].module).reshape(shape.weight_shape)
                 found[name] = output_spectrum(weight, collected.moments, shape)
     if never_ran := [name for name in first if name not in found]:
-        warnings.warn(
+        warn(
             f"calibration: no batch reaches {listed(never_ran)} ({NEVER_CALLED}), so the spectra of the bare weights "
             "are used there",
-            stacklevel=4,
         )
     effects = {name: spectrum.sum().item() if calibration.loss is not None else 1.0 for name, spectrum in found.items()}
     mean = sum(effects.values()) / max(1, len(effects))

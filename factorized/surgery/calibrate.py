@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from factorized._checks import warn
 from factorized.formats.calibration import by_output
 from factorized.nn.dense import dense_weight
 from factorized.nn.layer import FactorizedLayer
@@ -81,15 +81,13 @@ def _refuse_meta(weights: Mapping[str, Tensor]) -> None:
 def _warn(short: Mapping[str, InputMoments], never_ran: Sequence[str]) -> None:
     if short:
         worst = max(short.values(), key=lambda one: one.directions / one.samples)
-        warnings.warn(
+        warn(
             f"init=Calibrated: fewer samples than directions in the inputs of {listed(list(short))}: "
             f"{worst.samples:,} where at least {worst.directions:,} are needed. Directions that no sample has are kept "
             f"by the size of their weights; give {-(-worst.directions // worst.samples)} times as many samples",
-            stacklevel=6,
         )
     if never_ran:
-        warnings.warn(
+        warn(
             f"init=Calibrated: no batch reaches {listed(never_ran)} ({NEVER_CALLED}), so spectral initialization is "
             "used there",
-            stacklevel=6,
         )

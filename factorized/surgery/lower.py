@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from factorized._checks import warn
 from factorized.attention.resize import lowered_module, plain_size
 from factorized.attention.unit import AttentionUnit
 from factorized.nn.layer import FactorizedLayer
@@ -87,10 +87,9 @@ def lower(
             break
         composed |= found
     if lowering.grown:
-        warnings.warn(
+        warn(
             f"lowered, {type(model).__name__} has {count_parameters(lowered):,} parameters, more than the factorized "
             f"{count_parameters(model):,}: {listed(lowering.grown, 3, '; ')}",
-            stacklevel=2,
         )
     return lowered
 
