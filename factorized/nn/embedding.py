@@ -213,7 +213,8 @@ def widened(
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:  # like x
     """Return ``x``, whose gradient will be multiplied by ``scale``."""
-    return _ScaleGradient.apply(x, scale)
+    function = _ScaleGradient if torch.compiler.is_compiling() else _ScaleGradientAlone
+    return function.apply(x, scale)
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -232,6 +233,10 @@ class _ScaleGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (scale,) = ctx.saved_tensors
         return gradient * scale, None
+
+
+class _ScaleGradientAlone(_ScaleGradient):
+    """Forward-mode derivatives too, which torch's compiler cannot trace."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
