@@ -30,7 +30,7 @@ from factorized.experiments.bench.networks import NETWORKS
 from factorized.experiments.training.record import describe_machine
 
 WORKER = Path(__file__).with_name("version_worker.py")
-MARK = "@"  # begins the lines that a worker tells
+MARK = b"@"  # begins the lines that a worker tells
 BATCH = 128
 
 
@@ -44,8 +44,9 @@ class Worker:
         folders = os.pathsep.join([str(checkout.resolve()), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": folders, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
         command = [sys.executable, str(WORKER), NETWORKS[network][way], str(BATCH), str(device)]
+        # unbuffered: a line that waits in a buffer of Python is not seen by ``select``
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
 
     def hear(self, seconds: float) -> Any:
@@ -63,7 +64,7 @@ class Worker:
     def milliseconds(self, steps: int) -> float:
         """Time some steps."""
         assert self.process.stdin is not None
-        print(steps, file=self.process.stdin, flush=True)
+        self.process.stdin.write(b"%d\n" % steps)
         found = self.hear(60)
         if found is None:
             raise RuntimeError(f"{self.checkout}, {self.network}, {self.way}: the process does not answer")
@@ -141,7 +142,8 @@ def main(words: list[str] | None = None) -> None:
         for number, checkout in enumerate(given.checkouts):
             found = report(checkout, [worker for worker in workers if worker.checkout == checkout], given.device)
             (given.out / f"{number}.json").write_text(json.dumps(found, indent=1) + "\n")
-        firsts = [next(worker for worker in ready if worker.checkout == checkout) for checkout in given.checkouts]
+        of_checkouts = ([worker for worker in ready if worker.checkout == checkout] for checkout in given.checkouts)
+        firsts = [found[0] for found in of_checkouts if found]
         for worker in workers:
             if worker not in firsts:
                 worker.end()

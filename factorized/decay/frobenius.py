@@ -75,6 +75,7 @@ class FrobeniusDecay(AttachedDecay):
         self._hints = decoupled is None  # whether to warn that an adaptive optimizer rescales what is added
         super().__init__(())
         self._inside: dict[Form, tuple[FactorizedLayer, float]] = {}
+        self._engine = Engine(())
         self.strength = strength
         if in_backward:
             self._inside = composed_layers(self._decayed, strength, self.decoupled)
@@ -94,9 +95,10 @@ class FrobeniusDecay(AttachedDecay):
             )
         check_strength(strength, self.forms)
         self._strength = strength
-        self._decayed = decayed_forms(strength, self.forms)
-        self._engine = Engine(self._decayed)
-        self._decays_seen = []  # so that the next step checks that the optimizer does not decay these forms itself
+        decayed = decayed_forms(strength, self.forms)
+        if decayed != self._decayed:
+            self._decayed, self._engine = decayed, Engine(decayed)
+            self._decays_seen = []  # so that the next step checks that nothing else decays these forms
 
     def penalty(self) -> Tensor:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; to add to a loss or to log.

@@ -53,18 +53,7 @@ def check_attachable(decay: DecaysProducts, decayed: Sequence[Form], optimizer: 
             "parameters, such as fully_shard and to_empty"
         )
     check_still_held(decayed)
-    check_decayed_once(decayed, optimizer)
-    if _same(optimizer, decay, held):
-        raise ValueError(
-            f"{type(optimizer).__name__} decays the same products itself, so they would be decayed twice; use fz.Lamb, "
-            "or pass their strength only to the optimizer"
-        )
-    for hook in optimizer._optimizer_step_pre_hooks.values():
-        if _same(getattr(hook, "__self__", None), decay, held):
-            raise ValueError(
-                f"a {type(decay).__name__} of the same factors is attached to this optimizer already; call its "
-                "detach() first"
-            )
+    check_decayed_once(decay, decayed, optimizer)
 
 
 def check_hookable(optimizer: Optimizer) -> None:
@@ -78,9 +67,10 @@ def check_hookable(optimizer: Optimizer) -> None:
         )
 
 
-def check_decayed_once(decayed: Sequence[Form], optimizer: Optimizer) -> None:
-    """Raise if a group of ``optimizer`` with weight decay holds factors of these forms."""
+def check_decayed_once(decay: DecaysProducts, decayed: Sequence[Form], optimizer: Optimizer) -> None:
+    """Raise if ``optimizer`` decays factors of these forms itself, or another such decay is attached to it."""
     owners = factor_parameters(decayed)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in owners]
     for group in optimizer.param_groups:
         doubly = [parameter for parameter in group["params"] if parameter in owners]
         if doubly and group.get("weight_decay", 0) != 0:
@@ -89,6 +79,18 @@ def check_decayed_once(decayed: Sequence[Form], optimizer: Optimizer) -> None:
                 f"{group['weight_decay']}), so they would be decayed twice; make it from "
                 f"fz.parameter_groups(model, weight_decay={group['weight_decay']}{_also(owners[doubly[0]])}), which "
                 "leaves the factors out"
+            )
+    if _same(optimizer, decay, held):
+        raise ValueError(
+            f"{type(optimizer).__name__} decays the same products itself, so they would be decayed twice; use fz.Lamb, "
+            "or pass their strength only to the optimizer"
+        )
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        other = getattr(hook, "__self__", None)
+        if other is not decay and _same(other, decay, held):
+            raise ValueError(
+                f"a {type(decay).__name__} of the same factors is attached to this optimizer already; call its "
+                "detach() first"
             )
 
 

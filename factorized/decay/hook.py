@@ -129,7 +129,7 @@ class AttachedDecay(DecaysProducts):
         if not torch.compiler.is_compiling():
             check_still_held(self._decayed)
         if self._decays_seen != _own_decays(optimizer):  # groups got parameters, or a schedule changed their decay
-            check_decayed_once(self._decayed, optimizer)
+            check_decayed_once(self, self._decayed, optimizer)
             self._decays_seen = _own_decays(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         begun, acted = self.steps, False

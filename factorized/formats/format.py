@@ -86,7 +86,7 @@ class Format(ABC):
 
     @property
     def keeps_zero_rows(self) -> bool:
-        """Whether a row of zeros in the weight stays one: approximated, and trained without gradients of its own."""
+        """Whether a row of zeros stays zero when the weight is approximated, and in training without a gradient."""
         return self.row_core is not None
 
     @property

@@ -51,7 +51,7 @@ class ResidualFormat(Format):
 
     @property
     def keeps_zero_rows(self) -> bool:
-        """Whether the part keeps them; the rest is never trained."""
+        """Whether the part keeps rows of zeros; the rest is never trained."""
         return self.part.keeps_zero_rows
 
     @property

@@ -61,7 +61,7 @@ def fill_of(init: Init, shape: KernelShape) -> Fill:
 def _fill_by(init: Callable[[Tensor], object], matrix: Tensor) -> None:
     """Fill ``matrix`` by a user's function; raise if it leaves entries as they are, whatever the memory held."""
     matrix.fill_(torch.nan)
-    init(matrix)
+    init(matrix.detach())  # which shares its memory: replacing its data fills nothing
     if not matrix.is_meta and matrix.isnan().any():
         name = getattr(init, "__name__", type(init).__name__)
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -30,10 +31,10 @@ def check_model(model: object) -> None:
 
 
 def check_copyable(model: nn.Module) -> None:
-    """Raise where torch cannot copy a layer: a tensor is computed by hooks before each forward, or has no size yet."""
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(f"{name} is not initialized yet, and torch cannot copy it; run the model once first")
+    """Raise where a layer has no sizes yet, or torch cannot copy it: hooks compute a tensor before each forward."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} is not initialized yet; run the model once first")
     for name, module in model.named_modules():
         for part, value in vars(module).items():
             if isinstance(value, Tensor) and not module._parameters.keys().isdisjoint((f"{part}_orig", f"{part}_g")):

@@ -78,14 +78,14 @@ class Flambe(Lamb, DecaysProducts):
                 f"{unread_attention(model)}"
             )
         check_readable(frobenius_decay, model)
+        self._set_decayed([])
         self.frobenius_decay = frobenius_decay
         self.steps = 0  # taken so far: the argument of a schedule
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         if self._factors and not held & self._factors:
-            name = next(iter(self._engine.form_of.values())).name
             raise ValueError(
-                f"the parameters hold none of the factors, such as those of {name!r}; make the groups after "
-                "fz.factorize, from fz.parameter_groups(model, ...)"
+                f"the parameters hold none of the factors, such as those of {self._decayed[0].name!r}; make the groups "
+                "after fz.factorize, from fz.parameter_groups(model, ...)"
             )
 
     @property
@@ -99,10 +99,14 @@ class Flambe(Lamb, DecaysProducts):
         decayed = decayed_forms(strength, self.forms)
         check_not_in_backward(decayed)
         self._frobenius_decay = strength
-        self._engine = Engine(decayed)
+        if decayed != self._decayed:
+            self._set_decayed(decayed)
+
+    def _set_decayed(self, decayed: list[Form]) -> None:
+        self._decayed, self._engine = decayed, Engine(decayed)
         self._factors = {factor.parameter for factor in self._engine.form_of}
         # These hold more than factors, such as packed attention weights; the rest of them keeps its ordinary decay.
-        self._packed = packed_parameters(list(self._engine.form_of.values()))
+        self._packed = packed_parameters(decayed)
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` is a factor that is decayed as part of its product."""
@@ -110,7 +114,7 @@ class Flambe(Lamb, DecaysProducts):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles."""
-        own = ("forms", "_frobenius_decay", "steps", "_engine", "_factors", "_packed")
+        own = ("forms", "_frobenius_decay", "steps", "_decayed", "_engine", "_factors", "_packed")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,7 +125,7 @@ class Flambe(Lamb, DecaysProducts):
     def _decays(self) -> dict[nn.Parameter, Tensor]:
         """Return λ times the Frobenius gradient of every factor."""
         if not torch.compiler.is_compiling():
-            check_still_held(list(dict.fromkeys(self._engine.form_of.values())))
+            check_still_held(self._decayed)
         decays: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             rate = group.get(REST_DECAY, group["weight_decay"])

@@ -50,9 +50,12 @@ def assemble(
     measured: Measured | None,
 ) -> Plan:
     """Return the plan: one entry per candidate and per matrix that no layer holds, and the totals."""
-    dense = "would grow: the factors would cost more than the dense layer"
-    dense = dense if scheme.compresses else f"{budget} is above its full rank"
-    entries = [_entry(candidate, solved, measured, held, dense) for candidate, held in _held_before(candidates)]
+    why_dense = (
+        "would grow: the factors would cost more than the dense layer"
+        if scheme.compresses
+        else f"{budget} is above its full rank"
+    )
+    entries = [_entry(candidate, solved, measured, held, why_dense) for candidate, held in _held_before(candidates)]
     entries += _loose_entries(model, candidates)
     params = count_parameters(model)
     saved = sum(cost.params(None) - cost.params(choice) for cost, choice in solved.values())
@@ -80,7 +83,9 @@ def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]
             seen.add(weight)
 
 
-def _entry(candidate: Candidate, solved: Solved, measured: Measured | None, held_elsewhere: bool, dense: str) -> Entry:
+def _entry(
+    candidate: Candidate, solved: Solved, measured: Measured | None, held_elsewhere: bool, why_dense: str
+) -> Entry:
     if isinstance(candidate, AttentionCandidate):
         return _planned_attention(candidate, solved, measured)
     weight = candidate.module._parameters.get("weight")
@@ -95,13 +100,17 @@ def _entry(candidate: Candidate, solved: Solved, measured: Measured | None, held
         params=0 if held_elsewhere else params,
         params_after=0 if held_elsewhere else params,
     )
-    return _planned_layer(entry, candidate, solved, measured, dense) if isinstance(candidate, LayerCandidate) else entry
+    return (
+        _planned_layer(entry, candidate, solved, measured, why_dense)
+        if isinstance(candidate, LayerCandidate)
+        else entry
+    )
 
 
 def _planned_layer(
-    entry: PlanEntry, candidate: LayerCandidate, solved: Solved, measured: Measured | None, dense: str
+    entry: PlanEntry, candidate: LayerCandidate, solved: Solved, measured: Measured | None, why_dense: str
 ) -> PlanEntry:
-    """Return the entry of a layer with its format, or the reason ``dense`` why it has none, and what that costs."""
+    """Return the entry of a layer with its format, or ``why_dense`` where it has none, and what that costs."""
     cost = _layer_cost(candidate, [candidate], measured)
     if measured is not None:
         entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(None))
@@ -109,7 +118,7 @@ def _planned_layer(
         return entry
     _, format = solved[candidate.tied_to or candidate.name]
     if format is None:
-        return replace(entry, reason=dense)
+        return replace(entry, reason=why_dense)
     return replace(
         entry,
         format=format,

@@ -147,7 +147,8 @@ class _Lowering:
         refused: list[nn.Module] = []  # chains that were given more than an input
 
         def note(chain: nn.Module, inputs: Any, keywords: Any) -> None:
-            refused.extend([chain] if len(inputs) + len(keywords) > 1 else [])
+            if len(inputs) + len(keywords) > 1:
+                refused.append(chain)
 
         try:
             with removing([c.register_forward_pre_hook(note, with_kwargs=True) for c in self._chains.values()]):

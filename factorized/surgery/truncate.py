@@ -82,7 +82,8 @@ def truncate(
     """
     check_model(model)
     refuse_wrapped(model)
-    ratio, rank_scale, energy, rank = *map(plain_number, (ratio, rank_scale, energy)), plain_number(rank)
+    ratio, rank_scale, energy = (plain_number(value) for value in (ratio, rank_scale, energy))
+    rank = plain_number(rank)
     given = {"ratio": ratio, "rank_scale": rank_scale, "energy": energy, "rank": rank}
     asked = [name for name, value in {"plan": plan, **given}.items() if value is not None]
     if len(asked) != 1:

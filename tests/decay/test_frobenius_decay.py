@@ -103,6 +103,25 @@ class TestStrength:
         reference, actual = added(model, expected), added(model, decay)
         assert all(torch.equal(actual[name], reference[name]) for name in reference)
 
+    def test_another_number_for_the_same_forms_costs_nothing(self) -> None:
+        decay = fz.FrobeniusDecay(mixed(), 0.1)
+        engine = decay._engine
+        decay.strength = 0.2
+        assert decay._engine is engine
+
+    def test_one_that_is_set_later_must_not_meet_another_decay(self) -> None:
+        model = mixed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first = fz.FrobeniusDecay(model, {"conv": 0.5}).attach(optimizer)
+        second = fz.FrobeniusDecay(model, {"linear": 0.5}).attach(optimizer)
+        second.strength = {"linear": 0.1}
+        optimizer.step()
+        second.strength = 0.1
+        with pytest.raises(ValueError, match="a FrobeniusDecay of the same factors is attached to this optimizer"):
+            optimizer.step()
+        first.detach()
+        optimizer.step()
+
     def test_one_that_is_set_later_is_checked_like_the_first(self) -> None:
         model = mixed()
         decay = fz.FrobeniusDecay(model, {"embed": 0.5})

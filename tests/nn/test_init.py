@@ -86,7 +86,14 @@ def test_a_callable_gets_every_matrix_of_every_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "init", [torch.randn_like, lambda matrix: None, lambda matrix: matrix[:-1].zero_(), lambda matrix: matrix.mul_(0.1)]
+    "init",
+    [
+        torch.randn_like,
+        lambda matrix: None,
+        lambda matrix: matrix[:-1].zero_(),
+        lambda matrix: matrix.mul_(0.1),
+        lambda matrix: setattr(matrix, "data", torch.zeros_like(matrix)),
+    ],
 )
 @pytest.mark.parametrize("format", [2, fz.Tucker().at_rank(KernelShape.of((6, 4, 3, 3)), 2)], ids=["product", "tucker"])
 def test_a_callable_that_leaves_entries_unfilled_is_refused(init: Any, format: Any) -> None:

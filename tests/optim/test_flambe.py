@@ -148,7 +148,10 @@ def test_a_strength_that_is_set_later_is_that_of_a_new_optimizer() -> None:
     model, other = build(), build()
     gradients = gradients_for(model, 1)
     optimizer = fz.Flambe(model.parameters(), model, frobenius_decay=0.0)
+    optimizer.frobenius_decay = 0.1
+    engine = optimizer._engine
     optimizer.frobenius_decay = 0.7
+    assert optimizer._engine is engine  # for the same forms: setting a number at every step costs nothing
     run(optimizer, list(model.parameters()), gradients)
     run(fz.Flambe(other.parameters(), other, frobenius_decay=0.7), list(other.parameters()), gradients)
     assert same(model, other)

@@ -110,10 +110,15 @@ def test_save_pretrained_refuses_and_allows_alike(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("lazy", "name"), [(lambda: nn.LazyLinear(4), "weight"), (lambda: nn.LazyBatchNorm1d(affine=False), "running_mean")]
+)
 @pytest.mark.parametrize("act", ACTS)
-def test_what_is_not_initialized_yet_is_named_too(act: str, tmp_path: Path) -> None:
-    model = nn.Sequential(fz.FactorizedLinear(8, 8, 2), nn.LazyLinear(4))
-    with pytest.raises(ValueError, match=r"^1\.weight is not initialized yet.*; run the model once first"):
+def test_what_is_not_initialized_yet_is_named_too(
+    act: str, lazy: Callable[[], nn.Module], name: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(fz.FactorizedLinear(8, 8, 2), lazy())
+    with pytest.raises(ValueError, match=rf"^1\.{name} is not initialized yet.*; run the model once first"):
         ACTS[act][0](model, tmp_path)
     model(torch.randn(2, 8))
     ACTS[act][0](model, tmp_path)

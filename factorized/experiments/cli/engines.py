@@ -78,7 +78,7 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if port.isdigit():
-            socket.create_connection((host, int(port)), PATIENCE).close()
+            socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
     except OSError as error:
         raise ValueError(
             f"--address {address}: nothing answers there ({in_words(error)}); start a cluster with `ray start --head`, "

@@ -165,6 +165,7 @@ def _named_recipe(name: str, given: dict[str, Any], changes: Sequence[str]) -> A
 
 def _show(name: str, dense: nn.Module, made: Plan | None, html: Path | None) -> None:
     """Print a plan, and draw it on the page ``html`` if there is one."""
+    from factorized.files.atomic import write_text
     from factorized.nn.running import count_parameters
 
     if made is None and html is not None:
@@ -175,7 +176,7 @@ def _show(name: str, dense: nn.Module, made: Plan | None, html: Path | None) -> 
     say(str(made))
     if html is not None:
         with writing_to(html, "name another place by --html"):
-            html.write_text(made.to_html())
+            write_text(html, made.to_html())
         say(f"drawn on {html}")
 
 

@@ -36,8 +36,8 @@ class ImageClassifier(nn.Module):
 def hugging_face_model(folder: Path, classes: int, image_size: int, channels: int) -> ImageClassifier:
     """Return the classifier that ``folder``/config.json describes, with the weights beside it where there are any.
 
-    Where the weights are for another number of classes, their last layer is drawn again. Nothing is downloaded, and no
-    code of the folder is run.
+    Where the weights are for another number of classes, the last layer is initialized at random. Nothing is downloaded,
+    and no code of the folder is run.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(

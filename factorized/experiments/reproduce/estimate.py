@@ -82,7 +82,7 @@ def _network(recipe: dict[str, Any]) -> str:
     if model.get("name") or "task" not in recipe:
         return str(model.get("name", ""))
     run = model.get("from_run")  # whose sizes it has, not those of this recipe
-    return f"{recipe['task']} from {run}" if run else f"{recipe['task']} {model['hidden']}x{model['layers']}"
+    return f"{recipe['task']} from {run}" if run else f"{recipe['task']} {model.get('hidden')}x{model.get('layers')}"
 
 
 def _scheme(recipe: dict[str, Any]) -> str:

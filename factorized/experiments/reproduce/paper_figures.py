@@ -312,7 +312,7 @@ def save_figure(figure: Figure, path: Path, description: str | None = None) -> N
     from matplotlib import rc_context
 
     about: dict[str, Any] = {"Date": None, "Creator": None, "Description": description} if path.suffix == ".svg" else {}
-    letters_stay_letters = rc_context({"svg.hashsalt": "factorized", "svg.fonttype": "none"})
-    with writing_to(path, "choose another folder by --out"), letters_stay_letters:
+    in_letters = rc_context({"svg.hashsalt": "factorized", "svg.fonttype": "none"})  # rather than outlines of them
+    with writing_to(path, "choose another folder by --out"), in_letters:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, metadata=about)

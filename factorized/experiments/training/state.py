@@ -130,7 +130,7 @@ def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str
 
 
 def check_same_devices(ran_on: Sequence[str], kind: str, folder: Path) -> None:
-    """Refuse to resume with other processes than trained the run so far; ``kind`` are those of now."""
+    """Refuse to resume with other processes than trained the run so far; ``kind`` describes the present ones."""
     if ran_on and ran_on[-1] != kind:
         raise ValueError(
             f"{folder} was trained by {ran_on[-1]}, and this is {kind}: the result would not be that of an "

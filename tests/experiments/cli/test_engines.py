@@ -62,6 +62,19 @@ def test_slurm_is_not_replaced_by_this_machine_where_it_is_missing(monkeypatch: 
         make_engine("slurm", Path("out"), device=None, workers=None, gpus=None, **NOTHING)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("address", "place"), [("ray://head:10001", ("head", 10001)), ("[::1]:6379", ("::1", 6379)), ("auto", None)]
+)
+def test_an_address_is_tried_as_ray_reads_it(
+    address: str, place: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    monkeypatch.setattr(socket, "create_connection", lambda place, _: tried.append(place) or socket.socket())
+    given = {**NOTHING, "address": address}
+    make_engine("ray", Path("out"), device=None, workers=None, gpus=None, **given)  # type: ignore[arg-type]
+    assert tried == ([] if place is None else [place])
+
+
 def test_an_address_where_no_cluster_listens_is_refused_at_once() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # nobody else gets this port, and nothing listens there
