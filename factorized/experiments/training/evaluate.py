@@ -35,6 +35,11 @@ class Evaluator:
 
     def __call__(self) -> tuple[float, float]:
         """Return the mean loss and the accuracy in percent; the network is left in the mode it was in."""
+        self.begin()
+        return self.end()
+
+    def begin(self) -> None:
+        """Issue the work; on a GPU nothing waits for it before ``end``."""
         with evaluation_mode(self.network):
             if self._batch is None:  # not sooner: the first training step does not wait for it
                 self._batch = capture(self._whole_batch) if self._captures else self._whole_batch
@@ -44,6 +49,9 @@ class Evaluator:
                 self._batch()
             if self.whole < len(self.y):
                 self._add(self.x[self.whole :], self.y[self.whole :])
+
+    def end(self) -> tuple[float, float]:
+        """Wait for what ``begin`` issued; return the mean loss and the accuracy in percent."""
         return self.loss_sum.item() / len(self.y), 100 * self.correct.item() / len(self.y)
 
     def _whole_batch(self) -> None:

@@ -146,7 +146,7 @@ class Trainer:
                     if (number + 1) % turn == 0 or number + 1 == steps:
                         yield  # until the GPU has done these steps, if others share it
                         reporter.step(epoch, number, self.step.loss_sum, self._speed(number - first + 1, began))
-                row = self._finish_epoch(epoch, lr, first, began)
+                row = yield from self._finish_epoch(epoch, lr, first, began)
                 state.history.append(row)
                 recorder.add(row)
                 reporter.epoch(row)
@@ -223,7 +223,7 @@ class Trainer:
             self.step.correct.zero_()
         return first
 
-    def _finish_epoch(self, epoch: int, lr: float, first: int, began: float) -> dict[str, Any]:
+    def _finish_epoch(self, epoch: int, lr: float, first: int, began: float) -> Generator[None, None, dict[str, Any]]:
         steps = self.source.steps
         loss = self._check_finite(epoch, lr, steps)  # waits for the device
         speed = self._speed(steps - first, began)
@@ -231,7 +231,9 @@ class Trainer:
         row: dict[str, Any] = {"epoch": epoch + 1, "lr": lr, "loss": loss, "accuracy": accuracy}
         row["images_per_second"] = speed
         if (epoch + 1) % self.recipe.run.evaluate_every == 0 or epoch + 1 == self.recipe.schedule.epochs:
-            row["test_loss"], row["test_accuracy"] = self.evaluate()
+            self.evaluate.begin()
+            yield  # until the GPU has done that
+            row["test_loss"], row["test_accuracy"] = self.evaluate.end()
         if self.recipe.run.diagnose:
             row |= product_row(self.network, lr)
         return {**row, "seconds": time.perf_counter() - began}

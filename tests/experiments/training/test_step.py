@@ -79,7 +79,11 @@ def test_the_loss_of_an_epoch_is_the_mean_of_its_steps_and_the_accuracy_counts_e
         losses.append(F.cross_entropy(logits, digits().y_train[rows], label_smoothing=0.1).item())
         correct += int((logits.argmax(1) == digits().y_train[rows]).sum())
         trainer.step()
-    row = trainer._finish_epoch(0, 0.1, 0, began=0.0)
+    turns = trainer._finish_epoch(0, 0.1, 0, began=0.0)
+    next(turns)
+    with pytest.raises(StopIteration) as ended:
+        next(turns)
+    row = ended.value.value
     assert row["loss"] == pytest.approx(sum(losses) / STEPS, rel=1e-5)
     assert row["accuracy"] == pytest.approx(100 * correct / (STEPS * 128), abs=0.5)
 

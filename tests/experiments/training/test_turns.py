@@ -15,6 +15,7 @@ from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training import train as train_module
 from factorized.experiments.training import trainer as trainer_module
+from factorized.experiments.training.evaluate import Evaluator
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.progress import Reporter
@@ -72,6 +73,24 @@ def test_a_run_that_ends_makes_room_for_the_next_seed(tmp_path: Path, monkeypatc
     assert steps[: 8 * STEPS] == [first, second] * (4 * STEPS)
     assert set(steps[8 * STEPS :]) == {first}
     assert all((tmp_path / f"seed-{seed}/result.json").is_file() for seed in range(5))
+
+
+def test_while_a_run_is_tested_the_others_have_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, Evaluator]] = []
+
+    class Watched(Evaluator):
+        def begin(self) -> None:
+            events.append(("begin", self))
+            super().begin()
+
+        def end(self) -> tuple[float, float]:
+            events.append(("end", self))
+            return super().end()
+
+    monkeypatch.setattr(trainer_module, "Evaluator", Watched)
+    train(chance("schedule.epochs=1"), digits(), tmp_path, seeds=(0, 1), at_once=2, device="cpu")
+    first, second = dict.fromkeys(run for _, run in events)
+    assert events == [("begin", first), ("begin", second), ("end", first), ("end", second)]
 
 
 def test_the_result_tells_how_many_ran_at_once_whenever_it_was(tmp_path: Path) -> None:
