@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks import speed
 from benchmarks.markdown import fill, table
 from benchmarks.recovery_table import read_rows, recovery_table
-from factorized.experiments.recipes.find import paper_cells
-from factorized.experiments.reproduce.compare import Comparison
+from factorized.experiments.recipes.find import load_recipe, paper_cells
+from factorized.experiments.reproduce.compare import TRIALS, Comparison
 from factorized.experiments.reproduce.report import Report, make_report
 from factorized.experiments.reproduce.runs import read_runs
 from factorized.experiments.reproduce.summary import Summary
@@ -56,8 +56,10 @@ def accuracy() -> str:
 
 
 def low_rank() -> str:
-    """Return the table of every network trained for Table 1 of the paper."""
-    found = sorted(_rows(table=1), key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name))
+    """Return the table of every network trained for Tables 1 and 2 of the paper."""
+    found = sorted(
+        [*_rows(table=1), *_rows(table=2)], key=lambda row: (row.name.partition("-")[0], -row.parameters, row.name)
+    )
     titles = ["recipe", "parameters", "test accuracy", "n", "the paper (n = 3)", "seconds per run"]
     rows = [
         [
@@ -114,15 +116,12 @@ def sparsity() -> str:
 def together() -> str:
     """Return the table of runs that take turns on one GPU."""
     report = _read("together-h200")
-    rows = [
-        [str(row["runs"]), f"{row['in_turn_steps_per_second']:.0f}", f"{row['in_turn_gain']:.2f}"]
-        for row in report["rows"]
-    ]
+    rows = [[str(row["runs"]), f"{row['seconds_per_epoch']:.2f}", f"{row['gain']:.2f}"] for row in report["rows"]]
     note = (
-        f"Thin ResNet-32, {_machine(report)}, bf16, batch 128; each step compiled, as one CUDA graph; medians of "
-        f"n = {report['rounds']} interleaved rounds of {report['steps']} steps. The gain is over one run after another."
+        f"`{report['recipe']}`, {_machine(report)}, bf16, batch 128; medians of the last {report['epochs'] - 2} of "
+        f"{report['epochs']} epochs, each with its evaluation. The gain is over one run after another."
     )
-    return table(["runs at once", "steps per second of all", "gain"], rows, note, names=0)
+    return table(["runs at once", "seconds for an epoch of all", "gain"], rows, note, names=0)
 
 
 def training_step() -> str:
@@ -332,8 +331,9 @@ def _score(score: Summary) -> str:
 
 
 def _beside_the_paper(row: Variant) -> list[str]:
-    paper = next(comparison.paper for comparison in _report().judged if comparison.variant is row)
-    return [str(row.score), str(row.score.n), str(paper)]
+    paper = load_recipe(row.name).paper  # accuracies, also where the paper's table has errors
+    figure = "" if paper.accuracy is None else str(Summary(paper.accuracy, paper.deviation, TRIALS))
+    return [str(row.score), str(row.score.n), figure]
 
 
 def _conditions(rows: Sequence[Variant]) -> str:

@@ -17,8 +17,8 @@ from factorized.experiments.training.progress import Reporter
 Trainer = TypeVar("Trainer")
 Result = dict[str, Any]  # what a run's result.json holds
 Turns = Generator[None, None, None]  # a run, or one run after another: each ``next`` is a turn
-# Steps that a run issues to a GPU in a turn. With a hundred, three runs gained 1.23 times, with one 1.72: a stream
-# seems to take about 25 captured steps before the issuing thread must wait (docs/log.md).
+# Steps that a run issues to a GPU in a turn: with one to forty, three runs gain as much, with a hundred less
+# (docs/log.md). What is issued keeps the GPU busy while the thread evaluates or saves another run.
 STEPS = 10
 
 
