@@ -153,9 +153,15 @@ class AttachedDecay(DecaysProducts):
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside accelerate's wrappers, which do not run hooks."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
+    """Return the optimizer that changes the parameters, inside any wrappers.
+
+    Accelerate's wrapper does not run hooks. SAM perturbs parameters and restores them before its inner step, and may
+    be stepped by other methods than ``step``.
+    """
+    for name in ("optimizer", "base_optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, Optimizer):
+            return inner_optimizer(inner)
     return optimizer
 
 
