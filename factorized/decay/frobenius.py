@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from factorized.decay.strength import (
     check_readable,
     check_strength,
     decayed_forms,
+    noted,
     strengths,
 )
 from factorized.nn.layer import FactorizedLayer
@@ -83,7 +85,7 @@ class FrobeniusDecay(AttachedDecay):
 
     @property
     def strength(self) -> Strength:
-        """λ, which may be set between steps."""
+        """λ, which may be set between steps; a dict may also be changed in place."""
         return self._strength
 
     @strength.setter
@@ -94,7 +96,7 @@ class FrobeniusDecay(AttachedDecay):
                 "another one"
             )
         check_strength(strength, self.forms)
-        self._strength = strength
+        self._strength, self._noted = strength, noted(strength)
         decayed = decayed_forms(strength, self.forms)
         if decayed != self._decayed:
             self._decayed, self._engine = decayed, Engine(decayed)
@@ -105,6 +107,7 @@ class FrobeniusDecay(AttachedDecay):
 
         Sharded factors are gathered, so all ranks must call it.
         """
+        self._refresh()
         found = self._decayed or self.forms[:1]
         numbers = strengths(self.strength, found, self.steps)
         with without_autocast(*(form.factors[0].parameter.device for form in found)):
@@ -122,6 +125,7 @@ class FrobeniusDecay(AttachedDecay):
             )
         if self._inside:
             raise ValueError("with in_backward=True part of the decay acts in the backward pass: attach it instead")
+        self._refresh()
         if lr is None:
             self._engine.add(gradient_of, self._numbers().__getitem__)
         else:
@@ -168,6 +172,10 @@ class FrobeniusDecay(AttachedDecay):
         """Continue where a saved decay left off."""
         check_whole("steps", state.get("steps"), least=0)
         self.steps = state["steps"]
+
+    def _refresh(self) -> None:
+        if not torch.compiler.is_compiling() and noted(self._strength) != self._noted:
+            self.strength = self._strength
 
     def _act(self, step: Step) -> None:
         if self.decoupled:

@@ -88,6 +88,9 @@ class AttachedDecay(DecaysProducts):
     def _act(self, step: Step) -> None:
         """Act just before ``step`` is taken."""
 
+    def _refresh(self) -> None:
+        """Take over settings that were changed in place since they were last read."""
+
     def attach(self, optimizer: Optimizer) -> Self:
         """Act just before every ``optimizer.step()``, after clipping and unscaling; return this object.
 
@@ -126,6 +129,7 @@ class AttachedDecay(DecaysProducts):
         A decay that changes parameters acts after the first call only, not at every point of a line search. An
         optimizer that compares losses gets the penalty added to them. Returns new arguments for the step, if any.
         """
+        self._refresh()
         if not torch.compiler.is_compiling():
             check_still_held(self._decayed)
         if self._decays_seen != _own_decays(optimizer):  # groups got parameters, or a schedule changed their decay
