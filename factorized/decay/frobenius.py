@@ -116,7 +116,10 @@ class FrobeniusDecay(AttachedDecay):
         return on_one_device(halves).sum()
 
     def apply_(self, lr: Number | None = None) -> None:
-        """Act once, by hand: on the present gradients or, with ``decoupled=True``, on the parameters at ``lr``."""
+        """Act once, by hand: on the present gradients or, with ``decoupled=True``, on the parameters at ``lr``.
+
+        Parameters are shrunk whether they have gradients or not, so it may be called after ``zero_grad``.
+        """
         if self.decoupled and lr is None:
             raise ValueError("decoupled decay is scaled by the learning rate: call apply_(lr=...)")
         if not self.decoupled and lr is not None:
@@ -179,21 +182,20 @@ class FrobeniusDecay(AttachedDecay):
 
     def _act(self, step: Step) -> None:
         if self.decoupled:
-            self._shrink(step.rate, step.holds)
+            self._shrink(step.rate, lambda parameter: step.holds(parameter) and parameter.grad is not None)
         else:
             numbers = step.for_gradients(self._numbers())
             self._engine.add(lambda f: gradient_of(f) if f in numbers else None, numbers.__getitem__)
         factors = (factor for form in self._decayed for factor in form.factors)
         decay_rest(step, factors, decoupled=self.decoupled)
 
-    def _shrink(self, rate: Callable[[nn.Parameter], Number], held: Callable[[nn.Parameter], bool]) -> None:
+    def _shrink(self, rate: Callable[[nn.Parameter], Number], acts_on: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()
         made: dict[tuple[Number, Number], Number] = {}  # equal numbers share one tensor, and so one launch
 
         def parameter_of(factor: Factor) -> Tensor | None:
             parameter = factor.parameter
-            acts = held(parameter) and parameter.requires_grad and parameter.grad is not None
-            return parameter.detach() if acts else None
+            return parameter.detach() if parameter.requires_grad and acts_on(parameter) else None
 
         def number_of(factor: Factor) -> Number:
             key = rate(factor.parameter), numbers[factor]
