@@ -226,11 +226,12 @@ def test_a_copy_of_the_model_is_not_decayed() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 class TestCompiled:
     @pytest.mark.parametrize("strength", [STRENGTH, torch.tensor(STRENGTH)], ids=["float", "tensor"])
-    def test_the_decay_compiles_whole(self, strength: Any) -> None:
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_the_decay_compiles_whole(self, strength: Any, backend: str) -> None:
         torch.manual_seed(0)
         parts = [fz.FactorizedLinear(12, 14, rank, depth=depth, bias=False) for rank, depth in ((3, 0), (3, 0), (4, 1))]
         model = shaken(nn.ModuleList(parts))
-        apply = torch.compile(fz.FrobeniusDecay(model, strength).apply_, fullgraph=True, backend="aot_eager")
+        apply = torch.compile(fz.FrobeniusDecay(model, strength).apply_, fullgraph=True, backend=backend)
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
