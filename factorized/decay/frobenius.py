@@ -105,7 +105,8 @@ class FrobeniusDecay(AttachedDecay):
     def penalty(self) -> Tensor:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; to add to a loss or to log.
 
-        Sharded factors are gathered, so all ranks must call it.
+        A schedule is asked with ``steps``, which only an attached decay and ``apply_`` count: with the penalty in the
+        loss, add one to it after every step. Sharded factors are gathered, so all ranks must call it.
         """
         self._refresh()
         found = self._decayed or self.forms[:1]
