@@ -181,6 +181,9 @@ class FrobeniusDecay(AttachedDecay):
         if not torch.compiler.is_compiling() and noted(self._strength) != self._noted:
             self.strength = self._strength
 
+    def _counts(self, step: Step) -> bool:
+        return not (callable(self.strength) and step.is_skipped())  # only a schedule is worth waiting for
+
     def _act(self, step: Step) -> None:
         if self.decoupled:
             self._shrink(step.rate, lambda parameter: step.holds(parameter) and parameter.grad is not None)

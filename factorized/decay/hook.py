@@ -34,6 +34,10 @@ class Step:
         """Return whether the optimizer updates ``parameter``."""
         return parameter in self._group_of
 
+    def is_skipped(self) -> bool:
+        """Return whether a fused optimizer will skip the step; this waits for its device."""
+        return self._found_inf is not None and bool(self._found_inf != 0)
+
     def maximizes(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer ascends the gradient, so that a decay has to be subtracted from it."""
         return bool(self._group_of[parameter].get("maximize", False))
@@ -91,6 +95,10 @@ class AttachedDecay(DecaysProducts):
     def _refresh(self) -> None:
         """Take over settings that were changed in place since they were last read."""
 
+    def _counts(self, step: Step) -> bool:
+        """Return whether ``step`` is one more that was taken."""
+        return True
+
     def attach(self, optimizer: Optimizer) -> Self:
         """Act just before every ``optimizer.step()``, after clipping and unscaling; return this object.
 
@@ -138,8 +146,9 @@ class AttachedDecay(DecaysProducts):
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         begun, acted = self.steps, False
         if closure is None:
-            self._act(Step(optimizer))
-            self.steps = begun + 1
+            step = Step(optimizer)
+            self._act(step)
+            self.steps = begun + self._counts(step)
             return None
 
         def closure_then_act() -> Any:

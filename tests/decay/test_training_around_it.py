@@ -123,6 +123,21 @@ class TestGradScaler:
         step(spoiled=False)
         assert difference(model, untouched) > 1e-3
 
+    @pytest.mark.parametrize("make", FUSED_OR_NOT)
+    def test_a_schedule_does_not_count_a_skipped_step(self, make: Make) -> None:
+        model, _ = twins()
+        optimizer = make(fz.parameter_groups(model, 0.0))
+        decay = fz.FrobeniusDecay(model, lambda step: STRENGTH / (step + 1), decoupled=True).attach(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for spoiled in (False, True, False):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, 0)).backward()
+            if spoiled:
+                model.up[0].U.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        assert decay.steps == 2
+
 
 class TestWhatIsLeftOut:
     @pytest.mark.parametrize("decoupled", [False, True])
