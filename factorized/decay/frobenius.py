@@ -44,7 +44,8 @@ class FrobeniusDecay(AttachedDecay):
             False, with a warning if the optimizer is adaptive and so rescales the gradient: Adam, ``fz.Lamb``, …
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
             which costs almost nothing. Exact if every step is one backward pass that uses each layer once and whose
-            gradients reach the optimizer unchanged: no accumulation, gradient clipping or ``GradScaler``.
+            gradients reach the optimizer unchanged: no accumulation, gradient clipping or ``GradScaler``. Inside
+            autocast it is rounded like the composed weight.
 
     Raises:
         ValueError: the model holds no products, ``strength`` has a wrong value or names nothing in the model; in
