@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from factorized.decay.strength import (
     check_readable,
     check_strength,
     decayed_forms,
+    noted,
     strengths,
 )
 from factorized.nn.layer import FactorizedLayer
@@ -42,7 +44,8 @@ class FrobeniusDecay(AttachedDecay):
             False, with a warning if the optimizer is adaptive and so rescales the gradient: Adam, ``fz.Lamb``, …
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
             which costs almost nothing. Exact if every step is one backward pass that uses each layer once and whose
-            gradients reach the optimizer unchanged: no accumulation, gradient clipping or ``GradScaler``.
+            gradients reach the optimizer unchanged: no accumulation, gradient clipping or ``GradScaler``. Inside
+            autocast it is rounded like the composed weight.
 
     Raises:
         ValueError: the model holds no products, ``strength`` has a wrong value or names nothing in the model; in
@@ -83,7 +86,7 @@ class FrobeniusDecay(AttachedDecay):
 
     @property
     def strength(self) -> Strength:
-        """λ, which may be set between steps."""
+        """λ, which may be set between steps; a dict may also be changed in place."""
         return self._strength
 
     @strength.setter
@@ -94,7 +97,7 @@ class FrobeniusDecay(AttachedDecay):
                 "another one"
             )
         check_strength(strength, self.forms)
-        self._strength = strength
+        self._strength, self._noted = strength, noted(strength)
         decayed = decayed_forms(strength, self.forms)
         if decayed != self._decayed:
             self._decayed, self._engine = decayed, Engine(decayed)
@@ -103,8 +106,10 @@ class FrobeniusDecay(AttachedDecay):
     def penalty(self) -> Tensor:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; to add to a loss or to log.
 
-        Sharded factors are gathered, so all ranks must call it.
+        A schedule is asked with ``steps``, which only an attached decay and ``apply_`` count: with the penalty in the
+        loss, add one to it after every step. Sharded factors are gathered, so all ranks must call it.
         """
+        self._refresh()
         found = self._decayed or self.forms[:1]
         numbers = strengths(self.strength, found, self.steps)
         with without_autocast(*(form.factors[0].parameter.device for form in found)):
@@ -113,7 +118,10 @@ class FrobeniusDecay(AttachedDecay):
         return on_one_device(halves).sum()
 
     def apply_(self, lr: Number | None = None) -> None:
-        """Act once, by hand: on the present gradients or, with ``decoupled=True``, on the parameters at ``lr``."""
+        """Act once, by hand: on the present gradients or, with ``decoupled=True``, on the parameters at ``lr``.
+
+        Parameters are shrunk whether they have gradients or not, so it may be called after ``zero_grad``.
+        """
         if self.decoupled and lr is None:
             raise ValueError("decoupled decay is scaled by the learning rate: call apply_(lr=...)")
         if not self.decoupled and lr is not None:
@@ -122,6 +130,7 @@ class FrobeniusDecay(AttachedDecay):
             )
         if self._inside:
             raise ValueError("with in_backward=True part of the decay acts in the backward pass: attach it instead")
+        self._refresh()
         if lr is None:
             self._engine.add(gradient_of, self._numbers().__getitem__)
         else:
@@ -169,23 +178,29 @@ class FrobeniusDecay(AttachedDecay):
         check_whole("steps", state.get("steps"), least=0)
         self.steps = state["steps"]
 
+    def _refresh(self) -> None:
+        if not torch.compiler.is_compiling() and noted(self._strength) != self._noted:
+            self.strength = self._strength
+
+    def _counts(self, step: Step) -> bool:
+        return not (callable(self.strength) and step.is_skipped())  # only a schedule is worth waiting for
+
     def _act(self, step: Step) -> None:
         if self.decoupled:
-            self._shrink(step.rate, step.holds)
+            self._shrink(step.rate, lambda parameter: step.holds(parameter) and parameter.grad is not None)
         else:
             numbers = step.for_gradients(self._numbers())
             self._engine.add(lambda f: gradient_of(f) if f in numbers else None, numbers.__getitem__)
         factors = (factor for form in self._decayed for factor in form.factors)
         decay_rest(step, factors, decoupled=self.decoupled)
 
-    def _shrink(self, rate: Callable[[nn.Parameter], Number], held: Callable[[nn.Parameter], bool]) -> None:
+    def _shrink(self, rate: Callable[[nn.Parameter], Number], acts_on: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()
         made: dict[tuple[Number, Number], Number] = {}  # equal numbers share one tensor, and so one launch
 
         def parameter_of(factor: Factor) -> Tensor | None:
             parameter = factor.parameter
-            acts = held(parameter) and parameter.requires_grad and parameter.grad is not None
-            return parameter.detach() if acts else None
+            return parameter.detach() if parameter.requires_grad and acts_on(parameter) else None
 
         def number_of(factor: Factor) -> Number:
             key = rate(factor.parameter), numbers[factor]

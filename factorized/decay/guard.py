@@ -13,6 +13,7 @@ from torch.optim import (
     Adagrad,
     Adam,
     Adamax,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -118,8 +119,8 @@ def check_still_held(decayed: Sequence[Form]) -> None:
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer divides gradients by their size, as Adam does with its second moment."""
-    known = (Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
+    """Return whether an optimizer takes the size out of gradients, as Adam does with its second moment."""
+    known = (Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
     return isinstance(optimizer, known) or "betas" in optimizer.defaults
 
 

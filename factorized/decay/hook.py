@@ -34,6 +34,10 @@ class Step:
         """Return whether the optimizer updates ``parameter``."""
         return parameter in self._group_of
 
+    def is_skipped(self) -> bool:
+        """Return whether a fused optimizer will skip the step; this waits for its device."""
+        return self._found_inf is not None and bool(self._found_inf != 0)
+
     def maximizes(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer ascends the gradient, so that a decay has to be subtracted from it."""
         return bool(self._group_of[parameter].get("maximize", False))
@@ -88,6 +92,13 @@ class AttachedDecay(DecaysProducts):
     def _act(self, step: Step) -> None:
         """Act just before ``step`` is taken."""
 
+    def _refresh(self) -> None:
+        """Take over settings that were changed in place since they were last read."""
+
+    def _counts(self, step: Step) -> bool:
+        """Return whether ``step`` is one more that was taken."""
+        return True
+
     def attach(self, optimizer: Optimizer) -> Self:
         """Act just before every ``optimizer.step()``, after clipping and unscaling; return this object.
 
@@ -126,6 +137,7 @@ class AttachedDecay(DecaysProducts):
         A decay that changes parameters acts after the first call only, not at every point of a line search. An
         optimizer that compares losses gets the penalty added to them. Returns new arguments for the step, if any.
         """
+        self._refresh()
         if not torch.compiler.is_compiling():
             check_still_held(self._decayed)
         if self._decays_seen != _own_decays(optimizer):  # groups got parameters, or a schedule changed their decay
@@ -134,8 +146,9 @@ class AttachedDecay(DecaysProducts):
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         begun, acted = self.steps, False
         if closure is None:
-            self._act(Step(optimizer))
-            self.steps = begun + 1
+            step = Step(optimizer)
+            self._act(step)
+            self.steps = begun + self._counts(step)
             return None
 
         def closure_then_act() -> Any:
@@ -153,9 +166,15 @@ class AttachedDecay(DecaysProducts):
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside accelerate's wrappers, which do not run hooks."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
+    """Return the optimizer that changes the parameters, inside any wrappers.
+
+    Accelerate's wrapper does not run hooks. SAM perturbs parameters and restores them before its inner step, and may
+    be stepped by other methods than ``step``.
+    """
+    for name in ("optimizer", "base_optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, Optimizer):
+            return inner_optimizer(inner)
     return optimizer
 
 

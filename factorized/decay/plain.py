@@ -120,7 +120,8 @@ class Pair:
             if number == 0:
                 continue
             if torch.compiler.is_compiling() or shares_memory(target, factor):
-                target.add_(factor @ gram, alpha=number)
+                # without alpha=, which torch's compiler drops when it makes one operation of the product and the sum
+                target.add_(factor @ (gram * number))
             else:
                 target.addmm_(factor, gram, alpha=number)
 
@@ -155,4 +156,4 @@ def add_products(
         if isinstance(number, Tensor):
             target.add_(gradient * number.to(gradient.device))
         elif number != 0:
-            target.add_(gradient, alpha=number)
+            target.add_(gradient * number)  # without alpha=, see ``Pair``

@@ -39,6 +39,11 @@ def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
     return [form for form, n in zip(found, numbers, strict=True) if isinstance(n, Tensor) or n != 0]
 
 
+def noted(strength: Strength) -> dict[str, Number] | None:
+    """Return a copy of strengths by name, to see later whether they were changed in place; None for others."""
+    return dict(strength) if isinstance(strength, Mapping) else None
+
+
 def unless_named(found: Sequence[Form]) -> list[Form]:
     """Return the forms that a single number acts on: of attention only OV, which the paper found to be more robust."""
     return [form for form in found if form.kind != "qk"]

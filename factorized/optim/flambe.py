@@ -13,7 +13,7 @@ from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.guard import DecaysProducts, check_not_in_backward, check_still_held
 from factorized.decay.rest import REST_DECAY, packed_parameters
-from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, strengths
+from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, noted, strengths
 from factorized.optim.lamb import Lamb
 
 
@@ -90,7 +90,7 @@ class Flambe(Lamb, DecaysProducts):
 
     @property
     def frobenius_decay(self) -> Strength:
-        """λ for products, which may be set between steps."""
+        """λ for products, which may be set between steps; a dict may also be changed in place."""
         return self._frobenius_decay
 
     @frobenius_decay.setter
@@ -98,7 +98,7 @@ class Flambe(Lamb, DecaysProducts):
         check_strength(strength, self.forms)
         decayed = decayed_forms(strength, self.forms)
         check_not_in_backward(decayed)
-        self._frobenius_decay = strength
+        self._frobenius_decay, self._noted = strength, noted(strength)
         if decayed != self._decayed:
             self._set_decayed(decayed)
 
@@ -114,7 +114,7 @@ class Flambe(Lamb, DecaysProducts):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles."""
-        own = ("forms", "_frobenius_decay", "steps", "_decayed", "_engine", "_factors", "_packed")
+        own = ("forms", "_frobenius_decay", "_noted", "steps", "_decayed", "_engine", "_factors", "_packed")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -125,6 +125,8 @@ class Flambe(Lamb, DecaysProducts):
     def _decays(self) -> dict[nn.Parameter, Tensor]:
         """Return λ times the Frobenius gradient of every factor."""
         if not torch.compiler.is_compiling():
+            if noted(self._frobenius_decay) != self._noted:
+                self.frobenius_decay = self._frobenius_decay
             check_still_held(self._decayed)
         decays: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:

@@ -288,7 +288,7 @@ def test_a_kind_that_the_model_lacks_is_fine_and_a_misspelt_name_is_told_the_nea
         fz.FrobeniusDecay(mixed(), {"up.9": 0.1})
 
 
-ADAPTIVE = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Adafactor", "Lamb"]
+ADAPTIVE = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Adafactor", "Muon", "Lamb"]
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)
@@ -297,7 +297,7 @@ def test_an_adaptive_optimizer_is_told_of_decoupled_decay_unless_asked_for_coupl
         kind = getattr(fz if name == "Lamb" else torch.optim, name)
         return kind(fz.parameter_groups(model, 0.0))
 
-    model = nn.Sequential(fz.FactorizedLinear(8, 8, 2))
+    model = nn.Sequential(fz.FactorizedLinear(8, 8, 2, bias=False))
     with pytest.warns(UserWarning, match=rf"^{name} rescales gradients.*decoupled=True, or use fz.decoupled_frobenius"):
         fz.FrobeniusDecay(model, 0.1).attach(make(model))
     for decoupled in (False, True):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import SAM
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -180,6 +181,43 @@ def test_a_line_search_compares_losses_with_the_penalty_in_them(penalty: str) ->
     model, reference = twins()
     assert run(model, decayed=True) == pytest.approx(run(reference, decayed=False), rel=1e-8)
     assert difference(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("steps_by_hand", [False, True])
+def test_sharpness_aware_minimization_takes_the_decay_with_its_inner_step(decoupled: bool, steps_by_hand: bool) -> None:
+    model, reference = small_twins(bias=True)
+    rate, rho = 0.1, 0.05
+    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=rate, rho=rho, weight_decay=0.0)
+    fz.FrobeniusDecay(model, STRENGTH, decoupled=decoupled).attach(optimizer)
+
+    def closure(twin: nn.Module) -> Tensor:
+        twin.zero_grad()
+        loss = (twin(torch.ones(5, 7, dtype=torch.float64)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    closure(model)
+    if steps_by_hand:
+        optimizer.first_step(zero_grad=True)
+        closure(model)
+        optimizer.second_step(zero_grad=True)
+    else:
+        optimizer.step(lambda: closure(model))
+
+    parameters = list(reference.parameters())
+    before = [p.detach().clone() for p in parameters]
+    of_decay = torch.autograd.grad(by_weights(reference), parameters, materialize_grads=True)
+    closure(reference)
+    norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+    with torch.no_grad():
+        for p in parameters:
+            p += rho * p.grad / norm
+    closure(reference)
+    with torch.no_grad():
+        for p, old, decay in zip(parameters, before, of_decay, strict=True):
+            p.copy_(old - rate * (p.grad + decay))
+    assert difference(model, reference) < 1e-10
 
 
 class WithoutRate(Optimizer):

@@ -139,6 +139,24 @@ class TestStrength:
         with pytest.raises(ValueError, match="with in_backward=True the layers hold the strength"):
             inside.strength = 0.5
 
+    def test_a_dict_that_is_changed_in_place_acts_like_one_that_is_set(self) -> None:
+        model, reference = twins()
+        optimizer, plain = (torch.optim.SGD(twin.parameters(), lr=0.1) for twin in (model, reference))
+        decay = fz.FrobeniusDecay(model, {"conv": 0.0, "linear": 0.5}).attach(optimizer)
+        other = fz.FrobeniusDecay(reference, {"conv": 0.0, "linear": 0.5}).attach(plain)
+        decay.strength["conv"] = 0.3
+        other.strength = {"conv": 0.3, "linear": 0.5}
+        assert torch.equal(decay.penalty(), other.penalty())
+        decay.strength["linear"] = 0.0
+        other.strength = {"conv": 0.3, "linear": 0.0}
+        train(model, optimizer, range(2))
+        train(reference, plain, range(2))
+        assert difference(model, reference) == 0
+        assert repr(decay) == repr(other)
+        decay.strength["linear"] = -1.0
+        with pytest.raises(ValueError, match="strength of 'linear' must be a finite number of at least 0"):
+            optimizer.step()
+
     def test_a_kind_or_a_glob_names_the_forms_and_the_rest_is_left_alone(self) -> None:
         assert acts_on(mixed(), {"conv": 0.5, "up.*": 2.0}) == {"conv": 0.5, "grouped": 0.5, "up.0": 2.0, "up.1": 2.0}
 
@@ -240,10 +258,11 @@ class TestAttached:
         assert difference(model, reference) < 1e-8
         assert (decay.decoupled, decay.steps) == (True, 4)
 
-    def test_by_hand_it_shrinks_the_factors_at_the_rate_it_is_given(self) -> None:
+    @pytest.mark.parametrize("with_gradients", [False, True])
+    def test_by_hand_it_shrinks_the_factors_at_the_rate_it_is_given(self, with_gradients: bool) -> None:
         model, reference = twins()
-        for twin in (model, reference):
-            loss_of(twin, 0).backward()
+        if with_gradients:
+            loss_of(model, 0).backward()
         fz.FrobeniusDecay(model, STRENGTH, decoupled=True).apply_(lr=0.1)
         shrink_by_hand(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
         assert difference(model, reference) < 1e-12

@@ -123,6 +123,21 @@ class TestGradScaler:
         step(spoiled=False)
         assert difference(model, untouched) > 1e-3
 
+    @pytest.mark.parametrize("make", FUSED_OR_NOT)
+    def test_a_schedule_does_not_count_a_skipped_step(self, make: Make) -> None:
+        model, _ = twins()
+        optimizer = make(fz.parameter_groups(model, 0.0))
+        decay = fz.FrobeniusDecay(model, lambda step: STRENGTH / (step + 1), decoupled=True).attach(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for spoiled in (False, True, False):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, 0)).backward()
+            if spoiled:
+                model.up[0].U.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        assert decay.steps == 2
+
 
 class TestWhatIsLeftOut:
     @pytest.mark.parametrize("decoupled", [False, True])
@@ -226,11 +241,12 @@ def test_a_copy_of_the_model_is_not_decayed() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 class TestCompiled:
     @pytest.mark.parametrize("strength", [STRENGTH, torch.tensor(STRENGTH)], ids=["float", "tensor"])
-    def test_the_decay_compiles_whole(self, strength: Any) -> None:
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_the_decay_compiles_whole(self, strength: Any, backend: str) -> None:
         torch.manual_seed(0)
         parts = [fz.FactorizedLinear(12, 14, rank, depth=depth, bias=False) for rank, depth in ((3, 0), (3, 0), (4, 1))]
         model = shaken(nn.ModuleList(parts))
-        apply = torch.compile(fz.FrobeniusDecay(model, strength).apply_, fullgraph=True, backend="aot_eager")
+        apply = torch.compile(fz.FrobeniusDecay(model, strength).apply_, fullgraph=True, backend=backend)
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)

@@ -159,6 +159,17 @@ def test_a_strength_that_is_set_later_is_that_of_a_new_optimizer() -> None:
         optimizer.frobenius_decay = -1
 
 
+def test_a_dict_of_strengths_that_is_changed_in_place_acts_like_one_that_is_set() -> None:
+    model, other = build(), build()
+    gradients = gradients_for(model, 1)
+    optimizer = fz.Flambe(model.parameters(), model, frobenius_decay={"*": 0.0, "one": 0.1})
+    optimizer.frobenius_decay["*"] = 0.7
+    run(optimizer, list(model.parameters()), gradients)
+    again = fz.Flambe(other.parameters(), other, frobenius_decay={"*": 0.7, "one": 0.1})
+    run(again, list(other.parameters()), gradients)
+    assert same(model, other)
+
+
 def test_tied_layers_are_decayed_once() -> None:
     model = build()
     model.two.U, model.two.V = model.one.U, model.one.V
