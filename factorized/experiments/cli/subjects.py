@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from factorized.experiments.cli.console import progress_bar
 from factorized.experiments.cli.images import load_data_of_run
 from factorized.experiments.cli.text import is_text_run, load_text
-from factorized.experiments.training.trained import FOLDER, RESULT, checksum_of
+from factorized.experiments.training.result import RESULT
+from factorized.experiments.training.trained import FOLDER, checksum_of
 
 if TYPE_CHECKING:
     import torch
