@@ -104,7 +104,7 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
 
     refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
     refuse_factorized(folder)
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     task = _task(need_transformers(), folder, config)
     identity = [checksum_of(path) for path in sorted(folder.glob("*.safetensors"))]
     if not identity:
