@@ -158,6 +158,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     from factorized.experiments.compress.images import ImageSubject
     from factorized.experiments.data.load import load_images
     from factorized.experiments.models.build import build_for
+    from factorized.experiments.models.hugging_face import as_trained_on
     from factorized.experiments.recipes.recipe import Data, Model, Recipe
     from factorized.experiments.training.network import check_network
 
@@ -165,6 +166,8 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
         raise ValueError(f"{model} classifies images; name them by --data: a file, a folder, or a set such as digits")
     with progress_bar() as bar:
         images = load_images(data, None, bar)
+    if model.startswith("hf:"):
+        images = as_trained_on(Path(model.removeprefix("hf:")), images)
 
     def make() -> nn.Module:
         torch.manual_seed(0)  # a function that draws its weights draws the same ones again
