@@ -105,5 +105,18 @@ def fit_images(result: Result, images: Images) -> Images:
             f"the run knows (classes, channels, height, width) = {expected} of {data['name']}, and {images.name} has "
             f"{found}; name the data set it was trained on by --data"
         )
+    _check_classes(data["classes"], list(images.classes), images.name)
     mean, std = (tuple(data.get(key) or getattr(images, key)) for key in ("mean", "std"))
     return images if (mean, std) == (images.mean, images.std) else replace(images, mean=mean, std=std)
+
+
+def _check_classes(known: list[str], given: list[str], name: str) -> None:
+    """Raise if labels stand for other classes than in the run's training; classes without names are numbered."""
+    numbered = [str(number) for number in range(len(known))]
+    if known == given or (numbered in (known, given) and sorted(known) != sorted(given)):
+        return
+    number = next(number for number in range(len(known)) if known[number] != given[number])
+    raise ValueError(
+        f"class {number} is {known[number]!r} for the run, and {given[number]!r} in {name}; give the classes the names "
+        "that they had in training, in the same order"
+    )

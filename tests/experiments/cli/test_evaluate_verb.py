@@ -63,6 +63,23 @@ def test_a_result_that_does_not_say_how_images_were_fed_is_still_evaluated(
     assert "+0.00 points" in cli("evaluate", run).out
 
 
+def test_images_whose_classes_are_in_another_order_are_refused(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    run, images = shutil.copytree(trained, tmp_path / "run"), load_digits()
+    names = [f"digit {number}" for number in range(10)]
+    change_result(run, data={**read_result(run)["data"], "classes": names})
+    parts = {name: getattr(images, name).numpy() for name in ("x_train", "y_train", "x_test", "y_test")}
+    path = tmp_path / "named.npz"
+    np.savez(path, **{**parts, "x_train": parts["x_train"][:50], "y_train": parts["y_train"][:50]}, classes=names)
+    assert "not comparable" in cli("evaluate", run, "--data", path).out
+    np.savez(path, **parts, classes=[*names[1:], "null"])
+    assert "class 0 is 'digit 0' for the run, and 'digit 1' in named" in cli("evaluate", run, "--data", path).error
+    np.savez(path, **parts)  # classes without names
+    assert "+0.00 points" in cli("evaluate", run, "--data", path).out
+    swapped = [*map(str, range(8)), "9", "8"]  # as folders of such names may be sorted
+    np.savez(path, **parts, classes=swapped)
+    assert "class 8 is '8' for the run, and '9' in named" in cli("evaluate", trained, "--data", path).error
+
+
 def test_images_that_do_not_fit_are_refused(cli: Cli, trained: Path, tmp_path: Path) -> None:
     x, y = np.zeros((4, 16, 16), dtype=np.uint8), np.arange(4) % 2
     np.savez(tmp_path / "other.npz", x_train=x, y_train=y, x_test=x, y_test=y)
