@@ -168,7 +168,8 @@ def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
         raise ValueError(f"{name}: extends must be the name of a recipe, got {parent!r}")
     beside = path.parent / parent
     base = read_recipe(str(beside) if beside.is_file() else parent, (*seen, path.resolve()))
-    base.pop("paper", None)  # a figure belongs to one recipe
+    for own in ("name", "paper"):  # a name and a figure belong to one recipe
+        base.pop(own, None)
     return merge(base, table)
 
 
