@@ -24,8 +24,9 @@ from factorized.experiments.recipes.find import load_recipe
 from factorized.experiments.training import export
 from factorized.experiments.training.network import build_network
 from factorized.experiments.training.norms import norms_table
+from factorized.experiments.training.result import read_result
 from factorized.experiments.training.state import load_state
-from factorized.experiments.training.trained import load_trained, read_result
+from factorized.experiments.training.trained import load_trained
 from tests.hostile.damage import DAMAGES, damage, replace
 from tests.hostile.place import DENSE, LOW, NORMED, SAVED, dense
 

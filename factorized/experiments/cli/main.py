@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _run(arguments, OneInterrupt())
     interrupt = OneInterrupt()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # print "?" for signs that its encoding lacks, and do not fail
+        sys.stdout.reconfigure(errors="replace")
     try:
         interrupt.install()
         code = _run(sys.argv[1:], interrupt)
@@ -93,6 +95,8 @@ def _checked_words(given: Sequence[str]) -> list[str]:
             raise ValueError(f"{what} is empty: {value!r}; give one, or leave it out")
         if any(unicodedata.category(sign) == "Cc" for sign in value):
             raise ValueError(f"{what} holds a line break or control character: {value[:40]!r}")
+        if any(unicodedata.category(sign) == "Cs" for sign in value):  # how Python holds such bytes
+            raise ValueError(f"{what} holds bytes that are not text in {sys.getfilesystemencoding()}: {value[:40]!r}")
         if len(value) > LONGEST:
             raise ValueError(f"{what} is {len(value):,} characters long, expected at most {LONGEST:,}: {value[:40]}…")
         home = os.path.expanduser(value) if value == "~" or value.startswith("~/") else value  # noqa: PTH111

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from factorized.experiments.cli.console import progress_bar
 from factorized.experiments.cli.images import load_data_of_run
 from factorized.experiments.cli.text import is_text_run, load_text
-from factorized.experiments.training.trained import FOLDER, RESULT, checksum_of
+from factorized.experiments.training.result import RESULT
+from factorized.experiments.training.trained import FOLDER, checksum_of
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
 
     refuse_own_code(folder, "write a function that builds the model, and name it as module:function")
     refuse_factorized(folder)
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     task = _task(need_transformers(), folder, config)
     identity = [checksum_of(path) for path in sorted(folder.glob("*.safetensors"))]
     if not identity:
@@ -157,6 +158,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     from factorized.experiments.compress.images import ImageSubject
     from factorized.experiments.data.load import load_images
     from factorized.experiments.models.build import build_for
+    from factorized.experiments.models.hugging_face import as_trained_on
     from factorized.experiments.recipes.recipe import Data, Model, Recipe
     from factorized.experiments.training.network import check_network
 
@@ -164,6 +166,8 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
         raise ValueError(f"{model} classifies images; name them by --data: a file, a folder, or a set such as digits")
     with progress_bar() as bar:
         images = load_images(data, None, bar)
+    if model.startswith("hf:"):
+        images = as_trained_on(Path(model.removeprefix("hf:")), images)
 
     def make() -> nn.Module:
         torch.manual_seed(0)  # a function that draws its weights draws the same ones again

@@ -24,10 +24,9 @@ ROUNDING = 1e-3  # of the loss: what multiplying the factors out may change
 
 def is_text_run(run: Path) -> bool:
     """Return whether ``run`` is the folder of a finished run on text."""
-    from factorized.experiments.training.trained import read_sealed
+    from factorized.experiments.training.result import is_text, read_result
 
-    found, _ = read_sealed(run)
-    return isinstance(found, dict) and "task" in found
+    return is_text(read_result(run))
 
 
 def load_text(recipe: TextRecipe, data: str | None, *, quiet: bool = False, tokenizer: Any = None) -> Corpus:

@@ -123,7 +123,7 @@ def _annotated(part: Path, classes: tuple[str, ...]) -> Files:
     """Read Tiny-ImageNet's list of validation images: file, class, and a box that is not needed."""
     places = {name: label for label, name in enumerate(classes)}
     found: dict[Path, int] = {}
-    for number, line in enumerate((part / ANNOTATIONS).read_text().splitlines(), start=1):
+    for number, line in enumerate((part / ANNOTATIONS).read_text(encoding="utf-8").splitlines(), start=1):
         where = f"{part / ANNOTATIONS}:{number}"
         fields = line.split("\t")
         if len(fields) < 2:
@@ -145,7 +145,7 @@ def _check_announced(folder: Path, classes: tuple[str, ...]) -> None:
     """Compare the classes with Tiny-ImageNet's own list of them, where there is one."""
     if not (folder / "wnids.txt").is_file():
         return
-    announced = set((folder / "wnids.txt").read_text().splitlines())
+    announced = set((folder / "wnids.txt").read_text(encoding="utf-8").splitlines())
     differ = sorted(announced ^ set(classes))
     if differ:
         state = "is missing, though it is" if differ[0] in announced else "is there, but not"

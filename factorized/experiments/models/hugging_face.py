@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from factorized.experiments.data.extras import need
+from factorized.experiments.data.images import Images
 from factorized.files.folder import MANIFEST
 from factorized.files.pretrained import refuse_own_code
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
+PROCESSOR = "preprocessor_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -59,6 +63,32 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         else:
             model = kind.from_config(config, trust_remote_code=False)
     return ImageClassifier(model.train())
+
+
+def as_trained_on(folder: Path, images: Images) -> Images:
+    """Return images as the trained classifier in ``folder`` takes them: normalized as its image processor does.
+
+    Raise if they have another number of classes. Where nothing says how to normalize them, they stay as they are.
+    """
+    with reading(folder):
+        config = need_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if config.num_labels != len(images.classes):
+        raise ValueError(
+            f"model hf:{folder} was trained for {config.num_labels} classes, and {images.name} has "
+            f"{len(images.classes)}; give images of all its classes, in its order"
+        )
+    path = folder / PROCESSOR
+    try:
+        says = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        normalizes = says.get("do_normalize", True)
+        mean, std = (says.get("image_mean"), says.get("image_std")) if normalizes else (0.0, 1.0)
+        if mean is None or std is None:
+            return images
+        scale = 255 * says.get("rescale_factor", 1 / 255) if says.get("do_rescale", True) else 255.0
+        means, stds = (v if isinstance(v, list) else [v] * images.channels for v in (mean, std))
+        return replace(images, mean=tuple(m / scale for m in means), std=tuple(s / scale for s in stds))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not say how to normalize {images.name}: {error}") from None
 
 
 def _load(kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, Any]]:

@@ -104,7 +104,7 @@ def recipe_path(name: str) -> Path:
 def recipe_text(name: str) -> str:
     """Return a recipe as TOML, below the command that trains it: its file, or a table's cell written out."""
     if name not in _recipes_of_tables():
-        return recipe_path(name).read_text().rstrip()
+        return recipe_path(name).read_text(encoding="utf-8-sig").rstrip()
     table = read_recipe(name)
     fields = (TextRecipe if "task" in table else Recipe).model_fields
     ordered = {key: table[key] for key in fields if key in table}
@@ -158,7 +158,7 @@ def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
     if path.resolve() in seen:
         raise ValueError(f"{name}: extends itself, by way of {' -> '.join(p.stem for p in seen)}")
     try:
-        table = _parse(path.read_text())
+        table = _parse(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     parent = table.pop("extends", None)
@@ -168,7 +168,8 @@ def read_recipe(name: str, seen: tuple[Path, ...] = ()) -> Table:
         raise ValueError(f"{name}: extends must be the name of a recipe, got {parent!r}")
     beside = path.parent / parent
     base = read_recipe(str(beside) if beside.is_file() else parent, (*seen, path.resolve()))
-    base.pop("paper", None)  # a figure belongs to one recipe
+    for own in ("name", "paper"):  # a name and a figure belong to one recipe
+        base.pop(own, None)
     return merge(base, table)
 
 

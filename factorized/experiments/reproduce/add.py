@@ -14,8 +14,9 @@ from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.reproduce.changes import Changes, as_set, compare_settings, folder_of, recipe_of, summarize
 from factorized.experiments.reproduce.data import data_checksum
-from factorized.experiments.reproduce.runs import Result, Run, read_run
+from factorized.experiments.reproduce.runs import Run, read_run
 from factorized.experiments.training.record import write_json
+from factorized.experiments.training.result import Result
 from factorized.files.atomic import write_whole
 
 

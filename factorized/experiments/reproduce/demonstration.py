@@ -20,8 +20,9 @@ from factorized.experiments.reproduce.variant import Variant, group_runs, mark_b
 from factorized.experiments.training.export import accuracy_of, logits_on_test
 from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.result import RESULT
 from factorized.experiments.training.train import train
-from factorized.experiments.training.trained import RESULT, load_trained
+from factorized.experiments.training.trained import load_trained
 from factorized.files.checkpoint import load, save
 from factorized.nn.running import count_parameters
 from factorized.surgery.compose import compose

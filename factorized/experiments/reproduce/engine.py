@@ -9,7 +9,7 @@ from typing import Protocol
 from factorized.experiments.reproduce.job import Job, Outcome
 from factorized.experiments.training.folder import writing
 from factorized.experiments.training.record import write_json
-from factorized.experiments.training.trained import RESULT
+from factorized.experiments.training.result import RESULT
 
 
 class Engine(Protocol):

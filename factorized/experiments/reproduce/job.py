@@ -18,8 +18,8 @@ from factorized.experiments.training.folder import claimed
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import write_json
-from factorized.experiments.training.trained import RESULT
-from factorized.experiments.training.turns import Result, RunsFailed, message_of
+from factorized.experiments.training.result import RESULT, Result
+from factorized.experiments.training.turns import RunsFailed, message_of
 
 AtOnce = int | Literal["auto"]  # runs that take turns in one process
 

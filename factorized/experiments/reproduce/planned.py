@@ -17,7 +17,7 @@ from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.reproduce.data import data_checksum
 from factorized.experiments.reproduce.job import Job
 from factorized.experiments.reproduce.runs import Run
-from factorized.experiments.training.trained import RESULT
+from factorized.experiments.training.result import RESULT
 
 # how a recipe names a run of another recipe
 OTHER_RUN = re.compile(r"out/(?P<name>.+)/seed-(?P<seed>\{seed\}|\d+)")

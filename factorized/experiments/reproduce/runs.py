@@ -7,16 +7,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from factorized.experiments.data.explain import first_problem, in_words
 from factorized.experiments.training.folder import BEGUN, METRICS
-from factorized.experiments.training.trained import RESULT
-from factorized.files.checksum import is_sealed
+from factorized.experiments.training.result import RESULT, Result, read_result_file
 
-Result = dict[str, Any]  # what a run's result.json holds
 FAILURE = "failure.json"  # beside the metrics of a run that ended in an error: recipe, seed and error
 LOWER_IS_BETTER = ("loss", "perplexity")
 NAMES = {"accuracy": "accuracy, %", "bleu": "BLEU", "f1": "F1"}
@@ -110,75 +105,6 @@ class Found:
     unfinished: list[Unfinished] = field(default_factory=list)
 
 
-class _Part(BaseModel):
-    """Fields that the page reads; a result may say more."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-
-class _Recipe(_Part):
-    name: Annotated[str, Field(min_length=1)]
-    model: dict[str, Any] = {}
-    factorize: dict[str, Any] = {}
-    schedule: dict[str, Any] = {}
-
-
-class _Data(_Part):
-    name: str
-    checksum: str
-
-
-class _Began(_Part):
-    """The run that another continued from: whole, or summarized for ``results/``."""
-
-    recipe: _Recipe | str
-    seed: Annotated[int, Field(ge=0)]
-    changes: list[str] = []
-
-
-class _Size(_Part):
-    parameters: Annotated[int, Field(ge=0)]
-
-
-class _Layer(_Part):
-    name: str
-    kind: str
-    shape: list[int]
-    rank: str
-    params: int
-    dense_params: int | None
-    frobenius: float
-    spectral: float | None
-    nuclear: float | None
-    nuclear_bound: float | None
-    stable_rank: float | None
-
-
-class _Result(_Part):
-    recipe: _Recipe
-    seed: Annotated[int, Field(ge=0)]
-    parameters: Annotated[int, Field(ge=1)]
-    seconds: Annotated[float, Field(ge=0)]
-    machine: dict[str, Any]
-    data: _Data
-    history: list[dict[str, int | float | None]]
-    layers: list[_Layer] = []
-    composed: _Size | None = None
-    from_run: _Began | None = None
-    accuracy: Annotated[float, Field(ge=0, le=100)] | None = None
-    score: str | None = None
-    scores: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _has_a_figure(self) -> Self:
-        if self.scores is None and self.score is None:
-            if self.accuracy is None:
-                raise ValueError("it has no accuracy, and no score")
-        elif not isinstance((self.scores or {}).get(self.score or ""), int | float):
-            raise ValueError(f"score = {self.score!r} must name a number among scores, got {self.scores}")
-        return self
-
-
 def read_runs(places: Iterable[Path]) -> Found:
     """Return the runs in these files and folders; every other JSON file there is named with the reason, none deleted.
 
@@ -207,24 +133,7 @@ def read_runs(places: Iterable[Path]) -> Found:
 
 def read_run(path: Path) -> Run:
     """Return the run of a result file; a ``ValueError`` says what is wrong with it."""
-    try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot be read: {in_words(error, named=False)}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError("not the result of a run: it holds no fields")
-    missing = [name for name, part in _Result.model_fields.items() if part.is_required() and name not in data]
-    if missing:
-        raise ValueError(f"not the result of a run: it has no {', '.join(missing)}")
-    if "checksum" in data and not is_sealed(data):
-        raise ValueError("damaged, or changed since it was written: its checksum does not match")
-    try:
-        _Result.model_validate(data)
-    except ValidationError as error:
-        raise ValueError(f"not the result of a run: {first_problem(error)}") from None
-    return Run(path, {key: value for key, value in data.items() if key != "checksum"})
+    return Run(path, read_result_file(path))
 
 
 def _identity(run: Run) -> str:

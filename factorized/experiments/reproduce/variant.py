@@ -211,7 +211,8 @@ def _variant(runs: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Mappi
 def mark_best(variants: Sequence[Variant]) -> list[Variant]:
     """Return the variants with the best ones marked: on a data set, and among those of the same size and scheme.
 
-    One is the best only if it is ahead of every other by more than the deviation of their difference.
+    One is the best only if it is ahead of every other by more than the deviation of their difference. Shortened ones
+    must be ahead of the whole ones too, which need not be ahead of them.
     """
     marked = {variant: list(variant.marks) for variant in variants}
     for word, group in (("best", _contest), ("best of its size", _size)):
@@ -221,7 +222,7 @@ def mark_best(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def _contest(variant: Variant) -> Hashable:
-    return variant.metric, variant.runs[0].result["data"]["checksum"], variant.shortened
+    return variant.metric, variant.runs[0].result["data"]["checksum"]
 
 
 def _size(variant: Variant) -> Hashable:
@@ -235,8 +236,11 @@ def _winners(variants: Sequence[Variant], group: Callable[[Variant], Hashable]) 
     winners = []
     for members in groups.values():
         ordered = sorted(members, key=lambda v: v.score.mean, reverse=members[0].metric not in LOWER_IS_BETTER)
-        if len(ordered) > 1 and all(is_ahead(ordered[0].score, other.score) for other in ordered[1:]):
-            winners.append(ordered[0])
+        for place, one in enumerate(ordered):
+            rivals = [other for other in ordered if other is not one and other.shortened in ("", one.shortened)]
+            behind = [other for other in ordered[place + 1 :] if is_ahead(one.score, other.score)]
+            if rivals and all(other in behind for other in rivals):
+                winners.append(one)
     return winners
 
 

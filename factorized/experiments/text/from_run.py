@@ -11,9 +11,10 @@ from torch import nn
 from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
 from factorized.experiments.text.models import auto_class
-from factorized.experiments.text.tokenizer import TOKENIZER, load_tokenizer
-from factorized.experiments.text.trained import load_text_run, read_text_result
-from factorized.experiments.training.trained import FOLDER, RESULT, check_file
+from factorized.experiments.text.tokenizer import load_tokenizer
+from factorized.experiments.text.trained import load_text_run
+from factorized.experiments.training.result import RESULT, read_result
+from factorized.experiments.training.trained import FOLDER, check_files
 from factorized.surgery.compose import is_factorized
 
 PRETRAINED = "masked"  # the task of the runs that others continue from
@@ -47,13 +48,13 @@ def tokenizer_of_run(run: str) -> Any:
     """Return the tokenizer of a finished run."""
     _recipe_of(run)
     folder = _folder(run)
-    check_file(folder / FOLDER / TOKENIZER, read_text_result(folder)["files"][TOKENIZER])
+    check_files(folder, read_result(folder, "text"))
     return load_tokenizer(folder / FOLDER)
 
 
 def origin(run: str) -> dict[str, Any]:
     """Return recipe and seed of a finished run: the result of one that continues from it holds them, and no path."""
-    result = read_text_result(_folder(run))
+    result = read_result(_folder(run), "text")
     return {"recipe": result["recipe"], "seed": result["seed"], "from_run": result.get("from_run")}
 
 
@@ -65,7 +66,7 @@ def _recipe_of(run: str) -> TextRecipe:
     """Return the recipe of a run; raise if it is not one that pre-trained a model."""
     path = _folder(run)
     try:
-        before = check_text_recipe(read_text_result(path)["recipe"], str(path / RESULT))
+        before = check_text_recipe(read_result(path, "text")["recipe"], str(path / RESULT))
     except ValueError as error:
         raise ValueError(f"model.from_run = {run!r}: {error}") from None
     if before.task != PRETRAINED:

@@ -25,7 +25,7 @@ from factorized.experiments.text.masked import MaskedTask
 from factorized.experiments.text.network import build_text_network
 from factorized.experiments.text.questions import QuestionsTask
 from factorized.experiments.text.task import TextTask
-from factorized.experiments.text.trained import load_network, read_text_result, save_text_model
+from factorized.experiments.text.trained import load_network, save_text_model
 from factorized.experiments.text.trainer import TextTrainer, Watch, training_arguments
 from factorized.experiments.text.translation import TranslationTask
 from factorized.experiments.training.folder import BEGUN, CHECKPOINTS, METRICS, prepare_folders, writing
@@ -33,8 +33,8 @@ from factorized.experiments.training.interrupt import PATIENCE, Interrupted, Sto
 from factorized.experiments.training.processes import Processes, joined_processes
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import Recorder, describe_machine, layer_rows, write_json
+from factorized.experiments.training.result import RESULT, read_result
 from factorized.experiments.training.state import REMEDY, RunState, add_devices, check_same_devices, check_same_run
-from factorized.experiments.training.trained import RESULT
 from factorized.files.atomic import write_text
 from factorized.nn.running import count_parameters
 
@@ -83,7 +83,7 @@ def train_text(
             for seed, run in zip(seeds, folders, strict=True):
                 begun = _begun(run, recipe, seed, corpus) if resume else None
                 if resume and (run / RESULT).is_file():
-                    results.append(read_text_result(run))
+                    results.append(read_result(run, "text"))
                     continue
                 checkpoint = _last_checkpoint(run) if resume else None
                 if begun is None or checkpoint is None:

@@ -14,13 +14,12 @@ from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.models import auto_class
 from factorized.experiments.text.sharding import whole_weights
 from factorized.experiments.text.tokenizer import load_tokenizer
-from factorized.experiments.training.trained import FOLDER, RESULT, check_file, checksum_of, read_sealed, wrong_checksum
+from factorized.experiments.training.result import RESULT, Result, read_result
+from factorized.experiments.training.trained import FOLDER, check_files, checksum_of
 from factorized.files.folder import MANIFEST
 from factorized.files.pretrained import from_pretrained, save_pretrained
 from factorized.surgery.compose import is_factorized
 from factorized.surgery.state import is_sharded
-
-FIELDS = {"task": str, "recipe": dict, "seed": int, "score": str, "scores": dict, "parameters": int, "data": dict}
 
 
 def save_text_model(model: Any, tokenizer: Any, run: Path, *, first: bool = True) -> dict[str, str]:
@@ -45,26 +44,11 @@ def save_text_model(model: Any, tokenizer: Any, run: Path, *, first: bool = True
     return {path.name: checksum_of(path) for path in sorted(folder.iterdir())}
 
 
-def read_text_result(run: Path) -> dict[str, Any]:
-    """Return the result of a finished run on text, after checking its checksum."""
-    found, intact = read_sealed(run)
-    missing = [
-        name for name, kind in FIELDS.items() if not isinstance(found, dict) or not isinstance(found.get(name), kind)
-    ]
-    if missing:
-        images = " a run on images" if isinstance(found, dict) and "accuracy" in found else " no run"
-        raise ValueError(f"{run / RESULT} is{images}, not one on text: it has no {', '.join(missing)}")
-    if not intact:
-        raise ValueError(wrong_checksum(run))
-    return {key: value for key, value in found.items() if key != "checksum"}
-
-
-def load_text_run(run: Path) -> tuple[TextRecipe, dict[str, Any], nn.Module, Any]:
+def load_text_run(run: Path) -> tuple[TextRecipe, Result, nn.Module, Any]:
     """Return recipe, result, network in evaluation mode, and tokenizer of a finished run on text."""
-    result = read_text_result(run)
+    result = read_result(run, "text")
     recipe = check_text_recipe(result["recipe"], str(run / RESULT))
-    for file, expected in result["files"].items():
-        check_file(run / FOLDER / Path(file).name, expected)
+    check_files(run, result)
     return recipe, result, load_network(recipe.task, run), load_tokenizer(run / FOLDER)
 
 

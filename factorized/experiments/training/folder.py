@@ -16,12 +16,13 @@ from factorized.experiments.data.explain import in_words, writing_to
 from factorized.experiments.training import norms, state, trained
 from factorized.experiments.training.export import COMPOSED, LOWERED, SUFFIXES
 from factorized.experiments.training.interrupt import CannotWrite
+from factorized.experiments.training.result import RESULT
 from factorized.files.atomic import locked_folder
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"  # of text: the folder that transformers' Trainer writes
 BEGUN = "begun.json"  # of text: what the run trains
-_LEFT = (state.FILE, METRICS, trained.RESULT, norms.FILE, BEGUN)
+_LEFT = (state.FILE, METRICS, RESULT, norms.FILE, BEGUN)
 _MADE_FROM_IT = tuple(f"{stem}{suffix}" for stem in (COMPOSED, LOWERED) for suffix in SUFFIXES.values())
 
 
@@ -62,7 +63,7 @@ def prepare_folders(
 
 
 def _runs(folder: Path) -> list[str]:
-    return [name for name in (state.FILE, CHECKPOINTS, trained.RESULT) if (folder / name).exists()]
+    return [name for name in (state.FILE, CHECKPOINTS, RESULT) if (folder / name).exists()]
 
 
 def _began(folder: Path) -> bool:

@@ -18,8 +18,9 @@ from factorized.experiments.training.interrupt import PATIENCE, StopRequest
 from factorized.experiments.training.network import Start
 from factorized.experiments.training.processes import joined_processes
 from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.result import Result
 from factorized.experiments.training.trainer import Trainer
-from factorized.experiments.training.turns import Queue, Result, RunsFailed, Turn, take_turns
+from factorized.experiments.training.turns import Queue, RunsFailed, Turn, take_turns
 
 
 def train(

@@ -39,6 +39,7 @@ from factorized.experiments.training.record import (
     product_row,
     write_json,
 )
+from factorized.experiments.training.result import RESULT, Result, read_result
 from factorized.experiments.training.source import OnDevice, Source, draws_seed
 from factorized.experiments.training.state import (
     FILE,
@@ -55,8 +56,8 @@ from factorized.experiments.training.state import (
 )
 from factorized.experiments.training.step import TrainingStep, autocast_type
 from factorized.experiments.training.streamed import Streamed
-from factorized.experiments.training.trained import RESULT, read_result, save_trained
-from factorized.experiments.training.turns import STEPS, Result
+from factorized.experiments.training.trained import save_trained
+from factorized.experiments.training.turns import STEPS
 from factorized.nn.running import count_parameters
 from factorized.surgery.compose import compose
 from factorized.surgery.progress import Progress, late
@@ -124,7 +125,7 @@ class Trainer:
         epochs, steps = self.recipe.schedule.epochs, self.source.steps
         state = self.processes.from_first(lambda: self._initial_state(seed, folder, resume))
         if resume and state.epoch == epochs and self.processes.from_first((folder / RESULT).is_file):
-            return self.processes.from_first(lambda: read_result(folder))
+            return self.processes.from_first(lambda: read_result(folder, "images"))
         self._begin(state)
         add_devices(state, self.processes.kind, folder, reporter.note)
         state.at_once = max(state.at_once, at_once)
@@ -184,7 +185,7 @@ class Trainer:
                 check_same_devices(state.ran_on, self.processes.kind, folder)
             return state
         if resume and (folder / RESULT).is_file():  # a finished run whose checkpoint was deleted
-            ended = read_result(folder)
+            ended = read_result(folder, "images")
             parts = {"recipe": ended["recipe"], "seed": ended["seed"], "data": ended["data"]["checksum"]}
             state = RunState(**parts, epoch=self.recipe.schedule.epochs)
             check_same_run(state, recipe, seed, data, folder)

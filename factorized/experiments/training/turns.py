@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.result import Result
 
 Trainer = TypeVar("Trainer")
-Result = dict[str, Any]  # what a run's result.json holds
 Turns = Generator[None, None, None]  # a run, or one run after another: each ``next`` is a turn
 # Steps that a run issues to a GPU in a turn: with one to forty, three runs gain as much, with a hundred less
 # (docs/log.md). What is issued keeps the GPU busy while the thread evaluates or saves another run.

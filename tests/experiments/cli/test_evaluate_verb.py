@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from factorized.experiments.data.digits import load_digits
-from factorized.experiments.training.trained import check_result, read_result
+from factorized.experiments.training.result import read_result, read_result_file
 from factorized.files.checksum import save_tensors
 from tests.experiments.cli.conftest import Cli
 from tests.experiments.training.small import change_result
@@ -63,6 +63,23 @@ def test_a_result_that_does_not_say_how_images_were_fed_is_still_evaluated(
     assert "+0.00 points" in cli("evaluate", run).out
 
 
+def test_images_whose_classes_are_in_another_order_are_refused(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    run, images = shutil.copytree(trained, tmp_path / "run"), load_digits()
+    names = [f"digit {number}" for number in range(10)]
+    change_result(run, data={**read_result(run)["data"], "classes": names})
+    parts = {name: getattr(images, name).numpy() for name in ("x_train", "y_train", "x_test", "y_test")}
+    path = tmp_path / "named.npz"
+    np.savez(path, **{**parts, "x_train": parts["x_train"][:50], "y_train": parts["y_train"][:50]}, classes=names)
+    assert "not comparable" in cli("evaluate", run, "--data", path).out
+    np.savez(path, **parts, classes=[*names[1:], "null"])
+    assert "class 0 is 'digit 0' for the run, and 'digit 1' in named" in cli("evaluate", run, "--data", path).error
+    np.savez(path, **parts)  # classes without names
+    assert "+0.00 points" in cli("evaluate", run, "--data", path).out
+    swapped = [*map(str, range(8)), "9", "8"]  # as folders of such names may be sorted
+    np.savez(path, **parts, classes=swapped)
+    assert "class 8 is '8' for the run, and '9' in named" in cli("evaluate", trained, "--data", path).error
+
+
 def test_images_that_do_not_fit_are_refused(cli: Cli, trained: Path, tmp_path: Path) -> None:
     x, y = np.zeros((4, 16, 16), dtype=np.uint8), np.arange(4) % 2
     np.savez(tmp_path / "other.npz", x_train=x, y_train=y, x_test=x, y_test=y)
@@ -74,10 +91,10 @@ def test_images_that_do_not_fit_are_refused(cli: Cli, trained: Path, tmp_path: P
 def test_what_is_no_run_says_what_one_is(cli: Cli, trained: Path, tmp_path: Path) -> None:
     assert f"did you mean {trained}?" in cli("evaluate", trained.parent).error
     (tmp_path / "result.json").write_text("{")
-    assert "is not valid JSON" in cli("evaluate", tmp_path).error
-    for other in ('{"a": 1}', "[1]"):
+    assert "result.json: not valid JSON" in cli("evaluate", tmp_path).error
+    for other, why in (('{"a": 1}', "it has no recipe, seed"), ("[1]", "it holds no fields")):
         (tmp_path / "result.json").write_text(other)
-        assert "result.json is not the result of a run: it has no recipe, seed" in cli("evaluate", tmp_path).error
+        assert f"result.json: not the result of a run: {why}" in cli("evaluate", tmp_path).error
     run = shutil.copytree(trained, tmp_path / "run")
     weights = next((run / "model").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
@@ -103,7 +120,8 @@ def test_a_field_of_another_type_is_named(
     run = shutil.copytree(trained, tmp_path / "run")
     change_result(run, **{field: value})
     said = cli("evaluate", run).error
-    assert f"{run}/result.json: {message}" in said
+    assert message in said
+    assert f"{run}/result.json: " in said
     assert "train the run again" in said
 
 
@@ -112,14 +130,14 @@ def test_a_result_that_was_changed_is_refused(cli: Cli, trained: Path, tmp_path:
     run = shutil.copytree(trained, tmp_path / "run")
     text = (run / "result.json").read_text()
     (run / "result.json").write_text(text.replace('"seed": 0', '"seed": 1'))
-    assert f"{run}/result.json is damaged, or was changed" in cli(verb, run).error
+    assert f"{run}/result.json: damaged, or changed since" in cli(verb, run).error
 
 
 def test_committed_results_of_images_can_be_read() -> None:
     paths = sorted((Path(__file__).parents[3] / "results").glob("cifar*/**/*.json"))
     assert len(paths) > 10
     for path in paths:
-        result = check_result(json.loads(path.read_text()), path)
+        result = read_result_file(path)
         epochs = [row["epoch"] for row in result["history"]]
         assert epochs == list(range(1, result["recipe"]["schedule"]["epochs"] + 1))
 

@@ -61,6 +61,25 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+def test_a_recipe_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_bytes(
+        b"\xef\xbb\xbf" + 'extends = "digits/resnet8"\ntitle = "Größe"\n'.encode()
+    )  # as Notepad writes it
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
+    for whole in ([], ["--whole"]):
+        assert 'title = "Größe"' in start("recipes", "show", str(recipe), *whole, **ascii_only).communicate()[0]
+
+
+def test_signs_that_the_output_cannot_hold_do_not_end_a_command(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('extends = "digits/resnet8"\ntitle = "dense → low rank"\n', encoding="utf-8")
+    process = start("recipes", "show", str(recipe), PYTHONIOENCODING="latin-1")
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert 'title = "dense ? low rank"' in out
+
+
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb) or "factorized")
 def test_the_help_of_every_verb_has_examples_of_it(verb: list[str]) -> None:
     result = CliRunner().invoke(app, [*verb, "--help"], prog_name="factorized")
@@ -119,6 +138,7 @@ def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
         (["train", "", "--quiet"], "an argument is empty: ''"),
         (["train", "digits/resnet8", "--out", "a\nb"], "the value of --out holds a line break or control character"),
         (["evaluate", "a\0b"], "an argument holds a line break or control character"),
+        (["evaluate", "a\udcffb"], "an argument holds bytes that are not text"),
         (["train", "digits/resnet8", "--out", 5000 * "x"], "the value of --out is 5,000 characters long"),
         (["train", "digits/resnet8", "--device", "cpu:3"], "--device must be cpu, cuda or cuda:NUMBER, got 'cpu:3'"),
         (["train"], "Missing argument 'NAME'. See `factorized train --help`."),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from factorized.experiments.training.trained import read_result
+from factorized.experiments.training.result import read_result
 from tests.experiments.cli.conftest import Cli
 from tests.experiments.training.small import change_result
 

@@ -16,8 +16,8 @@ from transformers import (
 
 from factorized.experiments.text import corpus, translation
 from factorized.experiments.text.network import starting_network
-from factorized.experiments.text.trained import read_text_result
 from factorized.experiments.training.record import write_json
+from factorized.experiments.training.result import read_result
 from factorized.surgery.compose import is_factorized
 from tests.experiments.cli.conftest import Cli
 from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files
@@ -67,7 +67,7 @@ def test_a_run_is_compared_with_what_it_recorded_on_the_same_text_alone(
 ) -> None:
     run = _train(cli, "language", NAMES["language"])
     monkeypatch.delattr(corpus, "learn_tokenizer")  # the run has one
-    result = read_text_result(Path(run))
+    result = read_result(Path(run))
     worse = {**result, "scores": {**result["scores"], "perplexity": 0.9 * result["scores"]["perplexity"]}}
     write_json(Path(run) / "result.json", worse)
     said = cli("evaluate", run, "--data", "texts", "--device", "cpu")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import Tensor
 
 import factorized as fz
 from factorized.experiments.cli.subjects import open_subject
@@ -111,3 +115,43 @@ def test_a_folder_without_all_dense_weights_is_refused_and_not_filled_by_chance(
     named = made.model_copy(update={"model": TextModel(name=f"hf:{folder}")})
     with pytest.raises(ValueError, match="holds a factorized model"):
         build_text_network(named, corpus.tokenizer, 0)
+
+
+def classifier(folder: Path, classes: int = 10) -> Path:
+    """Write a tiny Hugging Face classifier of gray images and return its folder."""
+    sizes: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    config = transformers.ResNetConfig(num_channels=1, num_labels=classes, **sizes)
+    transformers.ResNetForImageClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("says", "of_pixels"),
+    [
+        ({"image_mean": [0.5], "image_std": [0.25], "rescale_factor": 1 / 255}, lambda x: (x / 255 - 0.5) / 0.25),
+        ({"image_mean": 0.5, "image_std": 0.25, "rescale_factor": 1 / 127.5}, lambda x: (x / 127.5 - 0.5) / 0.25),
+        ({"image_mean": [120], "image_std": [60], "do_rescale": False}, lambda x: (x - 120) / 60),
+        ({"image_mean": [0.5], "image_std": [0.25], "do_normalize": False}, lambda x: x / 255),
+    ],
+)
+def test_a_hugging_face_classifier_is_fed_as_its_image_processor_does(
+    tmp_path: Path, says: dict[str, Any], of_pixels: Callable[[Tensor], Tensor]
+) -> None:
+    folder = classifier(tmp_path / "resnet")
+    (folder / "preprocessor_config.json").write_text(json.dumps(says))
+    x, y = open_subject(str(folder), "digits", CPU).batches(8)[0]
+    rows = torch.randperm(len(load_images("digits").y_train), generator=torch.Generator().manual_seed(0))[:8]
+    torch.testing.assert_close(x, of_pixels(load_images("digits").x_train[rows].float()))
+    torch.testing.assert_close(y, load_images("digits").y_train[rows])
+
+
+def test_a_hugging_face_classifier_of_other_classes_is_refused_and_its_last_layer_not_drawn(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="was trained for 12 classes, and digits has 10; give images of all"):
+        open_subject(str(classifier(tmp_path / "resnet", 12)), "digits", CPU)
+
+
+def test_an_image_processor_that_does_not_fit_the_images_is_named(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "resnet")
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    with pytest.raises(ValueError, match=r"preprocessor_config.json does not say how to normalize digits: .*one value"):
+        open_subject(str(folder), "digits", CPU)

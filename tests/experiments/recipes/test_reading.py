@@ -32,6 +32,12 @@ def test_a_recipe_of_ones_own_extends_a_shipped_one_without_its_figure(tmp_path:
     assert (recipe.name, recipe.schedule.epochs, recipe.data.name) == ("own", 3, "cifar10")
 
 
+def test_a_recipe_does_not_take_the_name_of_the_one_it_extends(tmp_path: Path) -> None:
+    write(tmp_path, "base", 'name = "mine/base"\nextends = "digits/resnet8"\n')
+    assert load_recipe(write(tmp_path, "own", 'extends = "base.toml"\n')).name == "own"
+    assert load_recipe(write(tmp_path, "own", 'name = "mine/own"\nextends = "base.toml"\n')).name == "mine/own"
+
+
 def test_a_recipe_of_ones_own_extends_a_cell_of_a_table(tmp_path: Path) -> None:
     text = 'extends = "cifar10/resnet32x2-lowrank-0.1-si-fd"\n[factorize]\nrank_scale = 0.5\n'
     recipe = load_recipe(write(tmp_path, "own", text))

@@ -11,6 +11,7 @@ from factorized.experiments.reproduce.runs import Run
 from factorized.files.checksum import sealed
 
 MACHINE = {"device": "some <GPU>", "torch": "2.13.0", "factorized": "0.1.0", "commit": "a" * 40, "processes": 1}
+SHAPE = {"classes": ["a"], "channels": 1, "size": [8, 8]}
 LAYER = {
     "name": "layer1.0.conv1",
     "kind": "conv",
@@ -42,7 +43,7 @@ def image_result(name: str, seed: int, accuracy: float, *changes: str, **fields:
         "parameters": 7466,
         "seconds": 4.0,
         "machine": MACHINE,
-        "data": {"name": recipe.data.name, "checksum": f"sha-of-{recipe.data.name}", "classes": ["a"], "channels": 1},
+        "data": {**SHAPE, "name": recipe.data.name, "checksum": f"sha-of-{recipe.data.name}"},
         "history": history,
         **fields,
     }

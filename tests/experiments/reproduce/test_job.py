@@ -89,7 +89,7 @@ def test_a_damaged_result_ends_its_job_and_no_other(tmp_path: Path) -> None:
     outcome = run_job(job, "cpu")
     assert [result["seed"] for result in outcome.results] == [0]
     assert outcome.error is not None
-    assert f"{damaged} is not valid JSON" in outcome.error
+    assert f"{damaged}: not valid JSON" in outcome.error
     assert outcome.error.endswith("; delete it and train the run again")
     assert damaged.read_text() == "{"
     damaged.unlink()

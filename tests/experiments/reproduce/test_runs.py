@@ -59,7 +59,7 @@ def test_a_damaged_file_is_named_skipped_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"accuracy": None}, "it has no accuracy, and no score"),
+        ({"accuracy": None}, "accuracy: Input should be a valid number, got None"),
         ({"accuracy": 120.0}, "accuracy: Input should be less than or equal to 100"),
         ({"seed": "0"}, "seed: Input should be a valid integer"),
         ({"history": [{"epoch": 1, "loss": "low"}]}, "history.0"),
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_named_skipped_and_kept(tmp_path: Path) -> None:
         ({"recipe": {"name": "mine", "model": "resnet"}}, "recipe.model"),
         ({"layers": [{"name": "conv1"}]}, "layers.0.kind: Field required"),
         ({"composed": {"accuracy": 90.0}}, "composed.parameters"),
-        ({"score": "bleu", "scores": {}}, "must name a number among scores"),
+        ({"task": "translation", "score": "bleu", "scores": {}}, "must name a number among scores"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:

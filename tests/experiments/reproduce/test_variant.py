@@ -72,6 +72,17 @@ def test_the_best_is_marked_where_it_is_ahead_by_more_than_the_deviations() -> N
     assert [v.marks for v in mark_best([plain, both])] == [(), ("best", "best of its size")]
 
 
+def test_the_best_of_shortened_runs_is_not_best_beside_better_whole_runs() -> None:
+    scores = {LOW: (80.0, 80.2), BOTH: (85.0, 85.2)}
+    made = [image_result(name, seed, scores[name][seed], "schedule.epochs=2") for name in scores for seed in (0, 1)]
+    shortened = group_runs(map(run_of, made))
+    best = ("best", "best of its size")
+    assert [v.marks for v in mark_best(shortened)] == [(), best]
+    assert [v.marks for v in mark_best([variant_of(LOW, 70.0, 70.2), *shortened])] == [(), (), best]
+    whole = variant_of(DENSE, 99.0, 99.2), variant_of(LOW, 96.0, 96.2)
+    assert [v.marks for v in mark_best([*whole, *shortened])] == [("best",), (), (), ()]
+
+
 def test_overcomplete_networks_of_one_deployed_size_are_compared_with_each_other() -> None:
     full, wide = "cifar10/resnet32-full-fd", "cifar10/resnet32-wide-fd"
     small, large = ({"parameters": size, "composed": {"parameters": 464_154}} for size in (947_994, 2_837_274))

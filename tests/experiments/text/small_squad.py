@@ -82,5 +82,6 @@ def pretrained_run(folder: Path, change: Callable[[nn.Module], nn.Module] = lamb
     files = save_text_model(model, tokenizer, run)
     head = {"task": "masked", "recipe": recipe.to_dict(), "seed": 1, "score": "loss", "scores": {"loss": 1.0}}
     data = {"name": "small", "checksum": "0"}
-    write_json(run / "result.json", {**head, "parameters": 1, "data": data, "files": files})
+    rest = {"parameters": 1, "seconds": 1.0, "machine": {}, "data": data, "history": []}
+    write_json(run / "result.json", {**head, **rest, "files": files})
     return run

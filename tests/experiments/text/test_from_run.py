@@ -18,8 +18,9 @@ from factorized.experiments.recipes.find import check_text_recipe
 from factorized.experiments.text.corpus import load_corpus
 from factorized.experiments.text.from_run import origin
 from factorized.experiments.text.network import build_text_network
-from factorized.experiments.text.trained import load_text_run, read_text_result
+from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.training.record import write_json
+from factorized.experiments.training.result import read_result
 from factorized.formats.product import LowRank
 from factorized.surgery.compose import is_factorized
 from factorized.surgery.factorize import factorize
@@ -131,7 +132,7 @@ def test_a_run_that_pretrained_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_the_origin_of_a_run_is_known_back_to_the_first(tmp_path: Path) -> None:
     run = pretrained_run(tmp_path)
-    result = read_text_result(run)
+    result = read_result(run)
     write_json(run / "result.json", {**result, "seed": 3, "from_run": {"recipe": {"name": "phase 1"}, "seed": 7}})
     assert origin(str(run)) == {
         "recipe": result["recipe"],
@@ -161,7 +162,7 @@ def test_each_seed_of_a_recipe_goes_on_from_the_run_of_that_seed(
     )
     assert [result["seed"] for result in train(seeds=(0, 2))] == [0, 2]
     for seed in (0, 2):
-        result = read_text_result(tmp_path / "out" / f"seed-{seed}")
+        result = read_result(tmp_path / "out" / f"seed-{seed}")
         assert result["recipe"]["model"]["from_run"].endswith(f"runs/seed-{seed}")
     with pytest.raises(ValueError, match=r"runs/seed-1': there is no .*; give the folder of a finished run"):
         train(seeds=(1,))

@@ -16,9 +16,9 @@ import torch
 
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.progress import Reporter
+from factorized.experiments.training.result import read_result
 from factorized.experiments.training.state import FILE
 from factorized.experiments.training.train import train
-from factorized.experiments.training.trained import read_result
 from factorized.experiments.training.trainer import Trainer
 from tests.experiments.training.small import STEPS, Signals, assert_same_run, digits, metrics, recipe, state_of
 
