@@ -69,7 +69,7 @@ class FactorizedEmbedding(FactorizedLayer):
         self.sparse = sparse
         self.max_norm, self.norm_type = None, 2.0  # of a table that is not renormalized
         self.bias = None
-        self._has_thin_rows = made.chain is not None and all(step.groups == 1 for step in made.chain)
+        self._has_thin_rows = made.has_thin_rows
         if init is not None:
             self.reset_parameters(init)
 
