@@ -78,10 +78,11 @@ def _plain(state_dict: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
                 "changed"
             )
     own = any(name.startswith(WRAPPER) for name, _, _, _ in named_slots(model))
-    inside = {key: value for key, value in state_dict.items() if key != COUNT}
-    if own or not all(key.startswith(WRAPPER) for key in inside):
-        return {plain_name(key): value for key, value in state_dict.items()}
-    return {plain_name(key.removeprefix(WRAPPER)): value for key, value in inside.items()}
+    state = {plain_name(key): value for key, value in state_dict.items()}
+    inside = {key: value for key, value in state.items() if key != COUNT}
+    while not own and inside and all(key.startswith(WRAPPER) for key in inside):  # one wrapper may be in another
+        state = inside = {key.removeprefix(WRAPPER): value for key, value in inside.items()}
+    return state
 
 
 class _Slots:

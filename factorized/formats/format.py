@@ -220,10 +220,17 @@ class Format(ABC):
         """Multiply-accumulates of ``chain_weights``."""
         return 0
 
+    @property
+    def has_thin_rows(self) -> bool:
+        """Whether an embedding looks up rows of the chain's last weight and widens them; else it composes its table."""
+        return self.chain is not None and all(step.groups == 1 for step in self.chain)
+
     def macs(self, call: Call) -> int:
         """Return the multiply-accumulates of one call, run in the way that needs fewer."""
         if call.looked_up:
-            return 0 if self.chain is None else call.batch * sum([step.macs for step in self.chain[:-1]])
+            if not self.has_thin_rows:
+                return self.compose_macs
+            return call.batch * sum([step.macs for step in self._steps[:-1]]) + self.prepare_macs
         composed = call.outputs * self.shape.numel + self.compose_macs
         return (
             composed if self.chain is None or call.whole else min(composed, self.chain_macs(call) + self.prepare_macs)

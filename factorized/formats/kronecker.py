@@ -21,7 +21,7 @@ from factorized.formats.svd import method_of, spectral_factors, truncated_factor
 
 @dataclass(frozen=True)
 class KroneckerFormat(Format):
-    """``A`` (rank, *outer) and ``B`` (rank, out/outer, in/outer, *size); it runs as its composed weight.
+    """``A`` (rank, *outer) and ``B`` (rank, out/outer, in/outer · taps); it runs as its composed weight.
 
     Rearranged into a matrix with a row per entry of ``A_k`` and a column per entry of ``B_k``, the weight is a product
     of this rank. So an SVD gives its best approximation, and Gram matrices give its norm.
@@ -52,8 +52,9 @@ class KroneckerFormat(Format):
 
     @property
     def cores(self) -> dict[str, tuple[int, ...]]:
-        """All ``A_k``, then all ``B_k``."""
-        return {"A": (self.rank, *self.outer), "B": (self.rank, *self.inner)}
+        """All ``A_k``, then all ``B_k``, as matrices: torch cannot put a stack of kernels into ``channels_last``."""
+        out, *rest = self.inner
+        return {"A": (self.rank, *self.outer), "B": (self.rank, out, prod(rest))}
 
     def decompose(
         self,
@@ -96,7 +97,7 @@ class KroneckerFormat(Format):
 
     def _as_product(self, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:  # (..., entries, rank) each
         A, B = cores
-        return A.flatten(-2).mT, B.flatten(-len(self.inner)).mT
+        return A.flatten(-2).mT, B.flatten(-2).mT
 
     @property
     def compose_macs(self) -> int:

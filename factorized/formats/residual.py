@@ -134,8 +134,11 @@ class ResidualFormat(Format):
         return self.part.compose_macs
 
     def macs(self, call: Call) -> int:
-        """Return the multiply-accumulates of the part and of a dense layer."""
-        return self.part.macs(call) + (0 if call.looked_up else call.outputs * self.shape.numel)
+        """Return the multiply-accumulates of the composed weight, or of a dense layer and the part if that is fewer."""
+        composed = super().macs(call)
+        if call.looked_up or call.whole or self.part.chain is None:
+            return composed
+        return min(composed, call.outputs * self.shape.numel + self.part.macs(call))
 
     def ways(self, stride: tuple[int, ...], device: Device, compiled: bool) -> dict[Way, float]:
         """Return the costs of the part, each plus that of a dense layer: the rest, or a composed weight's gradient."""

@@ -69,7 +69,7 @@ class FactorizedEmbedding(FactorizedLayer):
         self.sparse = sparse
         self.max_norm, self.norm_type = None, 2.0  # of a table that is not renormalized
         self.bias = None
-        self._has_thin_rows = made.chain is not None and all(step.groups == 1 for step in made.chain)
+        self._has_thin_rows = made.has_thin_rows
         if init is not None:
             self.reset_parameters(init)
 
@@ -157,9 +157,9 @@ class FactorizedEmbedding(FactorizedLayer):
 
     @torch.no_grad()
     def draw_factors(self, init: Init) -> None:
-        """Draw the factors; ``"default"`` draws thin rows as torch draws a table, N(0, 1); padding is zero."""
-        super().draw_factors(init)
-        row_core = self.format.row_core
+        """Draw the factors; ``"default"`` draws thin rows, or the table, as torch draws a table; padding is zero."""
+        row_core = self.format.decayed[0].row_core  # of the part that is drawn: the rest of a residual is zero
+        super().draw_factors(nn.init.normal_ if init == "default" and row_core is None else init)
         if row_core is None:
             if self.padding_idx is not None:
                 raise ValueError(

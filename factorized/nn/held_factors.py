@@ -7,6 +7,7 @@ stand for. The weights are composed once per call, and whenever they are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, ClassVar, Self, cast
 
@@ -20,6 +21,8 @@ from factorized.nn.init import Init
 from factorized.nn.layer import FactorizedLayer, Lowered
 
 FACTORS = "factors"
+# The composed weights of every module that is being called, per thread: threads may call one module at the same time.
+CALLED: ContextVar[Mapping[nn.Module, Mapping[str, Tensor]]] = ContextVar("composed weights")
 
 
 class FactorizedWeight(FactorizedLayer):
@@ -118,13 +121,14 @@ class HoldsFactors(nn.Module):
         return cast(dict[str, FactorizedWeight], self.get_submodule(FACTORS)._modules)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a composed weight, read-only as in every layer, or what torch finds."""
+        """Return a composed weight, that of the call or else read-only as in every layer, or what torch finds."""
         children = self.__dict__["_modules"].get(FACTORS)
-        if children is None or name not in children._modules:
-            return super().__getattr__(name)
-        layer: FactorizedWeight = children._modules[name]
-        # A compiled forward reads its weights here, with drop-connect and decay applied.
-        return layer() if torch.compiler.is_compiling() else layer.weight.view(layer.dense_shape)
+        layer: FactorizedWeight | None = None if children is None else children._modules.get(name)
+        if torch.compiler.is_compiling():  # a compiled forward reads its weights here, with drop-connect and decay
+            return super().__getattr__(name) if layer is None else layer()
+        if name in (composed := CALLED.get({}).get(self, {})):
+            return composed[name]
+        return super().__getattr__(name) if layer is None else layer.weight.view(layer.dense_shape)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Decompose a weight into its factors, or set what torch would."""
@@ -140,16 +144,13 @@ class HoldsFactors(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compose the weights once, and call the dense module's forward with them in place."""
-        if torch.compiler.is_compiling():  # a trace cannot delete attributes, and composes each weight once anyway
+        if torch.compiler.is_compiling():  # a trace composes each weight once anyway
             return super().forward(*arguments, **keywords)
-        composed = self.composed_weights()
-        for key, weight in composed.items():
-            object.__setattr__(self, key, weight)
+        token = CALLED.set({**CALLED.get({}), self: self.composed_weights()})
         try:
             return super().forward(*arguments, **keywords)
         finally:
-            for key in composed:
-                object.__delattr__(self, key)
+            CALLED.reset(token)
 
     def composed_weights(self) -> dict[str, Tensor]:
         """Return the composed weights that replace parameters during a call, by name."""

@@ -98,7 +98,7 @@ class FactorizedLayer(nn.Module):
         self.check_execution()
 
     def change_ranks(self, format: Format, factors: Sequence[nn.Parameter]) -> None:
-        """Replace the factors with those of the same kind of format at other ranks; decays have to be made again."""
+        """Hold other factors, of the same kind of format at its ranks or others; decays have to be made again."""
         for name, factor in zip(format.cores, factors, strict=True):
             holder, _, place = name.rpartition(".")
             setattr(self.get_submodule(holder), place, factor)
@@ -321,8 +321,7 @@ class FactorizedLayer(nn.Module):
             )
         self.check_settable()
         other.check_settable()
-        for holder in self._holders:
-            setattr(self, holder, getattr(other, holder))
+        self.change_ranks(self.format, other.factors)
 
     @torch.no_grad()
     def draw_dense_weight(self) -> Tensor:  # (out, in/groups, *size)

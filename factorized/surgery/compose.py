@@ -15,7 +15,7 @@ from factorized.nn.held_weight import HeldWeight
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import Model, check_copyable, check_model, module_names
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
-from factorized.surgery.replace import replace_module
+from factorized.surgery.replace import replace_modules
 from factorized.surgery.state import check_finite, is_sharded
 from factorized.surgery.ties import follow_ties
 
@@ -123,14 +123,15 @@ def _replace_all(model: nn.Module, to_plain: ToPlain, to_plain_attention: ToPlai
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     shared = SharedWeights()
     held: dict[FactorizedLayer, nn.Parameter] = {}
+    new: dict[nn.Module, nn.Module] = {}
     for layer, names in places.items():
         plain = to_plain(names, layer, shared)
         if isinstance(plain, HeldWeight):
             held[layer] = plain.weight
             continue
         layer.hand_back(plain)
-        for name in names:
-            model = replace_module(model, name, plain)
+        new[layer] = plain
+    model = replace_modules(model, new)
     for holder in [module for module in model.modules() if isinstance(module, HoldsFactors)]:
         release(holder, held)
     model = with_plain_attention(model, attention, to_plain_attention)

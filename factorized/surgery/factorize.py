@@ -39,7 +39,7 @@ from factorized.surgery.calibrate import calibrate_all
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
 from factorized.surgery.progress import Count, Progress
-from factorized.surgery.replace import refuse_wrapped, replace_module
+from factorized.surgery.replace import refuse_wrapped, replace_modules
 from factorized.surgery.ties import follow_ties
 
 LAYERS: dict[type[nn.Module], Any] = {
@@ -183,6 +183,7 @@ def build_layers(
 def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Install built modules in ``model`` under all of their names; layers share the bias of those they replace."""
     held: dict[nn.Module, dict[str, FactorizedLayer]] = {}
+    new: dict[nn.Module, nn.Module] = {}
     for entry in plan.selected:
         layer = layers[entry.name]
         if isinstance(layer, FactorizedLayer) and layer.is_held:
@@ -194,8 +195,8 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
             bias = replaced.get_parameter("bias")
             bias.data.copy_(layer.bias.data)  # calibration may have adjusted it
             layer.bias = bias
-        for name in (entry.name, *entry.aliases):
-            model = replace_module(model, name, layer)
+        new[replaced] = layer
+    model = replace_modules(model, new)
     for module, weights in held.items():
         hold(module, weights)
     keep_off_nested_tensors(model)

@@ -16,7 +16,7 @@ from factorized.attention.unit import FORMS, AttentionUnit, shrunk_note
 from factorized.nn.init import Init
 from factorized.nn.model import module_names
 from factorized.planning.plan import AttentionEntry
-from factorized.surgery.replace import replace_module
+from factorized.surgery.replace import replace_modules
 from factorized.surgery.state import Shapes, named_slots
 
 
@@ -42,10 +42,7 @@ def with_plain_attention(
 ) -> nn.Module:
     """Replace shrunk attention by what ``to_plain`` returns; return the model."""
     places = module_names(model)
-    for unit in shrunk:
-        plain = to_plain(places[unit.module], unit)
-        for name in places[unit.module]:
-            model = replace_module(model, name, plain)
+    model = replace_modules(model, {unit.module: to_plain(places[unit.module], unit) for unit in shrunk})
     allow_nested_tensors(model)
     return model
 

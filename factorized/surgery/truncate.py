@@ -24,7 +24,7 @@ from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
 from factorized.planning.ranks import Choice, Item, lowest_cost, spend_uniformly
 from factorized.planning.spectrum import rank_for_energy
 from factorized.surgery.heads import shrunk_attention
-from factorized.surgery.replace import refuse_wrapped, replace_module
+from factorized.surgery.replace import refuse_wrapped, replace_modules
 from factorized.surgery.state import is_sharded, plain_name
 
 Install = Callable[[nn.Module], nn.Module]  # installs the result in a model, and returns the model
@@ -138,7 +138,7 @@ def _cuts(model: nn.Module) -> list[Cut]:
             items[format] = _item(path, lambda format: format.numel, _ranks), path
         cuts.append(_layer_cut(layers[0][0], [layer for _, layer in layers], *items[format]))
     places = module_names(model)
-    cuts += [_heads_cut(plain_name(places[unit.module][0]), unit, places) for unit in shrunk_attention(model)]
+    cuts += [_heads_cut(plain_name(places[unit.module][0]), unit) for unit in shrunk_attention(model)]
     if not cuts:
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     return cuts
@@ -238,7 +238,7 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
     return Cut(name, item, path, energies, planned, cut)
 
 
-def _heads_cut(name: str, unit: AttentionUnit, places: dict[nn.Module, list[str]]) -> Cut:
+def _heads_cut(name: str, unit: AttentionUnit) -> Cut:
     kinds, now = unit.shrunk_forms, (unit.query.head_size, unit.value.head_size)
     cost = AttentionCost(unit, kinds)
     sizes = [size for kind, size in zip(FORMS, now, strict=True) if kind in kinds]
@@ -255,12 +255,7 @@ def _heads_cut(name: str, unit: AttentionUnit, places: dict[nn.Module, list[str]
         whole = read_unit(plain_module(unit, unit.head_size, padded_matrices(unit, unit.head_size)))
         new = shrunk_module(whole, qk, ov, spectral_matrices(whole, qk, ov, kinds, may_add_bias=ov < unit.head_size))
 
-        def install(model: nn.Module) -> nn.Module:
-            for place in places[unit.module]:
-                model = replace_module(model, place, new)
-            return model
-
-        return install
+        return lambda model: replace_modules(model, {unit.module: new})
 
     item = _item(path, cost.params, lambda size: (size,))
     return Cut(name, item, path, lambda: attention_spectrum(name, unit, kinds), planned, cut)

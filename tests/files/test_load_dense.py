@@ -187,9 +187,10 @@ def test_of_a_tied_bias_one_name_is_enough() -> None:
     assert torch.equal(model.cls.predictions.decoder.bias, source.cls.predictions.bias)
 
 
-def test_names_of_a_wrapped_model_are_accepted() -> None:
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod.", "module.module."])
+def test_names_of_a_wrapped_model_are_accepted_whichever_wrapper_is_in_another(prefix: str) -> None:
     dense, model = two_linears(), factorized_linears()
-    fz.load_dense(model, {f"module.{key}": value for key, value in dense.state_dict().items()})
+    fz.load_dense(model, {f"{prefix}{key}": value for key, value in dense.state_dict().items()})
     assert torch.allclose(model[0].weight, dense[0].weight, atol=1e-5)
     torch.testing.assert_close(model[1].bias, dense[1].bias)
 
@@ -205,6 +206,12 @@ def test_an_average_of_dense_models_is_accepted() -> None:
     fz.load_dense(averaged, average.state_dict())
     assert torch.allclose(averaged.module[0].weight, dense[0].weight, atol=1e-5)
     assert averaged.n_averaged == 1
+
+
+def test_an_average_of_a_wrapped_dense_model_is_accepted() -> None:
+    dense, model = two_linears(), factorized_linears()
+    fz.load_dense(model, AveragedModel(nn.DataParallel(dense)).state_dict())
+    assert torch.allclose(model[0].weight, dense[0].weight, atol=1e-5)
 
 
 def test_a_module_called_module_keeps_its_name() -> None:

@@ -112,7 +112,9 @@ def test_a_format_is_counted_in_the_way_that_takes_fewer_multiplications(scheme:
     assert thick.macs(Call(batch=1)) < thick.macs(many)
 
 
-def test_a_look_up_multiplies_nothing_but_what_widens_the_thin_rows() -> None:
-    shape = KernelShape.of((1000, 16))
-    assert LowRank().at_rank(shape, 3).macs(Call(batch=5, looked_up=True)) == 5 * 3 * 16
-    assert TensorTrain(dims=(100, 40, 4)).at_rank(shape, 3).macs(Call(batch=5, looked_up=True)) == 0
+def test_a_look_up_multiplies_what_widens_the_thin_rows_or_composes_a_table_that_has_none() -> None:
+    shape, call = KernelShape.of((1000, 16)), Call(batch=5, looked_up=True)
+    assert LowRank().at_rank(shape, 3).macs(call) == 5 * 3 * 16
+    train = TensorTrain(dims=(100, 40, 4)).at_rank(shape, 3)
+    assert train.chain is None
+    assert train.macs(call) == train.compose_macs > 0

@@ -21,7 +21,8 @@ def random_weight(shape: tuple[int, ...]) -> Tensor:
 def test_a_matrix_is_the_sum_of_the_products_that_torch_computes(shape: tuple[int, ...]) -> None:
     format = Kronecker().at_rank(KernelShape.of(shape), 2)
     A, B = format.decompose(random_weight(shape))
-    expected = sum(torch.kron(a.reshape(*a.shape, *[1] * (len(shape) - 2)), b) for a, b in zip(A, B, strict=True))
+    kernels = B.reshape(2, *format.inner)
+    expected = sum(torch.kron(a.reshape(*a.shape, *[1] * (len(shape) - 2)), b) for a, b in zip(A, kernels, strict=True))
     torch.testing.assert_close(format.compose((A, B)), expected)
 
 
@@ -42,6 +43,13 @@ def test_the_approximation_is_the_best_by_the_singular_values_of_the_rearranged_
     lost = torch.linalg.svdvals(rearranged)[2:].square().sum()
     error = (format.compose(format.decompose(weight)) - weight).square().sum()
     torch.testing.assert_close(error, lost)
+
+
+def test_a_model_of_convolutions_can_be_moved_to_channels_last() -> None:
+    model = fz.factorize(nn.Sequential(nn.Conv2d(8, 12, 3)), Kronecker(), rank=2, keep_first_and_last=False)
+    x = torch.randn(2, 8, 5, 5)
+    before = model(x)
+    torch.testing.assert_close(model.to(memory_format=torch.channels_last)(x), before)
 
 
 def test_a_budget_is_met_and_the_plan_survives_json() -> None:

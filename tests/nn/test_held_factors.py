@@ -3,7 +3,9 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -111,6 +113,24 @@ def test_functional_call_takes_other_factors() -> None:
     other = low_rank(nn.GRU(INPUTS, HIDDEN).double())
     y, _ = torch.func.functional_call(layer, dict(other.named_parameters()), (x,))
     assert error(y, other(x)[0]) == 0
+
+
+def test_threads_can_call_one_module_at_the_same_time() -> None:
+    together = Barrier(2, timeout=60)
+
+    class Meeting(nn.GRUCell):
+        def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+            together.wait()
+            state = super().forward(input, hx)
+            together.wait()
+            return state
+
+    cell = low_rank(Meeting(INPUTS, HIDDEN))
+    dense, inputs = fz.compose(nn.Sequential(cell))[0], [torch.randn(3, INPUTS) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        states = list(threads.map(cell, inputs))
+    for x, state in zip(inputs, states, strict=True):
+        torch.testing.assert_close(state, nn.GRUCell.forward(dense, x))
 
 
 def test_weights_that_two_cells_share_are_factorized_together() -> None:

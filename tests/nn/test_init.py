@@ -71,6 +71,21 @@ def test_default_draws_the_factors_as_torch_draws_layers(layer_kind: tuple[Make,
         assert_uniform(layer.U, 1 / math.sqrt(rank))
 
 
+@pytest.mark.parametrize(
+    "scheme", [fz.TensorTrain(), fz.Tucker(), fz.Monarch(), fz.Kronecker(), fz.Residual(fz.Kronecker())], ids=str
+)
+def test_default_draws_a_table_without_thin_rows_with_the_variance_of_torchs(scheme: Any) -> None:
+    layer = FactorizedEmbedding(300, 200, scheme.at_scale(KernelShape(300, 200), 0.5), init="default")
+    assert layer.weight.detach().square().mean().item() == pytest.approx(1, rel=0.05)
+
+
+def test_default_draws_the_thin_rows_of_a_residual_as_torch_draws_a_table() -> None:
+    format = fz.Residual().at_rank(KernelShape(300, 200), 40)
+    layer = FactorizedEmbedding(300, 200, format, padding_idx=7, init="default")
+    assert_normal(layer.U[8:], 1)
+    assert not layer.weight[7].any()
+
+
 def test_a_callable_gets_every_matrix_of_every_group() -> None:
     shapes = []
 

@@ -13,6 +13,7 @@ from factorized.formats.kernel import KernelShape
 from factorized.formats.kronecker import Kronecker
 from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank
+from factorized.formats.residual import Residual
 from factorized.formats.scheme import Scheme
 from factorized.formats.tensor_train import TensorTrain
 from factorized.formats.tucker import Tucker
@@ -78,6 +79,35 @@ def test_planned_macs_are_those_factorized_linears_and_embeddings_spend(depth: i
     assert cost.macs(None) == counted(table, ids) == 0
     rows = FactorizedEmbedding.from_dense(table, 4, depth=depth)
     assert cost.macs(rows.format) == counted(rows, ids)
+
+
+SCHEMES = [LowRank(), TensorTrain(), Tucker(), Monarch(), Monarch(blocks=4), Kronecker()]
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *map(Residual, SCHEMES)], ids=str)
+@pytest.mark.parametrize(
+    "dense",
+    [nn.Linear(48, 64), nn.Embedding(200, 48), nn.EmbeddingBag(200, 48), nn.EmbeddingBag(200, 48, mode="max")],
+    ids=lambda dense: type(dense).__name__,
+)
+def test_planned_macs_are_those_of_the_cheapest_way_in_every_format(dense: nn.Module, scheme: Scheme) -> None:
+    x = torch.zeros(3, 7, 48) if isinstance(dense, nn.Linear) else torch.zeros(3, 7, dtype=torch.long)
+    made = plan(nn.Sequential(dense), scheme, rank=4, example_input=x, min_size=0, **WHOLE)
+    model = fz.factorize(nn.Sequential(dense), made).eval()
+    spent = []
+    for way in model[0].executions if isinstance(dense, nn.Linear) else ("auto",):
+        model[0].execution = way
+        spent.append(counted(model, x))
+    assert made.macs_after == min(spent)
+
+
+@pytest.mark.parametrize("scheme", [LowRank(), Kronecker()], ids=str)
+def test_a_recurrent_weight_with_a_residual_is_multiplied_once(scheme: Scheme) -> None:
+    x = torch.zeros(5, 2, 24)
+    macs = [
+        plan(nn.LSTM(24, 32), of, rank=2, example_input=x, min_size=0).macs_after for of in (scheme, Residual(scheme))
+    ]
+    assert macs[0] == macs[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,44 @@ def test_hooks_around_a_factorized_layer_go_on_in_what_it_is_composed_to() -> No
         plain(torch.randn(2, 3, 8)).sum().backward()
         assert seen == ["before", "after", "backward"]
         seen.clear()
+
+
+class CallsFromPlainContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+        self.attend = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+        self.order: list[Any] = [self.first]
+        self.order.append(self.order)  # plain data may hold itself
+        self.by_name = {"second": (self.second, "relu")}
+        self.__dict__["hidden"] = self.third
+        self.attention = {"self": [self.attend.self_attn]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.hidden(self.by_name["second"][0](self.order[0](x)))
+        return self.attention["self"][0](x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.filterwarnings("ignore:lowered")  # attention, which torch cannot hold smaller
+@pytest.mark.parametrize("attention", ["layers", "heads"])
+def test_layers_that_a_model_calls_from_plain_lists_dicts_and_attributes_are_replaced_there_too(
+    attention: Any, tmp_path: Path
+) -> None:
+    model, x = CallsFromPlainContainers().eval(), torch.randn(2, 3, 16)
+    fz.factorize(model, rank=4, attention=attention, keep_first_and_last=False, min_size=0)
+    fz.save(model, tmp_path)
+    loaded = fz.load(tmp_path, CallsFromPlainContainers()).eval()
+    shorter = fz.truncate(fz.load(tmp_path, CallsFromPlainContainers()), rank=2).eval()
+    assert (shorter(x) - model(x)).abs().max() > 1e-4
+    for made in (model, loaded, shorter, fz.compose(model), fz.lower(model)):
+        assert made.order[0] is made.first
+        assert made.by_name == {"second": (made.second, "relu")}
+        assert made.hidden is made.third
+        assert made.attention == {"self": [made.attend.self_attn]}
+        if made is not shorter:
+            torch.testing.assert_close(made(x), model(x))
+    model(x).sum().backward()
+    assert model.second.U.grad is not None
 
 
 def hook_on_the_weight(layer: nn.Module) -> None:

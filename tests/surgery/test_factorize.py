@@ -160,8 +160,19 @@ def test_tied_layers_share_their_factors_and_keep_their_own_biases() -> None:
 def test_deep_tied_layers_share_their_inner_matrices() -> None:
     model = fz.factorize(TIED.fresh(), fz.Overcomplete("deep"), keep_first_and_last=False)
     assert isinstance(model, TiedLanguageModel)
-    assert model.embed.inner is model.decoder.inner
     assert model.embed.inner[0] is model.decoder.inner[0]
+
+
+@pytest.mark.parametrize("scheme", [fz.LowRank(), fz.TensorTrain()], ids=str)
+def test_a_functional_call_gives_tied_layers_their_own_factors_back(scheme: Any) -> None:
+    # torch leaves other tensors in a module that has two names, such as a list of cores in two layers
+    model = fz.factorize(TIED.fresh(), scheme, rank=2, keep_first_and_last=False).eval()
+    tokens = TIED.inputs()
+    before = model(tokens)
+    doubled = {name: 2 * parameter.detach() for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, doubled, tokens)
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+    torch.testing.assert_close(model(tokens), before)
 
 
 def test_a_model_that_is_itself_a_layer_is_returned_factorized() -> None:
