@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.decay.guard import is_adaptive
+from factorized.decay.hook import inner_optimizer
 from factorized.decay.strength import Strength
 from factorized.files.pretrained import save_plan
 from factorized.formats.format import Format
@@ -71,9 +72,9 @@ class FactorizedTrainerMixin(Trainer):
             raise ValueError(f'optimizer_name must be "flambe" or None, got {self.optimizer_name!r}')
         decayed: Any = self.model if model is None else model
         strength = self.args.weight_decay if self.frobenius_decay is None else self.frobenius_decay
-        if self.optimizer is None:
-            self.optimizer = self._new_optimizer(decayed, strength)
-        if self.decay is None and not isinstance(self.optimizer, Flambe):
+        if self.optimizer is None:  # also when train() is called again with model_init: the old decay has no part in it
+            self.optimizer, self.decay = self._new_optimizer(decayed, strength), None
+        if self.decay is None and not isinstance(inner_optimizer(self.optimizer), Flambe):
             decoupled = is_adaptive(self.optimizer) if self.decoupled is None else self.decoupled
             self.decay = FrobeniusDecay(decayed, strength, decoupled=decoupled).attach(self.optimizer)
         return self.optimizer

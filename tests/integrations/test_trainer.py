@@ -168,6 +168,23 @@ def test_an_optimizer_that_is_given_is_decayed_too(tmp_path: Path) -> None:
     assert trainer.decay.steps == 6
 
 
+@pytest.mark.parametrize("cls", [Trainer, FlambeTrainer])
+def test_with_model_init_every_run_decays_its_own_model(cls: Any, tmp_path: Path) -> None:
+    trainer = cls(args=arguments(tmp_path), model_init=model, train_dataset=DATA)
+    trainer.train()
+    first = trainer.model
+    trainer.train()  # as hyperparameter_search does
+    assert trainer.model is not first
+    same(trainer.model, first)
+
+
+@pytest.mark.parametrize("cls", [Trainer, FlambeTrainer])
+def test_a_trainer_that_trains_on_decays_once(cls: Any, tmp_path: Path) -> None:
+    trainer = trained(cls, tmp_path, max_steps=4)
+    trainer.train()
+    same(trainer.model, trained(cls, tmp_path, max_steps=8).model)
+
+
 def test_a_wrong_optimizer_is_refused(tmp_path: Path) -> None:
     wrong = type("Wrong", (Trainer,), {"optimizer_name": "adam"})
     with pytest.raises(ValueError, match="optimizer_name must be \"flambe\" or None, got 'adam'"):
