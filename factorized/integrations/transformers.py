@@ -74,8 +74,9 @@ class FactorizedTrainerMixin(Trainer):
         strength = self.args.weight_decay if self.frobenius_decay is None else self.frobenius_decay
         if self.optimizer is None:  # also when train() is called again with model_init: the old decay has no part in it
             self.optimizer, self.decay = self._new_optimizer(decayed, strength), None
-        if self.decay is None and not isinstance(inner_optimizer(self.optimizer), Flambe):
-            decoupled = is_adaptive(self.optimizer) if self.decoupled is None else self.decoupled
+        inner = inner_optimizer(self.optimizer)
+        if self.decay is None and not isinstance(inner, Flambe):
+            decoupled = is_adaptive(inner) if self.decoupled is None else self.decoupled
             self.decay = FrobeniusDecay(decayed, strength, decoupled=decoupled).attach(self.optimizer)
         return self.optimizer
 

@@ -125,6 +125,16 @@ def test_under_adamw_the_decay_is_decoupled(tmp_path: Path) -> None:
     same(trainer.model, by_hand(lambda net: fz.parameter_groups(net, 0.1), decoupled))
 
 
+@pytest.mark.parametrize(("name", "decoupled"), [("adafactor", True), ("rmsprop", True), ("sgd", False)])
+def test_the_decay_is_decoupled_where_the_optimizer_rescales_gradients(
+    name: str, decoupled: bool, tmp_path: Path
+) -> None:
+    trainer = Trainer(model(), arguments(tmp_path, optim=name), train_dataset=DATA)
+    trainer.create_optimizer()  # for "adafactor" that of transformers, not torch's
+    assert trainer.decay is not None
+    assert trainer.decay.decoupled is decoupled
+
+
 def test_without_a_strength_products_are_decayed_by_the_weight_decay_of_the_arguments(tmp_path: Path) -> None:
     class Plain(FactorizedTrainerMixin, transformers.Trainer):
         pass
