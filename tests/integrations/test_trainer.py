@@ -135,6 +135,31 @@ def test_the_decay_is_decoupled_where_the_optimizer_rescales_gradients(
     assert trainer.decay.decoupled is decoupled
 
 
+@pytest.mark.parametrize("optimizer_name", [None, "flambe"])
+@pytest.mark.parametrize(
+    ("strength", "ordinary"),
+    [
+        (0.5, {"query", "key"}),
+        ({"linear": 0.5}, {"query", "key", "value", "dense"}),
+        ({"linear": 0.5, "ov": 0.5, "qk": 0}, {"query", "key"}),
+        ({"qk": 0.5}, {"value", "dense"}),
+        ({"ov": 0.5, "qk": 0.5}, set()),
+    ],
+)
+def test_weights_of_attention_are_decayed_as_products_or_as_ordinary_ones(
+    strength: Any, ordinary: set[str], optimizer_name: Any, tmp_path: Path
+) -> None:
+    settings = {"frobenius_decay": strength, "optimizer_name": optimizer_name}
+    cls: Any = type("Decaying", (FactorizedTrainerMixin, transformers.Trainer), settings)
+    net: Any = fz.factorize(BERT.fresh(), rank=2, include=["*intermediate*"])
+    optimizer = cls(net, arguments(tmp_path), train_dataset=DATA).create_optimizer()
+    attention = net.bert.encoder.layer[0].attention
+    held = {name: getattr(attention.self, name).weight for name in ("query", "key", "value")}
+    held["dense"] = attention.output.dense.weight
+    decayed = {p for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert {name for name, weight in held.items() if weight in decayed} == ordinary
+
+
 def test_without_a_strength_products_are_decayed_by_the_weight_decay_of_the_arguments(tmp_path: Path) -> None:
     class Plain(FactorizedTrainerMixin, transformers.Trainer):
         pass
