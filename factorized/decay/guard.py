@@ -7,24 +7,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.optim import (
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    Muon,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch.optim import Optimizer
 
 from factorized.decay.forms import Form, factor_parameters
 from factorized.decay.strength import Strength, strengths
 from factorized.nn.layer import FactorizedLayer
+
+# Classes of torch and of other libraries (transformers has an Adafactor too) beside those that have betas.
+_ADAPTIVE = {"Adadelta", "Adafactor", "Adagrad", "Muon", "RMSprop", "Rprop"}
 
 
 class DecaysProducts(ABC):
@@ -120,8 +110,8 @@ def check_still_held(decayed: Sequence[Form]) -> None:
 
 def is_adaptive(optimizer: Optimizer) -> bool:
     """Return whether an optimizer takes the size out of gradients, as Adam does with its second moment."""
-    known = (Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
-    return isinstance(optimizer, known) or "betas" in optimizer.defaults
+    named = any(cls.__name__ in _ADAPTIVE for cls in type(optimizer).__mro__)
+    return named or "betas" in optimizer.defaults
 
 
 def _same(other: object, decay: DecaysProducts, held: Sequence[nn.Parameter]) -> bool:

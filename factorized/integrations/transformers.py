@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from factorized.decay.forms import forms, is_attention
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.decay.guard import is_adaptive
-from factorized.decay.strength import Strength
+from factorized.decay.hook import inner_optimizer
+from factorized.decay.strength import Strength, check_strength, decayed_forms
 from factorized.files.pretrained import save_plan
 from factorized.formats.format import Format
 from factorized.nn.layer import FactorizedLayer
@@ -41,7 +44,8 @@ class FactorizedTrainerMixin(Trainer):
     Factorize the model before the trainer is made; a dense one, trained for comparison, has no plan.
 
     Attributes:
-        frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None uses ``weight_decay`` of the arguments.
+        frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None uses ``weight_decay`` of the arguments. Where
+            it is a dict, forms of attention that it leaves out are decayed as ordinary weights.
         decoupled: whether the decay shrinks factors instead of adding to gradients; None does so with optimizers that
             rescale gradients.
         optimizer_name: ``"flambe"`` trains with ``fz.Flambe``, at the arguments' learning rate, betas and epsilon; None
@@ -71,15 +75,16 @@ class FactorizedTrainerMixin(Trainer):
             raise ValueError(f'optimizer_name must be "flambe" or None, got {self.optimizer_name!r}')
         decayed: Any = self.model if model is None else model
         strength = self.args.weight_decay if self.frobenius_decay is None else self.frobenius_decay
-        if self.optimizer is None:
-            self.optimizer = self._new_optimizer(decayed, strength)
-        if self.decay is None and not isinstance(self.optimizer, Flambe):
-            decoupled = is_adaptive(self.optimizer) if self.decoupled is None else self.decoupled
+        if self.optimizer is None:  # also when train() is called again with model_init: the old decay has no part in it
+            self.optimizer, self.decay = self._new_optimizer(decayed, strength), None
+        inner = inner_optimizer(self.optimizer)
+        if self.decay is None and not isinstance(inner, Flambe):
+            decoupled = is_adaptive(inner) if self.decoupled is None else self.decoupled
             self.decay = FrobeniusDecay(decayed, strength, decoupled=decoupled).attach(self.optimizer)
         return self.optimizer
 
     def _new_optimizer(self, model: Any, strength: Strength) -> Optimizer:
-        groups = parameter_groups(model, self.args.weight_decay)
+        groups = parameter_groups(model, self.args.weight_decay, attention=_decayed_attention(model, strength))
         if self.optimizer_name == "flambe":
             return Flambe(
                 groups,
@@ -111,6 +116,15 @@ class FactorizedTrainerMixin(Trainer):
         if checkpoint is not None and self.decay is not None:  # a schedule of the decay continues
             state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
             self.decay.load_state_dict({"steps": state["global_step"]})
+
+
+def _decayed_attention(model: nn.Module, strength: Strength) -> list[str]:
+    """Return the forms of attention that are decayed as products; the weights of the others are ordinary ones."""
+    if not isinstance(strength, Mapping):
+        return ["ov"]
+    found = forms(model)
+    check_strength(strength, found)
+    return sorted({form.kind for form in decayed_forms(strength, found) if is_attention(form)})
 
 
 def resize_token_embeddings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Unpack, cast
@@ -148,7 +149,10 @@ def build_layers(
     *,
     exact: bool = False,
 ) -> dict[str, nn.Module]:
-    """Return the new module of every selected entry by name; ``init=None`` leaves factors unfilled. Changes nothing."""
+    """Return the new module of every selected entry by each of its names; changes nothing.
+
+    ``init=None`` leaves factors unfilled.
+    """
     dense = _matching_layers(model, plan, same_ties=init is not None)
     layers: dict[str, FactorizedLayer] = {}
     for name, format in {entry.name: entry.format for entry in plan.layers if entry.format is not None}.items():
@@ -177,7 +181,7 @@ def build_layers(
     for attention in plan.attention:
         built[attention.name] = build_attention(model, attention, "spectral" if isinstance(init, Calibrated) else init)
         count.add(1)
-    return built
+    return {name: built[entry.name] for entry in plan.selected for name in (entry.name, *entry.aliases)}
 
 
 def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -195,7 +199,7 @@ def install(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Module]) -> nn
             bias = replaced.get_parameter("bias")
             bias.data.copy_(layer.bias.data)  # calibration may have adjusted it
             layer.bias = bias
-        new[replaced] = layer
+        new |= {model.get_submodule(name): layer for name in (entry.name, *entry.aliases)}
     model = replace_modules(model, new)
     for module, weights in held.items():
         hold(module, weights)
@@ -222,7 +226,9 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
     places: dict[nn.Module, set[str]] = {}
     for name, module in modules.items():
         places.setdefault(module, set()).add(name)
-    wrong = [text for entry in plan.selected if (text := _difference(entry, modules, places)) is not None]
+    wrong = [text for entry in plan.selected if (text := _difference(entry, modules, places, same_ties)) is not None]
+    planned = Counter(name for entry in plan.selected for name in (entry.name, *entry.aliases))
+    wrong += [f"{name} is in the plan twice" for name, count in planned.items() if count > 1]
     wrong += [text for entry in plan.attention if (text := attention_difference(entry, modules)) is not None]
     wrong = wrong or _differing_ties(model, plan, modules, same_ties)
     if wrong:
@@ -255,7 +261,9 @@ def _refuse_loss(module: nn.Module) -> None:
         raise ValueError(f"{lost}. Nothing was changed")
 
 
-def _difference(entry: Entry, modules: dict[str, nn.Module], places: dict[nn.Module, set[str]]) -> str | None:
+def _difference(
+    entry: Entry, modules: dict[str, nn.Module], places: dict[nn.Module, set[str]], same_ties: bool
+) -> str | None:
     planned = {entry.name, *entry.aliases}
     missing = sorted(planned - modules.keys())
     if missing:
@@ -266,9 +274,17 @@ def _difference(entry: Entry, modules: dict[str, nn.Module], places: dict[nn.Mod
         return f"{entry.name} is {type(module).__name__}, not {entry.type}"
     if weight is not None and tuple(weight.shape) != entry.shape:
         return f"{entry.name} has shape {_times(weight.shape)}, not {_times(entry.shape)}"
-    if places[module] != planned:
-        return f"{entry.name} is the module at {_joined(places[module])}; in the plan, at {_joined(planned)}"
+    # In a checkpoint they hold the same weights: a fresh T5 ties embeddings that transformers makes one to resize them.
+    as_one = {module} if same_ties else {modules[name] for name in planned if _alike(module, modules[name])}
+    found = set().union(*(places[part] for part in as_one))
+    if found != planned:
+        return f"{entry.name} is the module at {_joined(found)}; in the plan, at {_joined(planned)}"
     return None
+
+
+def _alike(module: nn.Module, other: nn.Module) -> bool:
+    shapes, others = ({name: p.shape for name, p in held.named_parameters()} for held in (module, other))
+    return type(module) is type(other) and shapes == others
 
 
 def _differing_ties(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], same_ties: bool) -> list[str]:

@@ -78,6 +78,26 @@ def test_from_pretrained_puts_the_model_on_a_device(tmp_path: Path) -> None:
     assert {parameter.device.type for parameter in elsewhere.parameters()} == {"meta"}
 
 
+def test_embeddings_that_resizing_made_one_module_come_back(tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    model = T5ForConditionalGeneration(config)
+    assert model.encoder.embed_tokens is not model.shared
+    model.resize_token_embeddings(56)
+    assert model.encoder.embed_tokens is model.shared
+    fz.factorize(model, rank=4, keep_first_and_last=False)
+    fz.save_pretrained(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    fz.save_plan(model, tmp_path / "theirs")
+    for folder in ("ours", "theirs"):
+        loaded = fz.from_pretrained(T5ForConditionalGeneration, tmp_path / folder)
+        assert loaded.encoder.embed_tokens is loaded.decoder.embed_tokens is loaded.shared
+        assert loaded.lm_head.U is loaded.shared.U
+        state = loaded.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
 def test_composed_models_are_what_transformers_saves_and_loads_by_itself(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 

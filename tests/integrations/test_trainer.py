@@ -125,6 +125,41 @@ def test_under_adamw_the_decay_is_decoupled(tmp_path: Path) -> None:
     same(trainer.model, by_hand(lambda net: fz.parameter_groups(net, 0.1), decoupled))
 
 
+@pytest.mark.parametrize(("name", "decoupled"), [("adafactor", True), ("rmsprop", True), ("sgd", False)])
+def test_the_decay_is_decoupled_where_the_optimizer_rescales_gradients(
+    name: str, decoupled: bool, tmp_path: Path
+) -> None:
+    trainer = Trainer(model(), arguments(tmp_path, optim=name), train_dataset=DATA)
+    trainer.create_optimizer()  # for "adafactor" that of transformers, not torch's
+    assert trainer.decay is not None
+    assert trainer.decay.decoupled is decoupled
+
+
+@pytest.mark.parametrize("optimizer_name", [None, "flambe"])
+@pytest.mark.parametrize(
+    ("strength", "ordinary"),
+    [
+        (0.5, {"query", "key"}),
+        ({"linear": 0.5}, {"query", "key", "value", "dense"}),
+        ({"linear": 0.5, "ov": 0.5, "qk": 0}, {"query", "key"}),
+        ({"qk": 0.5}, {"value", "dense"}),
+        ({"ov": 0.5, "qk": 0.5}, set()),
+    ],
+)
+def test_weights_of_attention_are_decayed_as_products_or_as_ordinary_ones(
+    strength: Any, ordinary: set[str], optimizer_name: Any, tmp_path: Path
+) -> None:
+    settings = {"frobenius_decay": strength, "optimizer_name": optimizer_name}
+    cls: Any = type("Decaying", (FactorizedTrainerMixin, transformers.Trainer), settings)
+    net: Any = fz.factorize(BERT.fresh(), rank=2, include=["*intermediate*"])
+    optimizer = cls(net, arguments(tmp_path), train_dataset=DATA).create_optimizer()
+    attention = net.bert.encoder.layer[0].attention
+    held = {name: getattr(attention.self, name).weight for name in ("query", "key", "value")}
+    held["dense"] = attention.output.dense.weight
+    decayed = {p for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert {name for name, weight in held.items() if weight in decayed} == ordinary
+
+
 def test_without_a_strength_products_are_decayed_by_the_weight_decay_of_the_arguments(tmp_path: Path) -> None:
     class Plain(FactorizedTrainerMixin, transformers.Trainer):
         pass
@@ -166,6 +201,23 @@ def test_an_optimizer_that_is_given_is_decayed_too(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.decay is not None
     assert trainer.decay.steps == 6
+
+
+@pytest.mark.parametrize("cls", [Trainer, FlambeTrainer])
+def test_with_model_init_every_run_decays_its_own_model(cls: Any, tmp_path: Path) -> None:
+    trainer = cls(args=arguments(tmp_path), model_init=model, train_dataset=DATA)
+    trainer.train()
+    first = trainer.model
+    trainer.train()  # as hyperparameter_search does
+    assert trainer.model is not first
+    same(trainer.model, first)
+
+
+@pytest.mark.parametrize("cls", [Trainer, FlambeTrainer])
+def test_a_trainer_that_trains_on_decays_once(cls: Any, tmp_path: Path) -> None:
+    trainer = trained(cls, tmp_path, max_steps=4)
+    trainer.train()
+    same(trainer.model, trained(cls, tmp_path, max_steps=8).model)
 
 
 def test_a_wrong_optimizer_is_refused(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class TextTask(ABC):
         """The training examples."""
 
     def prepare(self, model: nn.Module) -> None:  # noqa: B027
-        """Change how the model is called, where the task's batches need it."""
+        """Change how the model is called, where the task's batches need it; raise if it does not take them."""
 
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> Batch:

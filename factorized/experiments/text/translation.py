@@ -114,6 +114,19 @@ class TranslationTask(TextTask):
         """Return batches of ``run.tokens`` tokens."""
         return TokenBatches(self.examples.lengths, self.recipe.run.tokens, seed, parts)
 
+    def prepare(self, model: nn.Module) -> None:
+        """Raise if a model from a folder reads sentences in another way than the batches of this task."""
+        config: Any = model.config
+        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        around = self.tokenizer("")["input_ids"]
+        if config.decoder_start_token_id != pad or around != [end]:
+            raise ValueError(
+                f"a translator must begin with the padding token ({pad}) and read sentences that end with the end "
+                f"token ({end}), as Marian and T5 do; this {type(model).__name__} begins with "
+                f"{config.decoder_start_token_id}, and its tokenizer adds {around} to a sentence. Train it by "
+                "transformers' Seq2SeqTrainer with fz.integrations.FactorizedTrainerMixin"
+            )
+
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Pad sources and targets; the decoder reads the target shifted by one."""
         pad = self.tokenizer.pad_token_id

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -14,6 +16,7 @@ from factorized.experiments.text import translation
 from factorized.experiments.text.models import build_text_model
 from factorized.experiments.text.network import build_text_network
 from factorized.experiments.text.task import IGNORED, Batch
+from factorized.experiments.text.train import train_text
 from factorized.experiments.text.translation import TokenBatches, TranslationTask, score_bleu, translate_texts
 from tests.experiments.text.small import small
 
@@ -49,6 +52,29 @@ def test_the_decoder_reads_the_target_shifted_and_padding_is_neither_read_nor_le
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch["decoder_input_ids"].tolist() == [[pad, 7, end, pad], [pad, 9, 10, 11]]
     assert batch["labels"].tolist() == [[7, end, IGNORED, IGNORED], [9, 10, 11, end]]
+
+
+@pytest.mark.parametrize("wrong", ["start", "tokenizer", "nothing"])
+def test_a_folder_whose_model_reads_sentences_in_another_way_is_refused(tmp_path: Path, wrong: str) -> None:
+    recipe, corpus = small("translation", tmp_path)
+    pad, end, tokenizer = corpus.tokenizer.pad_token_id, corpus.tokenizer.eos_token_id, corpus.tokenizer
+    model: Any = build_text_model(recipe, tokenizer, 0)
+    if wrong == "start":  # as BART's, whose decoder begins with the end token
+        model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = end
+    if wrong == "tokenizer":  # the same
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<unk> $A </s>", special_tokens=[("<unk>", tokenizer.unk_token_id), ("</s>", end)]
+        )
+    folder = tmp_path / "network"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    recipe, corpus = small("translation", tmp_path, f"model.name=hf:{folder}")
+    if wrong == "nothing":
+        train_text(recipe, corpus, tmp_path / "run", device="cpu")
+        return
+    found = {"start": f"begins with {end},", "tokenizer": f"adds [{tokenizer.unk_token_id}, {end}] to a"}[wrong]
+    with pytest.raises(ValueError, match=rf"padding token \({pad}\) and read .*{re.escape(found)}.*Seq2SeqTrainer"):
+        train_text(recipe, corpus, tmp_path / "run", device="cpu")
 
 
 def some_batch(task: TranslationTask) -> Batch:
