@@ -211,7 +211,8 @@ class LayerContract:
             torch.manual_seed(2)
             layer = case.factorize(dense, init=init)
             torch.manual_seed(2)
-            fill_of(init, layer.shape)(reference)
+            is_table = init == "default" and layer.form_kind == "embedding"  # which torch draws from N(0, 1)
+            (nn.init.normal_ if is_table else fill_of(init, layer.shape))(reference)
             _, count = layer.format.decayed
             # cores outside of what is decayed are drawn by themselves: their mean squares multiply with its
             others = [core.square().mean() for core in layer.factors[count:]]
