@@ -77,6 +77,16 @@ def test_accumulated_gradients_are_decayed_once_a_step(decoupled: bool) -> None:
     assert difference(run(model, parts=4), run(reference, parts=1)) < 1e-12
 
 
+def scaled_step(scaler: torch.amp.GradScaler, model: nn.Module, optimizer: Optimizer, spoiled: bool) -> None:
+    """Train one step; ``spoiled`` makes a gradient infinite, so that the scaler skips it."""
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 0)).backward()
+    if spoiled:
+        model.up[0].U.grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+
+
 class TestGradScaler:
     @pytest.mark.parametrize("make", FUSED_OR_NOT)
     @pytest.mark.parametrize("decoupled", [False, True])
@@ -107,20 +117,13 @@ class TestGradScaler:
         fz.FrobeniusDecay(model, STRENGTH, decoupled=decoupled).attach(optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
-        def step(spoiled: bool) -> None:
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, 0)).backward()
-            if spoiled:
-                model.up[0].U.grad[0, 0] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-
-        step(spoiled=False)  # torch's fused SGD reads momentum it never wrote if the very first step is skipped
+        # torch's fused SGD reads momentum it never wrote if the very first step is skipped
+        scaled_step(scaler, model, optimizer, spoiled=False)
         untouched = deepcopy(model)
-        step(spoiled=True)
+        scaled_step(scaler, model, optimizer, spoiled=True)
         assert scaler.get_scale() == 512.0
         assert difference(model, untouched) == 0
-        step(spoiled=False)
+        scaled_step(scaler, model, optimizer, spoiled=False)
         assert difference(model, untouched) > 1e-3
 
     @pytest.mark.parametrize("make", FUSED_OR_NOT)
@@ -130,12 +133,7 @@ class TestGradScaler:
         decay = fz.FrobeniusDecay(model, lambda step: STRENGTH / (step + 1), decoupled=True).attach(optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for spoiled in (False, True, False):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, 0)).backward()
-            if spoiled:
-                model.up[0].U.grad[0, 0] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(scaler, model, optimizer, spoiled)
         assert decay.steps == 2
 
 
