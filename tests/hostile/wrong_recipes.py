@@ -38,7 +38,6 @@ def wrong_recipes() -> Iterator[Case]:
         "not text": b"\xff\xfe\x00\x01" * 20,
         "utf-16": DIGITS.encode("utf-16"),
         "zeros": bytes(100),
-        "a byte order mark": b"\xef\xbb\xbf" + DIGITS.encode(),
         "deep lists": f"x = {'[' * deep}{']' * deep}",
         "deep tables": f"[{'.'.join('a' * deep)}]\nx = 1",
         "an enormous number": DIGITS + f"[run]\nbatch = {'9' * 5000}",
