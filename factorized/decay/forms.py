@@ -28,6 +28,8 @@ class Factor:
     name: str  # of the parameter, in the model
     parameter: nn.Parameter
     view: Callable[[Tensor], Tensor]  # a tensor shaped like the parameter -> its view (batch, long, rank), or a core
+    holder: nn.Module  # holds the parameter
+    attribute: str  # under this name
     batch: int = 1  # groups or heads
     projection: Projection | None = None  # of attention: which part of the parameter it is
 
@@ -40,6 +42,17 @@ class Factor:
     def is_whole(self) -> bool:
         """Whether the factor is its parameter itself, so that no view of it is needed."""
         return self.batch == 1 and self.view is _one_group and not isinstance(self.parameter, DTensor)
+
+    @property
+    def place(self) -> tuple[nn.Parameter, int, int]:
+        """The parameter, and where the factor begins in it: equal for factors of several forms that are the same."""
+        part = self.projection
+        return (self.parameter, 0, 0) if part is None else (self.parameter, part.dim, part.start)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the module still holds the parameter, which may have been pruned, parametrized or replaced."""
+        return self.holder._parameters.get(self.attribute) is self.parameter
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return the factor's part of a tensor shaped like its parameter, such as the gradient, to be changed in place.
@@ -76,7 +89,7 @@ class Form:
 
     Attributes:
         name: the dotted name of its module; for attention with the kind, such as ``"encoder.0.self_attn.ov"``.
-        kind: ``"linear"``, ``"conv"``, ``"embedding"``, ``"qk"`` or ``"ov"``.
+        kind: ``"linear"``, ``"conv"``, ``"embedding"``, ``"recurrent"``, ``"experts"``, ``"qk"`` or ``"ov"``.
         factors: the factors in the order of the product, or of the format.
         format: the layer's format; None for attention, which is a product.
         layer: the factorized layer that holds the whole product, if one does.
@@ -233,8 +246,11 @@ def _layer_form(name: str, layer: FactorizedLayer, names: Names) -> Form:
     _check_parameters(name, factors, names)
     groups = format.shape.groups if format.is_product else 1
     view = _as_it_is if not format.is_product else partial(grouped, groups=groups) if groups > 1 else _one_group
-    parts = tuple(Factor(names[parameter], parameter, view, groups) for parameter in factors.values())
-    return Form(name, layer.form_kind, parts, format, layer)
+    parts = []
+    for core, parameter in factors.items():
+        path, _, attribute = core.rpartition(".")  # inner matrices are in a list
+        parts.append(Factor(names[parameter], parameter, view, layer.get_submodule(path), attribute, groups))
+    return Form(name, layer.form_kind, tuple(parts), format, layer)
 
 
 def _check_parameters(name: str, factors: Mapping[str, Tensor], names: Names) -> None:
@@ -254,11 +270,14 @@ def _as_it_is(core: Tensor) -> Tensor:
 
 
 def _attention_form(name: str, unit: AttentionUnit, kind: FormName, names: Names) -> Form:
-    parts = tuple(
-        Factor(names[p.weight], p.weight, partial(unit.grouped_view, p), p.heads, projection=p) for p in unit.form(kind)
-    )
+    parts = []
+    for p in unit.form(kind):
+        holder = unit.module.get_submodule(p.path)
+        attribute = next(name for name, held in holder._parameters.items() if held is p.weight)
+        view = partial(unit.grouped_view, p)
+        parts.append(Factor(names[p.weight], p.weight, view, holder, attribute, p.heads, projection=p))
     name = f"{name}.{kind}" if name else kind
-    return Form(name, kind, parts, rotary=unit.rotary and kind == "qk")
+    return Form(name, kind, tuple(parts), rotary=unit.rotary and kind == "qk")
 
 
 def _one_group(factor: Tensor) -> Tensor:  # (long, rank) -> (1, long, rank)

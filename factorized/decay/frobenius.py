@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -24,6 +24,8 @@ from factorized.decay.strength import (
     check_strength,
     decayed_forms,
     noted,
+    product_forms,
+    scalar,
     strengths,
 )
 from factorized.nn.layer import FactorizedLayer
@@ -43,9 +45,10 @@ class FrobeniusDecay(AttachedDecay):
         decoupled: True subtracts lr·λ·gradient from the parameters instead, as AdamW does with its decay. None means
             False, with a warning if the optimizer is adaptive and so rescales the gradient: Adam, ``fz.Lamb``, …
         in_backward: for layers that compose their weight to run, add λW to the gradient of W inside the backward pass,
-            which costs almost nothing. Exact if every step is one backward pass that uses each layer once and whose
-            gradients reach the optimizer unchanged: no accumulation, gradient clipping or ``GradScaler``. Inside
-            autocast it is rounded like the composed weight.
+            which costs almost nothing. Exact if every step is one backward pass that calls each layer once and whose
+            gradients reach the optimizer unchanged: no accumulation, gradient clipping or ``GradScaler``. A layer that
+            is called twice is decayed twice, and one whose ``weight`` the model's code reads instead (Mamba, WavLM) is
+            not decayed. Inside autocast it is rounded like the composed weight.
 
     Raises:
         ValueError: the model holds no products, ``strength`` has a wrong value or names nothing in the model; in
@@ -103,6 +106,11 @@ class FrobeniusDecay(AttachedDecay):
             self._decayed, self._engine = decayed, Engine(decayed)
             self._decays_seen = []  # so that the next step checks that nothing else decays these forms
 
+    @property
+    def products(self) -> Sequence[Form]:
+        """The forms that count as products, also at a strength of zero."""
+        return product_forms(self._strength, self.forms)
+
     def penalty(self) -> Tensor:
         """Return Σ λ/2 ‖U M₁…M_d Vᵀ‖², differentiable; to add to a loss or to log.
 
@@ -136,7 +144,8 @@ class FrobeniusDecay(AttachedDecay):
         else:
             if not isinstance(lr, Tensor):
                 check_number("lr", lr)
-            self._shrink(lambda parameter: lr, lambda parameter: True)
+            rate = scalar(lr)
+            self._shrink(lambda parameter: rate, lambda parameter: True)
         self.steps += 1
 
     def attach(self, optimizer: Optimizer) -> Self:
@@ -178,9 +187,10 @@ class FrobeniusDecay(AttachedDecay):
         check_whole("steps", state.get("steps"), least=0)
         self.steps = state["steps"]
 
-    def _refresh(self) -> None:
+    def _refresh(self, *, stepping: bool = False) -> None:
         if not torch.compiler.is_compiling() and noted(self._strength) != self._noted:
             self.strength = self._strength
+        super()._refresh(stepping=stepping)
 
     def _counts(self, step: Step) -> bool:
         return not (callable(self.strength) and step.is_skipped())  # only a schedule is worth waiting for
@@ -191,8 +201,7 @@ class FrobeniusDecay(AttachedDecay):
         else:
             numbers = step.for_gradients(self._numbers())
             self._engine.add(lambda f: gradient_of(f) if f in numbers else None, numbers.__getitem__)
-        factors = (factor for form in self._decayed for factor in form.factors)
-        decay_rest(step, factors, decoupled=self.decoupled)
+        decay_rest(step, self, decoupled=self.decoupled)
 
     def _shrink(self, rate: Callable[[nn.Parameter], Number], acts_on: Callable[[nn.Parameter], bool]) -> None:
         numbers = self._numbers()

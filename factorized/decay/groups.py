@@ -34,8 +34,8 @@ def parameter_groups(
     """Return parameter groups for any torch optimizer: weights with ``weight_decay``, factors of products without.
 
     A weight that packs both, factors of products and ordinary ones (``in_proj_weight``, GPT-2's ``c_attn``), gets a
-    separate group without decay by the optimizer: ``FrobeniusDecay`` and ``Flambe`` read the group's ``"rest_decay"``
-    and decay the rest of the weight as the optimizer would have.
+    separate group without decay by the optimizer: an attached decay or ``Flambe`` reads the group's ``"rest_decay"``
+    and decays the rest of the weight as the optimizer would have.
 
     Args:
         model: a factorized model; its frozen parameters are left out.

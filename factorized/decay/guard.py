@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from factorized.decay.forms import Form, factor_parameters
@@ -21,6 +22,11 @@ class DecaysProducts(ABC):
     """Base class of everything that decays products: attached decays, and optimizers that decay. Abstract."""
 
     penalizes: ClassVar[str]  # a factor must not be decayed twice by the same penalty
+
+    @property
+    @abstractmethod
+    def products(self) -> Sequence[Form]:
+        """The forms that count as products, though their strength may be zero; other weights are ordinary ones."""
 
     @abstractmethod
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -95,12 +101,15 @@ def check_not_in_backward(decayed: Sequence[Form]) -> None:
             )
 
 
-def check_still_held(decayed: Sequence[Form]) -> None:
-    """Raise if a layer no longer holds a factor's parameter: it was pruned, parametrized, sharded or replaced."""
+def check_still_held(decayed: Sequence[Form], *, between_passes: bool = False) -> None:
+    """Raise if the model no longer holds a factor's parameter: it was pruned, parametrized, sharded or replaced.
+
+    ``between_passes`` leaves out sharded ones: between a forward and a backward pass FSDP2 puts whole ones in their
+    place.
+    """
     for form in decayed:
-        held = form.layer.factors[: len(form.factors)] if form.layer is not None else ()
-        for factor, parameter in zip(form.factors, held, strict=False):
-            if factor.parameter is not parameter:
+        for factor in form.factors:
+            if not factor.is_held and not (between_passes and isinstance(factor.parameter, DTensor)):
                 raise ValueError(
                     f"{factor.name} is not the parameter that this decay was made for: it was pruned, parametrized, "
                     "sharded or replaced since. Make the optimizer and the decay after that; if the factor is "

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.forms import Factor, Form
 from factorized.decay.guard import DecaysProducts, check_attachable, check_decayed_once, check_still_held
-from factorized.decay.strength import Number
+from factorized.decay.strength import Number, scalar
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -28,14 +28,26 @@ class Step:
         }
         # Set if a fused optimizer unscales its gradients itself, after the decay has been added.
         self.scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-        self._found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        self._found: Tensor | None = None
+        self._asked = False
+        self._rates: dict[Number, Number] = {}  # as they act; equal ones share a tensor
+
+    @property
+    def _found_inf(self) -> Tensor | None:
+        """Whether the optimizer will skip the step, if it says so beforehand: a fused one that unscales, and LAMB.
+
+        LAMB computes it, so it is asked once, and only if needed. (torch cannot compile a ``cached_property``.)
+        """
+        if not self._asked:
+            self._asked, self._found = True, getattr(self.optimizer, "found_inf", None)
+        return self._found
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer updates ``parameter``."""
         return parameter in self._group_of
 
     def is_skipped(self) -> bool:
-        """Return whether a fused optimizer will skip the step; this waits for its device."""
+        """Return whether the optimizer will skip the step; this waits for its device."""
         return self._found_inf is not None and bool(self._found_inf != 0)
 
     def maximizes(self, parameter: nn.Parameter) -> bool:
@@ -43,15 +55,18 @@ class Step:
         return bool(self._group_of[parameter].get("maximize", False))
 
     def rate(self, parameter: nn.Parameter) -> Number:
-        """Return the parameter's learning rate; zero if a fused optimizer will skip the step."""
+        """Return the parameter's learning rate; zero if the optimizer will skip the step."""
         rate: Number | None = self._group_of[parameter].get("lr")
         if rate is None:
             raise ValueError(
                 "a decoupled decay is scaled by the learning rate, but a group of the optimizer has no "
                 "'lr'; use decoupled=False, or call apply_(lr=...) by hand"
             )
-        # found_inf is a sum over devices, so it may be more than 1.
-        return rate if self._found_inf is None else rate * (self._found_inf == 0)
+        if rate not in self._rates:
+            number, found = scalar(rate), self._found_inf
+            # found_inf is a sum over devices, so it may be more than 1.
+            self._rates[rate] = number if found is None else number * (found == 0)
+        return self._rates[rate]
 
     def for_gradient(self, parameter: nn.Parameter, number: Number) -> Number:
         """Return ``number`` with the sign and the scale of the parameter's gradient."""
@@ -84,6 +99,11 @@ class AttachedDecay(DecaysProducts):
         self._handle: RemovableHandle | None = None
         self._decays_seen: list[tuple[object, int]] = []  # weight_decay and size of the optimizer's groups
 
+    @property
+    def products(self) -> Sequence[Form]:
+        """The forms that count as products: those that are decayed."""
+        return self._decayed
+
     @abstractmethod
     def penalty(self) -> Tensor:
         """Return the number whose gradient is added, differentiable."""
@@ -92,8 +112,10 @@ class AttachedDecay(DecaysProducts):
     def _act(self, step: Step) -> None:
         """Act just before ``step`` is taken."""
 
-    def _refresh(self) -> None:
-        """Take over settings that were changed in place since they were last read."""
+    def _refresh(self, *, stepping: bool = False) -> None:
+        """Take over settings that were changed in place, and check that the model still holds the factors."""
+        if not torch.compiler.is_compiling():
+            check_still_held(self._decayed, between_passes=not stepping)
 
     def _counts(self, step: Step) -> bool:
         """Return whether ``step`` is one more that was taken."""
@@ -137,9 +159,7 @@ class AttachedDecay(DecaysProducts):
         A decay that changes parameters acts after the first call only, not at every point of a line search. An
         optimizer that compares losses gets the penalty added to them. Returns new arguments for the step, if any.
         """
-        self._refresh()
-        if not torch.compiler.is_compiling():
-            check_still_held(self._decayed)
+        self._refresh(stepping=True)
         if self._decays_seen != _own_decays(optimizer):  # groups got parameters, or a schedule changed their decay
             check_decayed_once(self, self._decayed, optimizer)
             self._decays_seen = _own_decays(optimizer)
@@ -157,9 +177,10 @@ class AttachedDecay(DecaysProducts):
             self.steps = begun  # several calls of the closure are one step
             if isinstance(optimizer, LBFGS) and not self.changes_parameters:
                 loss = loss + self.penalty().detach()
+            step = Step(optimizer)
             if not (acted and self.changes_parameters):
-                self._act(Step(optimizer))
-            self.steps, acted = begun + 1, True
+                self._act(step)
+            self.steps, acted = begun + self._counts(step), True
             return loss
 
         return (args[0], closure_then_act, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}

@@ -11,6 +11,7 @@ from factorized._torch import computable, on_one_device, without_autocast
 from factorized.decay.engine import gradient_of
 from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.hook import AttachedDecay, Step
+from factorized.decay.rest import decay_rest
 from factorized.decay.sharded import add_whole
 from factorized.decay.strength import check_number, unless_named
 from factorized.formats.svd import factor_spectrum, nuclear_gradients
@@ -55,11 +56,13 @@ class ProductPenalty(AttachedDecay):
 
     def penalty(self) -> Tensor:
         """Return Σ fn(W), differentiable."""
+        self._refresh()
         with without_autocast(*(form.factors[0].parameter.device for form in self.forms)):
             return on_one_device([self._of(form, form.values) for form in self.forms]).sum()
 
     def apply_(self) -> None:
         """Add the penalty's gradient to the present gradients, once."""
+        self._refresh()
         self._act(None)
 
     def _of(self, form: Form, values: Sequence[Tensor]) -> Tensor:
@@ -92,6 +95,8 @@ class ProductPenalty(AttachedDecay):
                 if target is not None:
                     weight = 1.0 if step is None else step.for_gradient(factor.parameter, 1.0)
                     add_whole(target, factor, gradient * weight)
+        if step is not None:
+            decay_rest(step, self, decoupled=False)
 
 
 class NuclearDecay(ProductPenalty):

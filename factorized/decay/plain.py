@@ -58,12 +58,12 @@ class Plain:
 
 
 def _turns(factors: Sequence[Factor]) -> list[int]:
-    """Number the factors that share a parameter: one launch may add to many tensors, but not twice to the same one."""
-    seen: Counter[nn.Parameter] = Counter()
+    """Number factors that are the same: one launch may add to many tensors, but not twice to the same one."""
+    seen: Counter[tuple[nn.Parameter, int, int]] = Counter()
     turns = []
     for factor in factors:
-        turns.append(seen[factor.parameter] if factor.projection is None else 0)  # projections are different parts
-        seen[factor.parameter] += 1
+        turns.append(seen[factor.place])
+        seen[factor.place] += 1
     return turns
 
 
@@ -119,7 +119,7 @@ class Pair:
                 gram, number = gram * number.to(gram.device), 1.0
             if number == 0:
                 continue
-            if torch.compiler.is_compiling() or shares_memory(target, factor):
+            if torch.compiler.is_compiling() or target.dtype != factor.dtype or shares_memory(target, factor):
                 # without alpha=, which torch's compiler drops when it makes one operation of the product and the sum
                 target.add_(factor @ (gram * number))
             else:

@@ -14,7 +14,8 @@ from factorized.attention.unit import FORMS
 from factorized.decay.forms import Form
 from factorized.planning.schemes import FORMATS
 
-FORM_KINDS = ("linear", "conv", "embedding", *FORMATS, *FORMS)  # and the names of formats
+LAYER_KINDS = ("linear", "conv", "embedding", "recurrent", "experts")
+FORM_KINDS = (*LAYER_KINDS, *FORMATS, *FORMS)  # and the names of formats
 Number = float | Tensor  # a tensor can be changed inside a captured CUDA graph
 Strength = Number | Mapping[str, Number] | Callable[[int], float]
 
@@ -25,9 +26,9 @@ def strengths(strength: Strength, found: Sequence[Form], step: int) -> list[Numb
         strength = strength(step)
         check_number(f"strength at step {step}", strength)
     if isinstance(strength, Mapping):
-        strength = {pattern: _scalar(number) for pattern, number in strength.items()}
+        strength = {pattern: scalar(number) for pattern, number in strength.items()}
         return [_by_pattern(strength, form) for form in found]
-    number = _scalar(strength)
+    number = scalar(strength)
     return [0.0 if form.kind == "qk" else number for form in found]
 
 
@@ -37,6 +38,11 @@ def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
         return unless_named(found)
     numbers = strengths(strength, found, step=0)
     return [form for form, n in zip(found, numbers, strict=True) if isinstance(n, Tensor) or n != 0]
+
+
+def product_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
+    """Return the forms that count as products in packed weights: those decayed, or a number of zero would decay."""
+    return decayed_forms(strength, found) if isinstance(strength, Mapping) else unless_named(found)
 
 
 def noted(strength: Strength) -> dict[str, Number] | None:
@@ -101,8 +107,11 @@ def _by_pattern(strength: Mapping[str, Number], form: Form) -> Number:
     return 0.0
 
 
-def _scalar(number: Number) -> Number:
-    # A tensor of shape (1,) would take part in type promotion, and foreach operations do not accept it.
+def scalar(number: Number) -> Number:
+    """Return a tensor of one number without dimensions, and other numbers as plain ones.
+
+    A tensor of shape (1,) would take part in type promotion, and foreach operations do not accept it.
+    """
     return number.reshape(()) if isinstance(number, Tensor) else plain_number(number)
 
 

@@ -133,12 +133,11 @@ def _half_log10(log_main: float, extra: float, log_scale: float) -> float:
 def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
     found, radius = [], 0.0
     with evaluation_mode(model):
-        for inputs, classes in loader:
-            inputs, classes = move_to(model, (inputs, classes))
+        for batch in loader:
+            inputs, classes = move_to(model, _pair_of(batch))
             _check_samples(inputs, classes)
             classes = classes.long()
-            scores = model(inputs).float()
-            _check_scores(scores, classes)
+            scores = _scores_of(model(inputs), classes)
             right = scores.gather(1, classes[:, None]).squeeze(1)
             others = scores.scatter(1, classes[:, None], -torch.inf).amax(dim=1)
             found.append((right - others).cpu())
@@ -146,6 +145,14 @@ def _margins(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple
     if not found:
         raise ValueError("the loader is empty; margins need samples")
     return torch.cat(found), radius
+
+
+def _pair_of(batch: object) -> tuple[Tensor, Tensor]:
+    parts = list(batch) if isinstance(batch, (tuple, list)) else []
+    if len(parts) == 2 and all(isinstance(part, Tensor) for part in parts):
+        return parts[0], parts[1]
+    got = f"{type(batch).__name__} of {len(parts)}" if parts else type(batch).__name__
+    raise ValueError(f"the loader must give pairs (inputs, classes) of tensors, got {got}")
 
 
 def _check_samples(inputs: Tensor, classes: Tensor) -> None:
@@ -157,7 +164,13 @@ def _check_samples(inputs: Tensor, classes: Tensor) -> None:
         raise ValueError(f"the loader must give classes as whole numbers, got {classes.dtype}")
 
 
-def _check_scores(scores: Tensor, classes: Tensor) -> None:
+def _scores_of(output: object, classes: Tensor) -> Tensor:  # (samples, classes)
+    if not isinstance(output, Tensor):
+        got = type(output).__name__
+        raise ValueError(
+            f"the model must return scores (samples, classes) as a tensor, got {got}; wrap it in a module that does"
+        )
+    scores = output.float()
     if scores.dim() != 2 or scores.shape[1] < 2:
         raise ValueError(f"the model must return scores (samples, two classes or more), got {tuple(scores.shape)}")
     if not torch.isfinite(scores).all():
@@ -169,6 +182,7 @@ def _check_scores(scores: Tensor, classes: Tensor) -> None:
             f"the loader must give one class in 0..{scores.shape[1] - 1} per sample, got {tuple(classes.shape)} of "
             f"{classes.min().item()}..{classes.max().item()} for {scores.shape[0]} samples"
         )
+    return scores
 
 
 def _spectrum(module: nn.Linear | _ConvNd | FactorizedLayer) -> tuple[int, int, Tensor]:

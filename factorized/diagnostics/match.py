@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from factorized._torch import computable, on_one_device, without_autocast
 from factorized.decay.forms import Factor, Form, forms
-from factorized.decay.guard import check_hookable
+from factorized.decay.guard import check_hookable, check_still_held
 from factorized.decay.strength import check_number
 
 Norms = dict[str, float]  # by form name
@@ -52,6 +52,7 @@ class NormMatcher:
     @torch.no_grad()
     def record(self) -> Norms:
         """Return the present norm of every product, by name."""
+        check_still_held(self.forms, between_passes=True)
         return {form.name: norm for form, norm in zip(self.forms, self.norms().tolist(), strict=True)}
 
     @torch.no_grad()
@@ -128,23 +129,17 @@ def _solve(found: Sequence[Form]) -> Exponents:
     A form's ratio is the product of its factors' scales, which is linear in logarithms. The smallest solution rescales
     all factors of a form equally, and also exists where forms share factors.
     """
-    free = {_identity(factor): factor for form in found for factor in form.factors if factor.parameter.requires_grad}
-    place = {identity: index for index, identity in enumerate(free)}
+    free = {factor.place: factor for form in found for factor in form.factors if factor.parameter.requires_grad}
+    index = {place: number for number, place in enumerate(free)}
     counts = torch.zeros(len(found), len(free), dtype=torch.float64, device="cpu")
     for row, form in enumerate(found):
         for factor in form.factors:
             if factor.parameter.requires_grad:
-                counts[row, place[_identity(factor)]] += 1
+                counts[row, index[factor.place]] += 1
     powers = torch.linalg.pinv(counts).tolist()  # (factors, forms)
     rounded = [[round(power, 14) for power in row] for row in powers]  # so that 0 and ½ are exact
     nonzero = [{form: power for form, power in enumerate(row) if power} for row in rounded]
     return list(zip(free.values(), nonzero, strict=True))
-
-
-def _identity(factor: Factor) -> tuple[nn.Parameter, int, int]:
-    """Return a factor's parameter and where the factor begins in it; one factor may belong to several forms."""
-    part = factor.projection
-    return (factor.parameter, part.dim, part.start) if part is not None else (factor.parameter, 0, 0)
 
 
 def _norm(form: Form) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,16 @@ from factorized.decay.engine import Engine
 from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.guard import DecaysProducts, check_not_in_backward, check_still_held
-from factorized.decay.rest import REST_DECAY, packed_parameters
-from factorized.decay.strength import Strength, check_readable, check_strength, decayed_forms, noted, strengths
+from factorized.decay.rest import REST_DECAY, packed_parameters, without_factors
+from factorized.decay.strength import (
+    Strength,
+    check_readable,
+    check_strength,
+    decayed_forms,
+    noted,
+    product_forms,
+    strengths,
+)
 from factorized.optim.lamb import Lamb
 
 
@@ -99,14 +107,19 @@ class Flambe(Lamb, DecaysProducts):
         decayed = decayed_forms(strength, self.forms)
         check_not_in_backward(decayed)
         self._frobenius_decay, self._noted = strength, noted(strength)
+        # These hold more than factors, such as packed attention weights; the rest of them keeps its ordinary decay.
+        self._packed = packed_parameters(self.products)
         if decayed != self._decayed:
             self._set_decayed(decayed)
 
     def _set_decayed(self, decayed: list[Form]) -> None:
         self._decayed, self._engine = decayed, Engine(decayed)
         self._factors = {factor.parameter for factor in self._engine.form_of}
-        # These hold more than factors, such as packed attention weights; the rest of them keeps its ordinary decay.
-        self._packed = packed_parameters(decayed)
+
+    @property
+    def products(self) -> Sequence[Form]:
+        """The forms that count as products, also at a strength of zero."""
+        return product_forms(self._frobenius_decay, self.forms)
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` is a factor that is decayed as part of its product."""
@@ -132,11 +145,12 @@ class Flambe(Lamb, DecaysProducts):
         for group in self.param_groups:
             rate = group.get(REST_DECAY, group["weight_decay"])
             for p in group["params"]:
-                if p in self._factors and p.grad is not None:
-                    decays[p] = p.detach() * rate if p in self._packed else torch.zeros_like(p)
-        for factor in self._engine.form_of:
-            if factor.parameter in decays and factor.parameter in self._packed:
-                factor.part(decays[factor.parameter]).zero_()
+                if p.grad is None:
+                    continue
+                if p in self._packed and (p in self._factors or REST_DECAY in group):
+                    decays[p] = without_factors(p, self._packed[p]) * rate
+                elif p in self._factors:
+                    decays[p] = torch.zeros_like(p)
         numbers = dict(zip(self.forms, strengths(self.frobenius_decay, self.forms, self.steps), strict=True))
         self._engine.add(lambda f: decays.get(f.parameter), lambda f: numbers[self._engine.form_of[f]])
         self.steps += 1

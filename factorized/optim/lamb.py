@@ -15,6 +15,8 @@ from factorized.optim.directions import add_directions_, laid_out_like, subtract
 from factorized.optim.finite import StepGuard
 from factorized.optim.norms import global_norm, local_part, norms
 
+Pairs = list[tuple[nn.Parameter, Tensor]]  # a parameter and its gradient
+
 
 class Lamb(Optimizer):
     """``r = m̂ / (√v̂ + ε)``, ``u = r + λw``, ``w ← w - η (‖w‖/‖u‖) u``; the ratio is 1 where a norm is zero.
@@ -107,6 +109,17 @@ class Lamb(Optimizer):
         """Steps skipped so far because a gradient was not finite."""
         return self.guard.skipped
 
+    @property
+    @torch.no_grad()
+    def found_inf(self) -> Tensor | None:
+        """Whether the present gradients are not finite, so that ``step`` does not take them; None if they are.
+
+        ``GradScaler`` sets it on fused optimizers. A decay that shrinks parameters just before a step reads it.
+        """
+        found = self._stepping()
+        finite = self.guard.finite(_norm_of_all(found)) if any(found) else True
+        return None if finite is True else 1 - torch.as_tensor(finite, dtype=torch.float32)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch has two overloads
         """Take one step."""
@@ -114,14 +127,10 @@ class Lamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = [
-            [(p, _local_gradient(p.grad, p)) for p in group["params"] if p.grad is not None]
-            for group in self.param_groups
-        ]
-        stepping = [pair for pairs in found for pair in pairs]
-        if not stepping:
+        found = self._stepping()
+        if not any(found):
             return loss
-        norm = global_norm([gradient for _, gradient in stepping], [parameter for parameter, _ in stepping])
+        norm = _norm_of_all(found)
         passed = self.guard.passes(norm)
         if passed is False:
             return loss
@@ -132,6 +141,13 @@ class Lamb(Optimizer):
             for parameters, gradients in _by_device_and_type(pairs):
                 self._update(group, parameters, gradients, decays, scale, on_device)
         return loss
+
+    def _stepping(self) -> list[Pairs]:
+        """Return the parameters that have a gradient, with it, of every group."""
+        return [
+            [(p, _local_gradient(p.grad, p)) for p in group["params"] if p.grad is not None]
+            for group in self.param_groups
+        ]
 
     def _clipping(self, norm: Tensor, on_device: bool) -> float | Tensor | None:
         """Return what all gradients are multiplied by; None if they stay as they are."""
@@ -224,8 +240,13 @@ def _local_gradient(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
 
 
+def _norm_of_all(found: Sequence[Pairs]) -> Tensor:
+    stepping = [pair for pairs in found for pair in pairs]
+    return global_norm([gradient for _, gradient in stepping], [parameter for parameter, _ in stepping])
+
+
 def _by_device_and_type(
-    pairs: Iterable[tuple[nn.Parameter, Tensor]],
+    pairs: Pairs,
 ) -> Iterable[tuple[list[nn.Parameter], list[Tensor]]]:
     """Return the parameters and gradients that are updated together, those of one shape next to each other."""
     found: dict[tuple[torch.device, torch.dtype], tuple[list[nn.Parameter], list[Tensor]]] = {}

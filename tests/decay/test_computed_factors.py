@@ -1,8 +1,10 @@
-"""Factors that a parametrization, a weight norm or pruning computes."""
+"""Factors that a parametrization, a weight norm or pruning computes, and those that were replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +108,50 @@ def test_a_factor_that_is_pruned_while_training_is_refused_at_the_next_step(kind
     optimizer.step()
     prune.l1_unstructured(model[0], "U", 0.5)
     with pytest.raises(ValueError, match=r"0\.U is not the parameter that this decay was made for: it was pruned"):
+        optimizer.step()
+
+
+REPLACED: dict[str, Callable[[nn.Module], object]] = {
+    "pruned": lambda model: prune.l1_unstructured(model[0], "U", 0.5),
+    "assigned": lambda model: model.load_state_dict(deepcopy(model.state_dict()), assign=True),
+    "truncated": lambda model: fz.truncate(model, rank=1),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize(
+    "make",
+    [lambda model: fz.FrobeniusDecay(model, 0.1), lambda model: fz.ProductPenalty(model, torch.sum)],
+    ids=["frobenius", "product"],
+)
+def test_a_penalty_in_a_loss_and_a_decay_by_hand_refuse_factors_that_were_replaced(
+    make: Callable[[nn.Module], Any], replace: Callable[[nn.Module], object]
+) -> None:
+    model = four()
+    decay = make(model)
+    decay.penalty().backward()
+    replace(model)
+    for act in (decay.penalty, decay.apply_):
+        with pytest.raises(ValueError, match=r"0\.U is not the parameter that this decay was made for"):
+            act()
+
+
+def test_norms_of_factors_that_were_replaced_are_not_recorded() -> None:
+    model = four()
+    matcher = fz.NormMatcher(model)
+    REPLACED["assigned"](model)
+    with pytest.raises(ValueError, match=r"0\.U is not the parameter"):
+        matcher.record()
+
+
+@pytest.mark.parametrize("name", ["in_proj_weight", "out_proj.weight"])
+def test_weights_of_attention_that_were_replaced_are_refused_at_the_next_step(name: str) -> None:
+    attention = nn.MultiheadAttention(8, 2)
+    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+    fz.FrobeniusDecay(attention, 0.1).attach(optimizer)
+    holder, _, last = name.rpartition(".")
+    setattr(attention.get_submodule(holder), last, nn.Parameter(attention.get_parameter(name).detach().clone()))
+    with pytest.raises(ValueError, match=rf"{name} is not the parameter that this decay was made for"):
         optimizer.step()
 
 

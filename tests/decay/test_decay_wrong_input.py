@@ -281,7 +281,8 @@ def test_forms_asked_for_by_kind_that_cannot_be_read_are_refused_with_the_reason
 
 def test_a_kind_that_the_model_lacks_is_fine_and_a_misspelt_name_is_told_the_nearest() -> None:
     model = nn.Sequential(fz.FactorizedConv2d(4, 4, 3, 2))
-    assert fz.FrobeniusDecay(model, {"conv": 0.1, "linear": 0, "ov": 0.2}).penalty() > 0
+    others = ("linear", "embedding", "recurrent", "experts", "monarch", "qk", "ov")
+    assert fz.FrobeniusDecay(model, {"conv": 0.1, **dict.fromkeys(others, 0.2)}).penalty() > 0
     with pytest.raises(ValueError, match=r"no form of the model matches 'lin'\..*near names are 'linear'"):
         fz.FrobeniusDecay(model, {"conv": 0.1, "lin": 0})
     with pytest.raises(ValueError, match=r"matches 'up\.9'.*near names are 'up\.1', 'up\.0'"):

@@ -267,6 +267,19 @@ class TestAttached:
         shrink_by_hand(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
         assert difference(model, reference) < 1e-12
 
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_a_learning_rate_of_a_wider_type_is_a_number_like_any_other(self, by_hand: bool) -> None:
+        model = mixed().float()
+        reference, rate = deepcopy(model), torch.tensor([0.1], dtype=torch.float64)
+        for twin, lr in ((model, rate), (reference, 0.1)):
+            if by_hand:
+                fz.FrobeniusDecay(twin, STRENGTH, decoupled=True).apply_(lr=lr)
+            else:
+                optimizer = torch.optim.SGD(fz.parameter_groups(twin, 0.0), lr=lr)
+                fz.decoupled_frobenius(optimizer, twin, STRENGTH)
+                train(twin, optimizer, range(1))
+        assert difference(model, reference) < 1e-6
+
     def test_detached_it_stops_and_can_be_attached_again(self) -> None:
         model, reference = twins()
         optimizer, plain = (torch.optim.SGD(twin.parameters(), lr=0.1) for twin in (model, reference))

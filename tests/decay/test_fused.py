@@ -268,6 +268,18 @@ def test_factors_of_one_rate_share_a_tensor(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(number is numbers[0] for number in numbers)
 
 
+def test_factors_of_one_rate_share_a_tensor_in_a_scaled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer.found_inf = torch.tensor(0.0)  # as GradScaler sets it
+    decay = fz.FrobeniusDecay(model, 0.5, decoupled=True).attach(optimizer)
+    numbers: list[Number] = []
+    monkeypatch.setattr(decay._engine, "add", lambda _, number: numbers.extend(map(number, decay._engine.form_of)))
+    optimizer.step()
+    assert len(numbers) == 6
+    assert all(number is numbers[0] for number in numbers)
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_factors_of_two_products_are_left_to_torch() -> None:
     model = layers()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import factorized as fz
 from tests.attention.attention_zoo import GPT2
@@ -21,15 +22,25 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+DECAYS: dict[str, Callable[[nn.Module], list[Any]]] = {
+    "coupled": lambda model: [fz.FrobeniusDecay(model, 0.37, decoupled=False)],
+    "decoupled": lambda model: [fz.FrobeniusDecay(model, 0.37, decoupled=True)],
+    "of strength zero": lambda model: [fz.FrobeniusDecay(model, 0.0, decoupled=False)],
+    "nuclear": lambda model: [fz.NuclearDecay(model, 0.1)],
+    "both": lambda model: [fz.NuclearDecay(model, 0.1), fz.FrobeniusDecay(model, 0.37, decoupled=True)],
+}
+
+
+@pytest.mark.parametrize("decays", DECAYS.values(), ids=DECAYS)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_rest_of_packed_weights_is_decayed_as_the_optimizer_would_have(
-    make: Callable[[Any], torch.optim.Optimizer], decoupled: bool
+    make: Callable[[Any], torch.optim.Optimizer], decays: Callable[[nn.Module], list[Any]]
 ) -> None:
     model = GPT2.make()
     expected = deepcopy(model)
     optimizer = make(fz.parameter_groups(model, 0.05))
-    fz.FrobeniusDecay(model, 0.37, decoupled=decoupled).attach(optimizer)
+    for decay in decays(model):
+        decay.attach(optimizer)
     by_itself = make([{"params": list(expected.parameters()), "weight_decay": 0.05}])
     GPT2.run(model).square().mean().backward()
     optimizer.step()
@@ -50,3 +61,27 @@ def test_adafactor_takes_the_decay_of_the_rest_off_the_parameters(decoupled: boo
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     torch.testing.assert_close(weight[:, :48], before[:, :48] * (1 - 0.1 * 0.05), rtol=1e-10, atol=1e-12)
+
+
+def test_flambe_of_strength_zero_decays_the_rest_as_of_any_other() -> None:
+    models = []
+    for strength in (0.0, 1e-30):
+        model = GPT2.make()
+        optimizer = fz.Flambe(fz.parameter_groups(model, 0.05), model, lr=0.1, frobenius_decay=strength)
+        GPT2.run(model).square().mean().backward()
+        optimizer.step()
+        models.append(model)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_beside_flambe_which_decays_the_rest_another_penalty_does_not() -> None:
+    model = GPT2.make()
+    optimizer = fz.Flambe(fz.parameter_groups(model, 0.05), model)
+    fz.NuclearDecay(model, 0.1).attach(optimizer)
+    GPT2.run(model).square().mean().backward()
+    weight = model.transformer.h[0].attn.c_attn.weight
+    before = weight.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(weight.grad[:, :48], before[:, :48])
+    assert not torch.allclose(weight.grad[:, 48:], before[:, 48:])

@@ -268,6 +268,18 @@ class TestCompiled:
             assert difference(holder, mixed()) > 1e-2
         assert difference(model, reference) < 1e-10
 
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+    @pytest.mark.parametrize("decoupled", [False, True])
+    def test_a_compiled_step_decays_as_an_eager_one(self, decoupled: bool) -> None:
+        model, reference = twins()
+        for twin, compiles in ((model, True), (reference, False)):
+            optimizer = torch.optim.SGD(fz.parameter_groups(twin, 0.01), lr=0.1, momentum=0.9)
+            fz.FrobeniusDecay(twin, STRENGTH, decoupled=decoupled).attach(optimizer)
+            if compiles:
+                optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+            train(twin, optimizer, range(3))
+        assert difference(model, reference) < 1e-12
+
 
 @pytest.mark.parametrize(
     ("make", "looks"),

@@ -99,6 +99,15 @@ def test_the_targets_of_a_lone_product_may_be_its_factors(numbers: list[Number],
         torch.testing.assert_close(factor, want, rtol=1e-12, atol=1e-12)
 
 
+def test_gradients_of_another_type_than_their_factors_are_added_to() -> None:
+    factors, worker, gradients = drawn_pair()
+    targets = [torch.ones_like(factor, dtype=torch.float32) for factor in factors]
+    with torch.no_grad():
+        worker.add_to(targets, [0.5, 0.25])
+    for target, number, gradient in zip(targets, (0.5, 0.25), gradients, strict=True):
+        torch.testing.assert_close(target, (1 + number * gradient).float())
+
+
 def test_a_coefficient_of_zero_leaves_targets_alone_even_where_the_product_is_infinite() -> None:
     factors, worker, _ = drawn_pair()
     targets = [torch.ones_like(factor) for factor in factors]
@@ -132,13 +141,26 @@ def test_products_with_a_factor_in_common_are_computed_by_one_worker() -> None:
     assert kinds == [Pair, Plain]
 
 
-def test_no_tensor_is_added_to_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(fz.FactorizedLinear(12, 12, 3, bias=False) for _ in range(3))).double()
-    model[2].U = model[1].V = model[0].U  # on a GPU, where many tensors are added to at once, these would race
+def sharing_layers() -> nn.Module:
+    model = nn.Sequential(*(fz.FactorizedLinear(12, 12, 3, bias=False) for _ in range(3)))
+    model[2].U = model[1].V = model[0].U
+    return model
+
+
+def sharing_attention() -> nn.Module:
+    model = nn.ModuleList(nn.MultiheadAttention(12, 3, kdim=5, vdim=6, bias=False) for _ in range(3))
+    model[2].v_proj_weight = model[1].v_proj_weight = model[0].v_proj_weight
+    return model
+
+
+@pytest.mark.parametrize("make", [sharing_layers, sharing_attention])
+def test_no_tensor_is_added_to_twice_at_once(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make().double()  # on a GPU, where many tensors are added to at once, shared ones would race
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    expected = torch.autograd.grad(by_weights(model, 0.3), list(model.parameters()))
+    penalty = fz.FrobeniusDecay(model, 0.3).penalty()
+    expected = torch.autograd.grad(penalty, list(model.parameters()), materialize_grads=True)
     add, calls = torch._foreach_add_, []
 
     def spy(into: list[Tensor], parts: list[Tensor], alpha: float) -> None:

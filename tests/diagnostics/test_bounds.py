@@ -31,6 +31,17 @@ def mlp(factors: bool = False) -> nn.Sequential:
     return model
 
 
+class Pair(nn.Module):
+    """Returns a tuple, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.net(x),)
+
+
 def diverged() -> nn.Sequential:
     model = mlp(factors=True)
     with torch.no_grad():
@@ -186,6 +197,11 @@ def test_under_autocast_the_spectra_keep_their_digits() -> None:
         (mlp(), [(INPUTS.long(), CLASSES)], {"gamma": 1.0}, "inputs of a floating type.*, got torch.int64"),
         (mlp(), [(INPUTS, CLASSES.float())], {"gamma": 1.0}, "classes as whole numbers, got torch.float32"),
         (nn.Linear(2, 1), LOADER, {"gamma": 1.0}, r"two classes or more\), got \(3, 1\)"),
+        (mlp(), [{"inputs": INPUTS, "labels": CLASSES}], {}, r"pairs \(inputs, classes\) of tensors, got dict"),
+        (mlp(), [(INPUTS, CLASSES, CLASSES)], {}, r"pairs \(inputs, classes\) of tensors, got tuple of 3"),
+        (mlp(), [(INPUTS.numpy(), CLASSES)], {}, r"pairs \(inputs, classes\) of tensors, got tuple of 2"),
+        (mlp(), [INPUTS], {}, r"pairs \(inputs, classes\) of tensors, got Tensor"),
+        (Pair(), LOADER, {}, r"the model must return scores \(samples, classes\) as a tensor, got tuple"),
         (mlp(), LOADER, {"delta": 0.0}, "delta must be a probability between 0 and 1, got 0.0"),
         (mlp(), LOADER, {"delta": 1.0}, "delta must be a probability between 0 and 1, got 1.0"),
     ],
