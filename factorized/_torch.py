@@ -59,6 +59,11 @@ def is_traced() -> bool:
     )
 
 
+def in_backward() -> bool:
+    """Return whether autograd is running: a forward inside is that of a checkpoint, done a second time."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_jit_tracing() -> bool:
     """Return whether ``torch.jit.trace`` records the calls."""
     return torch._C._get_tracing_state() is not None

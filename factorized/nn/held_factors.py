@@ -114,6 +114,7 @@ class HoldsFactors(nn.Module):
 
     dense_type: ClassVar[type[nn.Module]]
     parameter_order: tuple[str, ...]  # of the dense module
+    traced: Mapping[str, Tensor]  # in compiled calls, the composed weights: torch cannot trace context variables
 
     @property
     def held(self) -> dict[str, FactorizedWeight]:
@@ -124,10 +125,12 @@ class HoldsFactors(nn.Module):
         """Return a composed weight, that of the call or else read-only as in every layer, or what torch finds."""
         children = self.__dict__["_modules"].get(FACTORS)
         layer: FactorizedWeight | None = None if children is None else children._modules.get(name)
-        if torch.compiler.is_compiling():  # a compiled forward reads its weights here, with drop-connect and decay
-            return super().__getattr__(name) if layer is None else layer()
-        if name in (composed := CALLED.get({}).get(self, {})):
+        is_traced = torch.compiler.is_compiling()
+        composed = self.__dict__.get("traced") or ({} if is_traced else CALLED.get({}).get(self, {}))
+        if name in composed:
             return composed[name]
+        if is_traced and layer is not None:
+            return layer()
         return super().__getattr__(name) if layer is None else layer.weight.view(layer.dense_shape)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -144,13 +147,18 @@ class HoldsFactors(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compose the weights once, and call the dense module's forward with them in place."""
-        if torch.compiler.is_compiling():  # a trace composes each weight once anyway
-            return super().forward(*arguments, **keywords)
-        token = CALLED.set({**CALLED.get({}), self: self.composed_weights()})
+        composed, token = self.composed_weights(), None
+        if torch.compiler.is_compiling():
+            self.traced = composed
+        else:
+            token = CALLED.set({**CALLED.get({}), self: composed})
         try:
             return super().forward(*arguments, **keywords)
         finally:
-            CALLED.reset(token)
+            if token is None:
+                self.traced = {}
+            else:
+                CALLED.reset(token)
 
     def composed_weights(self) -> dict[str, Tensor]:
         """Return the composed weights that replace parameters during a call, by name."""
@@ -242,6 +250,7 @@ def release(host: HoldsFactors, parameters: Mapping[FactorizedLayer, nn.Paramete
     made = {key: parameters[layer] for key, layer in host.held.items()}
     order = host.parameter_order
     del host._modules[FACTORS], host.parameter_order
+    host.__dict__.pop("traced", None)
     host.__class__ = host.dense_type  # type: ignore[assignment]  # the other base of its class
     have = {**host._parameters, **made}
     host._parameters.clear()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from factorized._torch import in_backward, rounds_products, without_autocast
 from factorized.formats.calibration import Moment
 from factorized.formats.convolution import explicit_padding, pad
 from factorized.nn.dense import dense_weight
@@ -56,6 +57,8 @@ class InputMoments:
 
     def __call__(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Add the inputs of one call: a forward pre-hook with keywords."""
+        if in_backward():  # they were added when the checkpoint ran the first time
+            return
         x = (arguments[0] if arguments else next(iter(keywords.values()))).detach()
         if self.looks_up:
             self._count(x, layer.padding_idx if isinstance(layer, nn.EmbeddingBag) else None)
@@ -72,7 +75,10 @@ class InputMoments:
         x: Tensor,  # (groups, samples, inputs)
     ) -> None:
         x = x if x.dtype == torch.float64 else x.float()
-        self._collect((x.mT @ x).double(), x.double().sum(1), x.shape[1])
+        x = x.double() if rounds_products(x) else x
+        with without_autocast(x.device):  # of a model that turns it on in its forward
+            products = x.mT @ x
+        self._collect(products.double(), x.double().sum(1), x.shape[1])
 
     def _count(self, indices: Tensor, padding: int | None) -> None:
         """Count how often every row is looked up: its inputs are one-hot, so that their moment is diagonal."""
@@ -100,6 +106,8 @@ class OutputGradients:
 
     def __call__(self, layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
         """Watch the output of one call: a forward hook."""
+        if not torch.is_grad_enabled():  # a part that runs without gradients, whose effect nobody knows
+            return output
         if not output.requires_grad:  # the first layer of all: a copy, as code after it may write in place
             output = output.detach().requires_grad_().clone()
         output.register_hook(self._add)

@@ -40,9 +40,20 @@ def count_parameters(module: nn.Module) -> int:
 def move_to(model: nn.Module, values: Sequence[Any]) -> list[Any]:
     """Return the values with tensors on the device of the model."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type != "meta" and any(isinstance(value, Tensor) and value.is_meta for value in values):
-        raise ValueError("it is on the meta device, and has no values")
-    return [value.to(device) if isinstance(value, Tensor) else value for value in values]
+    return [moved(value, device) for value in values]
+
+
+def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """Return ``value`` with every tensor in it on a device, those in lists, tuples and dicts too."""
+    if isinstance(value, Tensor):
+        if value.is_meta and device.type != "meta":
+            raise ValueError("it is on the meta device, and has no values")
+        return value.to(device, copy=True) if copy else value.to(device)
+    if type(value) is dict:
+        return {key: moved(part, device, copy=copy) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(moved(part, device, copy=copy) for part in value)
+    return value
 
 
 def _as_call(model: nn.Module, example_input: ExampleInput) -> tuple[list[Any], dict[str, Any]]:
@@ -54,8 +65,8 @@ def _as_call(model: nn.Module, example_input: ExampleInput) -> tuple[list[Any], 
         names, values = [], list(example_input)
     else:  # an array would be taken apart, and each of its rows given as an argument
         raise ValueError(f"it is of type {type(example_input).__name__}")
-    moved = move_to(model, values)
-    return ([], dict(zip(names, moved, strict=True))) if names else (moved, {})
+    there = move_to(model, values)
+    return ([], dict(zip(names, there, strict=True))) if names else (there, {})
 
 
 @contextmanager

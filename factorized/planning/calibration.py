@@ -131,9 +131,15 @@ def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any]
         if not isinstance(value, Tensor) or value.dim() or not torch.isfinite(value):
             got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)
             raise ValueError(f"{text}: loss must return one finite number as a tensor without dimensions, got {got}")
-        if not value.requires_grad:
-            raise ValueError(f"{text}: loss does not depend on the outputs of any layer to factorize")
-        value.backward()
+        if not value.requires_grad:  # it depends on none of the layers that are watched
+            return
+        try:
+            value.backward()
+        except Exception as error:
+            raise ValueError(
+                f"{text}: the backward pass of the loss raised {type(error).__name__}: {str(error).rstrip('.')}. Leave "
+                "out loss= to choose ranks by the outputs alone"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -144,15 +150,20 @@ class Collected:
     gradients: dict[str, OutputGradients]  # by name; empty without a backward pass
 
     @property
+    def weighs(self) -> bool:
+        """Whether the loss of a backward pass depends on the output of one of the layers at least."""
+        return any(one.mean_square > 0 for one in self.gradients.values())
+
+    @property
     def moments(self) -> list[Moment]:
-        """The moments of all uses; after a backward pass, each scaled by the mean square of its output's gradient."""
-        if not all(torch.isfinite(one.moment.sums).all() for one in self.ran.values()):
+        """The moments of all uses, each scaled by the mean square of its output's gradient if the loss weighs them."""
+        found = {name: one.moment for name, one in self.ran.items()}
+        if not all(torch.isfinite(moment.sums).all() for moment in found.values()):
             raise ValueError("its inputs on the batches of Calibrated hold NaN or infinite values; nothing was changed")
-        weighed = [
-            scaled(one.moment, self.gradients[name].mean_square) if self.gradients else one.moment
-            for name, one in self.ran.items()
-        ]
-        return added(weighed)
+        if self.weighs:
+            weights = {name: self.gradients[name].mean_square for name in found}
+            found = {name: scaled(moment, weights[name]) for name, moment in found.items() if weights[name] > 0}
+        return added(list(found.values()))
 
 
 def collect(

@@ -20,7 +20,7 @@ from factorized.planning.table import plan_table
 
 FORMAT = 1
 # What the fields of a plan must be when it is read from a file.
-_LEAST = {"shape": 1, "groups": 1, "row_dims": 0, "head_ranks": 1} | dict.fromkeys(
+_LEAST = {"shape": 0, "groups": 1, "row_dims": 0, "head_ranks": 1} | dict.fromkeys(
     ("params", "params_after", "macs", "macs_after"), 0
 )
 _LISTS = ("shape", "aliases", "head_ranks", "forms")

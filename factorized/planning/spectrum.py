@@ -30,7 +30,8 @@ def spectra_of(
     Of weights, these are squared singular values, ``precise`` or not (see ``squared_spectrum``). With calibration they
     are shares of the outputs, equal for all layers, or times the effect on the loss where it has one: what losing the
     whole output would change, by the mean squares of its gradient and of the output. Attention that is taken as a
-    whole, and layers that never run, count by the shares of their bare weights, with the mean effect of the others.
+    whole, and layers that never run, count by the shares of their bare weights, with the mean effect of the others, as
+    do layers that the loss does not depend on.
     """
     bare = {tied[0].name: tied[0] for tied in weights}
     if calibration is None:
@@ -40,19 +41,30 @@ def spectra_of(
         _checked_weight(one)
     sharing = {tied[0].name: {one.name: one.module for one in tied} for tied in weights if tied[0].name in first}
     found: dict[str, Tensor] = {}
+    effects: dict[str, float] = {}
     for name, collected in collect(model, calibration, sharing, calibration.loss):
         if collected.ran:
             with named(name):
                 shape = first[name].shape
                 weight = dense_weight(first[name].module).reshape(shape.weight_shape)
                 found[name] = output_spectrum(weight, collected.moments, shape)
+            if collected.weighs:
+                effects[name] = found[name].sum().item()
     if never_ran := [name for name in first if name not in found]:
         warn(
             f"calibration: no batch reaches {listed(never_ran)} ({NEVER_CALLED}), so the spectra of the bare weights "
             "are used there",
         )
-    effects = {name: spectrum.sum().item() if calibration.loss is not None else 1.0 for name, spectrum in found.items()}
-    mean = sum(effects.values()) / max(1, len(effects))
+    if calibration.loss is None:
+        effects = dict.fromkeys(found, 1.0)
+    elif found and not effects:
+        raise ValueError("loss of Calibrated(batches) does not depend on the outputs of any layer to factorize")
+    elif unweighed := [name for name in found if name not in effects]:
+        warn(
+            f"calibration: the loss does not depend on {listed(unweighed)}, so the mean effect of the other layers is "
+            "assumed there",
+        )
+    mean = sum(effects.values()) / len(effects) if effects else 1.0
     shares = {
         name: _shares(found[name] if name in found else squared_spectrum(one, precise=precise))
         for name, one in bare.items()

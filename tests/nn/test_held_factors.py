@@ -167,6 +167,42 @@ def test_drop_connect_acts_on_the_product_of_every_gate() -> None:
     assert error(layer.eval()(x)[0], expected) < 1e-12
 
 
+class Experts(nn.Module):
+    """Reads its weight once for each expert; ``traced`` as a whole, or not."""
+
+    def __init__(self, traced: bool) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(3, 8, 6))
+        self.traced_whole = traced
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(())
+        for matrix in range(3):
+            if self.traced_whole or x.sum() != matrix:  # depends on the data, which no trace can
+                y = y + torch.tanh(x @ self.up_proj[matrix].mT)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, of its own tracing
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("traced", [False, True])
+def test_compiled_it_decays_in_its_backward_pass_once_and_drops_entries(traced: bool) -> None:
+    torch.manual_seed(0)
+    model = fz.factorize(nn.Sequential(Experts(traced)).double(), rank=2, keep_first_and_last=False)
+    x = torch.randn(4, 6).double()
+    fz.FrobeniusDecay(model, 0.3, in_backward=True).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=traced)
+    gradients = []
+    for run in (model, compiled):
+        model.zero_grad()
+        run(x).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert error(one, other) < 1e-12
+    fz.drop_connect(model, 0.5)
+    assert error(compiled(x), compiled(x)) > 1e-3
+
+
 def test_the_dense_weights_are_let_go() -> None:
     model = nn.Sequential(nn.LSTM(INPUTS, HIDDEN))
     dense = weakref.ref(model[0].weight_ih_l0)

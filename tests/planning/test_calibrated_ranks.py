@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import factorized as fz
 from factorized.planning.spectrum import noise_spectrum
@@ -156,6 +158,32 @@ def test_planning_by_a_loss_leaves_gradients_modes_and_frozen_parameters_as_they
     torch.testing.assert_close([None if p.grad is None else p.grad for p in model.parameters()], gradients)
 
 
+class Block(nn.Module):
+    """Three layers, of which the second can be checkpointed."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(20, 40), nn.Linear(40, 40), nn.Linear(40, 5)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        second = (
+            self.second if self.reentrant is None else partial(checkpoint, self.second, use_reentrant=self.reentrant)
+        )
+        out: Tensor = self.last(F.relu(second(x)))
+        return out
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_layer_that_a_checkpoint_runs_again_counts_once(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    given = fz.Calibrated([(torch.randn(150, 20), torch.randint(5, (150,)))], loss=F.cross_entropy)
+    plain, ours = (fz.plan(Block(which), ratio=0.5, calibration=given, **WHOLE) for which in (None, reentrant))
+    assert ranks(ours) == ranks(plain)
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,6 +202,84 @@ def test_layers_that_never_run_are_named_and_count_by_their_weights(loss: Any) -
     assert caught[0].filename == __file__
     assert all(1 < entry.rank < 12 for entry in made.layers)
     assert len(made.layers) == 3
+
+
+@pytest.mark.parametrize("loss", [None, F.cross_entropy])
+def test_where_no_layer_runs_ranks_go_by_the_bare_weights(loss: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lstm, self.head = nn.LSTM(24, 24, 2, batch_first=True), nn.Linear(24, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.lstm(x)[0][:, -1])
+            return out
+
+    model = Recurrent()
+    with torch.no_grad():
+        model.lstm.weight_hh_l0.copy_(narrow(96, 2)[:, :24])
+    given = fz.Calibrated([(torch.randn(30, 4, 24), torch.randint(5, (30,)))], loss=loss)
+    with pytest.warns(UserWarning, match=r"no batch reaches lstm\.weight_ih_l0, .* spectra of the bare weights"):
+        made = fz.plan(model, ratio=0.5, calibration=given, allocate="spectrum")
+    found = ranks(made)
+    assert found.pop("lstm.weight_hh_l0") <= 2
+    assert len(found) == 3
+    assert max(found.values()) - min(found.values()) <= 1  # of drawn weights that are alike
+
+
+class TwoHeads(nn.Module):
+    """A trunk whose first layer can run without gradients, and two heads."""
+
+    def __init__(self, first_learns: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head, self.other = (nn.Linear(24, 24) for _ in range(4))
+        self.first_learns = first_learns
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(self.first_learns and torch.is_grad_enabled()):
+            x = F.relu(self.first(x))
+        x = F.relu(self.second(x))
+        return self.head(x), self.other(x)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize(("first_learns", "named"), [(True, "other"), (False, "first, other")])
+def test_layers_that_the_loss_does_not_depend_on_are_named_and_have_the_mean_effect(
+    first_learns: bool, named: str, size: int | None
+) -> None:
+    batches = [(torch.randn(60, 24), torch.randn(60, 24))]
+    given = fz.Calibrated(batches, loss=lambda out, y: F.mse_loss(out[0], y), layers_per_pass=size)
+    with pytest.warns(UserWarning, match=f"the loss does not depend on {named}, so the mean effect") as caught:
+        made = fz.plan(TwoHeads(first_learns), ratio=0.6, calibration=given, **WHOLE)
+    assert caught[0].filename == __file__
+    assert all(3 < entry.rank < 12 for entry in made.layers)  # by their weights, the layers named would take it all
+    assert len(made.layers) == 4
+
+
+def test_a_weight_that_the_loss_depends_on_in_one_of_two_uses_has_the_effect_of_that_one() -> None:
+    class Tied(nn.Module):
+        def __init__(self, both: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.mix, self.head, self.both = (
+                nn.Embedding(40, 16),
+                nn.Linear(16, 16),
+                nn.Linear(16, 40),
+                both,
+            )
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            found = F.embedding(ids, self.table.weight) if not self.both else self.table(ids).detach()
+            out: Tensor = self.head(self.mix(found))
+            return out
+
+    ids = torch.arange(40).repeat(8)
+    given = fz.Calibrated([(ids, ids)], loss=F.cross_entropy)
+    one, two = (ranks(fz.plan(Tied(both), ratio=0.6, calibration=given, **WHOLE)) for both in (False, True))
+    assert one == two
 
 
 @pytest.mark.filterwarnings("ignore:init=Calibrated")
@@ -211,6 +317,16 @@ def test_a_wrong_calibration_says_what_is_expected(options: Any, message: str) -
         fz.plan(Mlp(), **options)
 
 
+class Backless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("no way back")
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -218,7 +334,8 @@ def test_a_wrong_calibration_says_what_is_expected(options: Any, message: str) -
         (lambda out, y: out.sum(-1), r"without dimensions, got one of shape \(30,\)"),
         (lambda out, y: 0.5, r"loss must return one finite number as a tensor without dimensions, got 0\.5"),
         (lambda out, y: out.sum() * torch.nan, "loss must return one finite number"),
-        (lambda out, y: y.float().sum(), "loss does not depend on the outputs of any layer"),
+        (lambda out, y: y.float().sum(), "loss .* does not depend on the outputs of any layer"),
+        (lambda out, y: Backless.apply(out), "backward pass of the loss raised RuntimeError: no way back. Leave out"),
     ],
 )
 def test_a_loss_that_cannot_be_used_says_why(loss: Any, message: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from html import escape
 from html.parser import HTMLParser
 from typing import Any
@@ -62,6 +63,18 @@ def test_an_entry_gives_the_format_it_was_planned_with() -> None:
     assert (entry.name, entry.shape, entry.format.shape.groups) == ("body.2", (32, 16, 5, 3), 2)
     assert (entry.format.shape.rows, entry.format.shape.columns) == (16 * 5, 16 * 3)
     assert entry.params_after == entry.format.numel
+
+
+def test_a_plan_with_layers_without_entries_survives_a_round_trip() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it draws nothing
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 0), nn.Linear(0, 4))
+    made = plan(model, rank=2)
+    assert Plan.from_dict(made.to_dict()) == made
+    changed = made.to_dict()
+    changed["entries"][1]["shape"] = [0, 16]
+    with pytest.raises(ValueError, match=r"entry '1': rank must be in 1\.\.0 for a 0x16 weight"):
+        Plan.from_dict(changed)
 
 
 def broken(**changes: Any) -> dict[str, Any]:

@@ -241,6 +241,35 @@ class TwoInputs(nn.Module):
         return out
 
 
+class InHalf(nn.Module):
+    """A layer that its model runs under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(20, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("rounded", ["by autocast", "by a setting of torch"])
+def test_moments_are_not_rounded_as_the_products_of_a_model_are(rounded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, x = InHalf(), colored(400, 20)[0].float() + 4
+    layer = dense.layer
+    if rounded == "by a setting of torch":
+        monkeypatch.setattr("factorized.nn.moments.rounds_products", lambda x: x.dtype == torch.float32)
+    collected = InputMoments(layer, centered=True)
+    with layer.register_forward_pre_hook(collected, with_kwargs=True):
+        dense(x) if rounded == "by autocast" else layer(x)
+    around = x.double() - x.double().mean(0)
+    # of products in float32 and in float64
+    tolerance = 1e-5 if rounded == "by autocast" else 1e-12
+    torch.testing.assert_close(collected.moment.sums[0], around.mT @ around, rtol=0, atol=tolerance * 400)
+
+
 def test_batches_are_tensors_tuples_with_labels_or_dicts() -> None:
     x, scale, labels = torch.randn(40, 6), torch.rand(40, 1), torch.zeros(40)
     forms: list[Any] = [

@@ -152,3 +152,27 @@ def test_data_on_another_device_are_moved_to_that_of_the_model() -> None:
         fz.factorize(copy.deepcopy(model), init=given, **options)
         assert moved == ["cpu"] * 3  # inputs and labels for ranks, inputs for factors
         moved.clear()
+
+
+class Nested(nn.Module):
+    """Takes a list of tensors in a dict, as detectors do, and returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 16)
+
+    def forward(self, given: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        return {"out": self.layer(torch.stack(given["rows"]))}
+
+
+def test_tensors_inside_lists_and_dicts_are_moved_too() -> None:
+    moved: list[str] = []
+    rows = [elsewhere(row, moved) for row in torch.randn(40, 20)]
+    labels = [{"wanted": elsewhere(torch.randn(40, 16), moved)}]
+    given = fz.Calibrated(
+        [({"given": {"rows": rows}}, labels)],
+        loss=lambda out, labels: (out["out"] - labels[0]["wanted"]).square().mean(),
+    )
+    options: dict[str, Any] = {"ratio": 0.7, "keep_first_and_last": False, "allocate": "spectrum"}
+    fz.factorize(Nested(), init=given, **options)
+    assert moved == ["cpu"] * (40 + 1 + 40)
