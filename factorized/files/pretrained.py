@@ -199,7 +199,9 @@ def refuse_own_code(folder: Path, remedy: str) -> None:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if isinstance(config, dict) and config.get("auto_map"):
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged: it holds no settings, but a {type(config).__name__}")
+    if config.get("auto_map"):
         raise ValueError(f"{path} names code in its folder (auto_map), which is never run; {remedy}")
 
 

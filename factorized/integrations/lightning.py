@@ -65,6 +65,7 @@ class FactorizeCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Factorize the module, unless it already is, and apply a checkpoint's plan before its weights."""
         if self.plan is not None and not is_factorized(pl_module):
+            _refuse_copies(trainer)
             made = self.plan if isinstance(self.plan, Plan) else self.plan(pl_module)
             factorize(pl_module, made, init=self.init)
         if trainer.global_step == 0:
@@ -73,6 +74,8 @@ class FactorizeCallback(Callback):
         of_module = pl_module.on_load_checkpoint
 
         def restore_first(checkpoint: dict[str, Any]) -> None:
+            if PLAN in checkpoint and not is_factorized(pl_module):
+                _refuse_copies(trainer)
             restore_plan(pl_module, checkpoint)
             of_module(checkpoint)
 
@@ -145,6 +148,20 @@ def restore_plan(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             return
         compose_in_place(module)  # the plan restores ties
     install(module, saved, build_layers(module, saved, init=None))
+
+
+def _refuse_copies(trainer: Trainer) -> None:
+    """Raise if the trainer trains copies of its module in processes that it spawns or forks, as in notebooks.
+
+    Lightning then copies weights back to the module by their names, which a dense one does not have.
+    """
+    launcher = getattr(trainer.strategy, "launcher", None)
+    if any(cls.__name__ == "_MultiProcessingLauncher" for cls in type(launcher).__mro__):
+        raise ValueError(
+            f"{type(trainer.strategy).__name__} trains copies of the module in other processes, so that the module "
+            "itself would stay dense. Factorize it before, with fz.factorize(module, plan), and pass no plan; or start "
+            'a script with strategy="ddp"'
+        )
 
 
 def _forget_wrapper(module: nn.Module) -> None:

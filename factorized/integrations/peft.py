@@ -74,6 +74,8 @@ class LoraFactorizedLinear(Linear):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Make the product wider by the active adapters, or by those named."""
         base: Any = self.get_base_layer()
+        if isinstance(base, nn.Sequential):
+            raise ValueError("an adapter cannot be merged into the layers that fz.lower makes; merge it before")
         if not isinstance(base, FactorizedLayer):  # fz.compose has made it dense
             super().merge(safe_merge, adapter_names)
             return

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from factorized.decay.forms import forms, is_attention
+from factorized.decay.forms import factor_parameters, forms, is_attention
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.decay.guard import is_adaptive
@@ -41,7 +41,9 @@ class FactorizedTrainerMixin(Trainer):
 
     Factors get Frobenius decay instead of ordinary weight decay; the rest is decayed as in ``TrainingArguments``. Every
     folder to which the trainer saves the model holds ``plan.json``, so that ``fz.from_pretrained`` can open it.
-    Factorize the model before the trainer is made; a dense one, trained for comparison, has no plan.
+    Factorize the model before the trainer is made. A dense one, trained for comparison, has no plan; if none of its
+    attention can be read as products (see ``fz.forms``), it gets ordinary decay alone. So does a model whose factors
+    are all frozen.
 
     Attributes:
         frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None uses ``weight_decay`` of the arguments. Where
@@ -78,7 +80,9 @@ class FactorizedTrainerMixin(Trainer):
         if self.optimizer is None:  # also when train() is called again with model_init: the old decay has no part in it
             self.optimizer, self.decay = self._new_optimizer(decayed, strength), None
         inner = inner_optimizer(self.optimizer)
-        if self.decay is None and not isinstance(inner, Flambe):
+        factors = factor_parameters(forms(decayed))
+        trained = any(factor.requires_grad for factor in factors)
+        if self.decay is None and trained and not isinstance(inner, Flambe):
             decoupled = is_adaptive(inner) if self.decoupled is None else self.decoupled
             self.decay = FrobeniusDecay(decayed, strength, decoupled=decoupled).attach(self.optimizer)
         return self.optimizer

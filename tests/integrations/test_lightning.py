@@ -125,6 +125,25 @@ def test_a_plan_can_be_given_as_it_is(tmp_path: Path) -> None:
     assert_equal(module, by_hand(net(), decay=None))
 
 
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
+def test_strategies_that_train_copies_of_the_module_take_one_that_is_factorized(strategy: str, tmp_path: Path) -> None:
+    module = net()
+    made = pl.Trainer(accelerator="cpu", strategy=strategy, devices=2, logger=False, default_root_dir=tmp_path)
+    callback = FactorizeCallback(plan_of)
+    with pytest.raises(ValueError, match=r"trains copies of the module in other processes.*fz\.factorize\(module"):
+        callback.setup(made, module, "fit")
+    FactorizeCallback().setup(made, module, "fit")
+    fz.factorize(module, plan_of(module))
+    checkpoint: dict[str, Any] = {}
+    callback.on_save_checkpoint(made, module, checkpoint)
+    other = net()
+    FactorizeCallback().setup(made, other, "fit")
+    with pytest.raises(ValueError, match="trains copies of the module in other processes"):
+        other.on_load_checkpoint(checkpoint)
+    callback.setup(made, module, "fit")
+    module.on_load_checkpoint(checkpoint)
+
+
 @pytest.mark.parametrize("make", [plan_of, by_energy])
 def test_a_resumed_run_goes_on_exactly_even_from_other_weights(tmp_path: Path, make: Any) -> None:
     def callback() -> FactorizeCallback:

@@ -165,6 +165,14 @@ def test_other_formats_train_adapters_and_are_merged_once_composed(scheme: Calla
     assert type(merged.up) is nn.Linear
 
 
+def test_adapters_beside_lowered_layers_act_and_are_to_be_merged_before() -> None:
+    model = train(adapted())
+    lowered = fz.lower(model)
+    torch.testing.assert_close(lowered(x()), model(x()))
+    with pytest.raises(ValueError, match=r"cannot be merged into the layers that fz\.lower makes; merge it before"):
+        lowered.merge_and_unload()
+
+
 def test_an_adapter_that_is_not_finite_is_not_merged_safely() -> None:
     model = adapted()
     nn.init.constant_(model.base_model.model.up.lora_B["default"].weight, float("nan"))

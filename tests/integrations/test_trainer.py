@@ -254,6 +254,30 @@ def test_a_dense_model_trained_for_comparison_is_saved_without_a_plan(tmp_path: 
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
 
 
+def test_a_dense_model_without_a_product_is_trained_as_by_the_trainer_of_transformers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes)
+    trained = []
+    for cls in (Trainer, transformers.Trainer):
+        torch.manual_seed(0)
+        net = transformers.Qwen2ForCausalLM(config)
+        cls(net, arguments(tmp_path, max_steps=2), train_dataset=DATA).train()
+        trained.append(net)
+    same(*trained)
+
+
+def test_frozen_products_beside_other_parameters_that_are_trained_are_not_decayed(tmp_path: Path) -> None:
+    net = model()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    trainer = Trainer(net, arguments(tmp_path, max_steps=2), train_dataset=DATA)
+    trainer.train()
+    assert trainer.decay is None
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, before[name]) != ("norm" in name), name
+
+
 def test_weights_of_transformers_are_not_for_load_and_a_new_save_takes_their_place(tmp_path: Path) -> None:
     net = model().eval()
     net.save_pretrained(tmp_path)
