@@ -235,8 +235,8 @@ class Trainer:
             self.evaluate.begin()
             yield  # until the GPU has done that
             row["test_loss"], row["test_accuracy"] = self.evaluate.end()
-        if self.recipe.run.diagnose:
-            row |= product_row(self.network, lr)
+            if self.recipe.run.diagnose:  # singular values take a CPU 0.3 s for WideResNet-28-10 as a Tensor-Train
+                row |= product_row(self.network, lr)
         return {**row, "seconds": time.perf_counter() - began}
 
     def _finish(self, state: RunState, folder: Path) -> Result:

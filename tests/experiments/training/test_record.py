@@ -138,9 +138,13 @@ def test_a_dense_network_has_no_products_to_log_and_diagnosis_can_be_left_out(tm
     assert set(result["history"][0]) == set(MEASURED)
 
 
-def test_the_test_set_is_evaluated_as_often_as_the_recipe_says_and_at_the_end(tmp_path: Path) -> None:
-    [result] = train(recipe("run.evaluate_every=2", "schedule.epochs=3"), digits(), tmp_path, device="cpu")
-    assert ["test_accuracy" in row for row in result["history"]] == [False, True, True]
+@pytest.mark.parametrize("name", ["test_accuracy", "nuclear"])
+def test_networks_are_tested_and_diagnosed_as_often_as_the_recipe_says_and_at_the_end(
+    name: str, tmp_path: Path
+) -> None:
+    changes = ("run.evaluate_every=2", "run.diagnose=true", "schedule.epochs=3")
+    [result] = train(recipe(*changes), digits(), tmp_path, device="cpu")
+    assert [name in row for row in result["history"]] == [False, True, True]
 
 
 def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
