@@ -52,7 +52,12 @@ def default_folder(model: str, ratio: float) -> Path:
     path = Path(model.removeprefix("hf:")).expanduser()
     if (path / RESULT).is_file():
         return path / f"compressed-{ratio:g}"
-    return Path("out") / "compressed" / f"{path.name.replace(':', '-')}-{ratio:g}"
+    return Path("out") / "compressed" / f"{_called(path).replace(':', '-')}-{ratio:g}"
+
+
+def _called(folder: Path) -> str:
+    """Return the name of a folder, those of ``.`` and ``..`` too."""
+    return folder.resolve().name if folder.name in ("", "..") else folder.name
 
 
 def _image_run(run: Path, data: str | None, device: torch.device, trust_model: bool) -> Subject:
@@ -89,16 +94,9 @@ def _text_run(run: Path, data: str | None, device: torch.device) -> Subject:
 def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subject:
     """Return a model of transformers: of the task that its config names."""
     from factorized.experiments.compress.text import TextSubject
-    from factorized.experiments.models.hugging_face import (
-        drawn_keys,
-        need_transformers,
-        quiet,
-        reading,
-        refuse_factorized,
-        refuse_lost,
-    )
+    from factorized.experiments.models.hugging_face import drawn_keys, need_transformers, refuse_factorized, refuse_lost
     from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
-    from factorized.experiments.text.models import auto_class
+    from factorized.experiments.text.models import check_vocabulary, load_folder, most_tokens, text_outline
     from factorized.experiments.text.tokenizer import load_tokenizer
     from factorized.files.pretrained import refuse_own_code
 
@@ -106,30 +104,30 @@ def _hugging_face(folder: Path, data: str | None, device: torch.device) -> Subje
     refuse_factorized(folder)
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     task = _task(need_transformers(), folder, config)
-    identity = [checksum_of(path) for path in sorted(folder.glob("*.safetensors"))]
-    if not identity:
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    if not any(path.suffix == ".safetensors" for path in files):
         raise ValueError(
             f"{folder} holds no .safetensors file; save the model there with model.save_pretrained(folder)"
         )
+    identity, name = [checksum_of(path) for path in files], _called(folder)
     if task == "images":
-        return _classifier(f"hf:{folder}", folder.name, identity, data, device)
+        return _classifier(f"hf:{folder}", name, identity, data, device)
     if data is None:
         raise ValueError(f"{folder} is a language model; name its text by --data: a folder of .txt files")
-    longest = next((config[key] for key in ("max_position_embeddings", "n_positions") if config.get(key)), LENGTH)
-    text = TextData(name="own", train=["."], length=min(LENGTH, longest))
-    recipe = TextRecipe(name=folder.name, task=task, model=TextModel(name=f"hf:{folder}"), data=text)
-    corpus = load_text(recipe, data, tokenizer=load_tokenizer(folder))
+    tokenizer = load_tokenizer(folder)
+    outline = text_outline(task, folder)
+    check_vocabulary(outline, tokenizer)
+    text = TextData(name="own", train=["."], length=min(LENGTH, most_tokens(outline) or LENGTH))
+    recipe = TextRecipe(name=name, task=task, model=TextModel(name=f"hf:{folder}"), data=text)
+    corpus = load_text(recipe, data, tokenizer=tokenizer)
 
     def make() -> nn.Module:
-        with quiet(), reading(folder):
-            found, report = auto_class(task).from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
-            )
+        model, report = load_folder(task, folder)
         refuse_lost(folder, drawn_keys(report))
-        model: nn.Module = found
-        return model
+        found: nn.Module = model
+        return found
 
-    return TextSubject(folder.name, [*identity, corpus.checksum], device, make, reads=recipe, corpus=corpus)
+    return TextSubject(name, [*identity, corpus.checksum], device, make, reads=recipe, corpus=corpus)
 
 
 def _task(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
@@ -141,6 +139,8 @@ def _task(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
         "images": named.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     }
     classes = config.get("architectures") or []
+    if not config.get("causal", True):  # XLM has one class for both kinds of text
+        del kinds["language"]
     for task, names in kinds.items():
         held = {name for value in names.values() for name in (value if isinstance(value, (tuple, list)) else (value,))}
         if held.intersection(classes):

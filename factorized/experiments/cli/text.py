@@ -86,14 +86,16 @@ def plan_recipe(recipe: TextRecipe) -> tuple[nn.Module, Plan | None]:
     """Return the network of a recipe of text and its plan, without reading more than the size of the vocabulary."""
     import torch
 
+    from factorized.experiments.text.corpus import tokenizer_of_model
     from factorized.experiments.text.network import plan_text, starting_network
     from factorized.experiments.text.tokenizer import stand_in_tokenizer
     from factorized.surgery.compose import is_factorized
     from factorized.surgery.describe import describe
 
     needs_weights = bool(recipe.model.name or recipe.model.from_run) or recipe.factorize.depends_on_weights
+    tokenizer = tokenizer_of_model(recipe) or stand_in_tokenizer(recipe.data)
     with torch.device("cpu" if needs_weights else "meta"):
-        dense = starting_network(recipe, stand_in_tokenizer(recipe.data), seed=0)
+        dense = starting_network(recipe, tokenizer, seed=0)
     return dense, describe(dense) if is_factorized(dense) else plan_text(recipe, dense)
 
 

@@ -31,5 +31,12 @@ def translate(
     recipe, _, model, tokenizer = load_text_run(run)
     if recipe.task != "translation":
         raise ValueError(f"{run} was trained for task {recipe.task!r}; give a run of a translation recipe")
-    for line in translate_texts(model.to(pick_device(device)), tokenizer, texts, recipe.run.beam, recipe.run.longest):
+    sources, longest = [text.strip() for text in texts], recipe.run.longest  # as in training
+    for number, source in enumerate(sources, start=1):
+        if (tokens := len(tokenizer(source)["input_ids"])) > longest:
+            raise ValueError(
+                f"TEXT {number} has {tokens} tokens, and the translator reads {longest} at most; give its sentences "
+                "one by one"
+            )
+    for line in translate_texts(model.to(pick_device(device)), tokenizer, sources, recipe.run.beam, longest):
         say(line)

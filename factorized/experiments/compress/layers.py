@@ -13,10 +13,11 @@ from factorized.formats.calibration import output_spectrum
 from factorized.nn.dense import dense_weight
 from factorized.nn.held_weight import named_layers
 from factorized.nn.model import named
-from factorized.nn.running import removing, run_once
+from factorized.nn.running import moved, removing, run_once
 from factorized.planning.calibration import Calibrated, collect
 from factorized.planning.plan import Plan
 
+CPU = torch.device("cpu")
 POINTS = 200  # of a spectrum that is kept: enough to draw it
 
 
@@ -70,6 +71,11 @@ class LayerCall:
     keywords: dict[str, Any]
     output: Tensor
 
+    @property
+    def has_output(self) -> bool:
+        """Whether the output is not all zeros, to which nothing can be relative."""
+        return bool(self.output.any())
+
 
 def layer_calls(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str, LayerCall]:
     """Return the last call of some layers while the model runs on one batch; layers that never run have none."""
@@ -77,14 +83,15 @@ def layer_calls(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str,
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> None:
-            seen[name] = LayerCall(_on_cpu(arguments), _on_cpu(keywords), output.detach().cpu())
+            # copies, as the code after the layer may write to its inputs and outputs
+            seen[name] = LayerCall(*(moved(value, CPU, copy=True) for value in (arguments, keywords, output)))
 
         return hook
 
     modules = dict(model.named_modules())
     hooks = [modules[name].register_forward_hook(keep(name), with_kwargs=True) for name in names if name in modules]
     with removing(hooks):
-        run_once(model, batch[0] if isinstance(batch, (tuple, list)) else batch, "the first batch")
+        run_once(model, batch[0] if isinstance(batch, (tuple, list)) else batch, "a batch")
     return seen
 
 
@@ -93,28 +100,17 @@ def losses_alone(model: nn.Module, calls: dict[str, LayerCall]) -> dict[str, flo
     """Return ``‖y' - y‖² / ‖y‖²`` of layers that are called as the dense ones were: what each loses by itself."""
     device = next(model.parameters()).device
     return {
-        name: _relative(model.get_submodule(name)(*_moved(one.arguments, device), **_moved(one.keywords, device)), one)
+        name: _relative(model.get_submodule(name)(*moved(one.arguments, device), **moved(one.keywords, device)), one)
         for name, one in calls.items()
+        if one.has_output
     }
 
 
 def differences(calls: dict[str, LayerCall], now: dict[str, LayerCall]) -> dict[str, float]:
     """Return ``‖y' - y‖² / ‖y‖²`` of layers in two networks: what they and the layers before them changed."""
-    return {name: _relative(now[name].output, one) for name, one in calls.items() if name in now}
+    return {name: _relative(now[name].output, one) for name, one in calls.items() if name in now and one.has_output}
 
 
 def _relative(output: Tensor, dense: LayerCall) -> float:
-    y = dense.output.float()
-    return ((output.float().cpu() - y).square().sum() / y.square().sum().clamp(min=torch.finfo().tiny)).item()
-
-
-def _on_cpu(values: Any) -> Any:
-    return _moved(values, torch.device("cpu"))
-
-
-def _moved(values: Any, device: torch.device) -> Any:
-    if isinstance(values, dict):
-        return {key: _moved(value, device) for key, value in values.items()}
-    if isinstance(values, tuple):
-        return tuple(_moved(value, device) for value in values)
-    return values.detach().to(device) if isinstance(values, Tensor) else values
+    y = dense.output.double()
+    return ((output.double().cpu() - y).square().sum() / y.square().sum()).item()

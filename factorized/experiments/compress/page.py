@@ -110,7 +110,8 @@ def _drawing(row: Mapping[str, Any]) -> str:
     if not spectrum:
         return '<small class="soft">no batch reaches it</small>'
     wide, bottom = WIDTH / len(spectrum), -math.log10(LEAST)
-    heights = [HEIGHT * max(0.0, 1 + math.log10(max(value / spectrum[0], LEAST)) / bottom) for value in spectrum]
+    largest = spectrum[0] or 1.0  # a weight of zeros keeps nothing
+    heights = [HEIGHT * max(0.0, 1 + math.log10(max(value / largest, LEAST)) / bottom) for value in spectrum]
     kept = round(row["rank"] / full * len(spectrum))
     parts = []
     for style, first, last in (("kept", 0, kept), ("cut", kept, len(spectrum))):

@@ -44,10 +44,15 @@ class TextSubject(Subject):
         self.score, self.lower_is_better = self.task.score, self.task.lower_is_better
 
     def batches(self, samples: int) -> list[Any]:
-        """Return training sequences, spread evenly over the text, with labels; masked tokens are always the same."""
+        """Return training sequences, spread evenly over the text, with labels; masked tokens are always the same.
+
+        Sequences of like length come together: padding would count as inputs of the layers.
+        """
         examples: Any = self.task.examples
         step = max(1, len(examples) // samples)
-        some = [examples[number] for number in islice(range(0, len(examples), step), samples)]
+        some = sorted(
+            (examples[number] for number in islice(range(0, len(examples), step), samples)), key=self.task.lengths
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             found = [self.task.collate(batch) for batch in in_batches(some, BATCH)]
@@ -109,7 +114,7 @@ class TextSubject(Subject):
             device=self.device,
             resume="auto",
             reporter=reporter,
-            start=network.cpu(),
+            start=network.cpu().float(),  # in half precision, small updates would be rounded away
         )
         return result
 

@@ -151,12 +151,20 @@ class Work:
         path = self.folder / STATE
         fresh = {"asked": self.asked, "score": self.subject.score, "lower_is_better": self.subject.lower_is_better}
         make_folder(self.folder)
+        folders = [self.folder / name for name in (COMPRESSED, RECOVERED, "lowered", "composed")]
         with writing_to(self.folder, ELSEWHERE):
+            for unfinished in self.folder.glob("compress.*.tmp"):  # of a process that was killed
+                unfinished.unlink()
             if overwrite:
-                for name in (COMPRESSED, RECOVERED, "lowered", "composed"):
-                    shutil.rmtree(self.folder / name, ignore_errors=True)
                 path.unlink(missing_ok=True)
+                for place in folders:
+                    shutil.rmtree(place, ignore_errors=True)
             if not path.is_file():
+                if others := [place for place in folders if place.exists()]:
+                    raise ValueError(
+                        f"{others[0]} exists, and is of no compression; choose another --out, or let --overwrite "
+                        "delete it"
+                    )
                 machine = describe_machine(self.subject.device)
                 return {**fresh, "machine": machine, "seconds": {}, "notes": []}
             text = path.read_bytes()
@@ -172,9 +180,14 @@ class Work:
             found["asked"] = self.asked
         elif other:
             key = other[0]
+            differs = (
+                f"the weights, files or data of {self.subject.name} were others then"
+                if key == "identity"
+                else f"{key} is {found['asked'].get(key)!r} there, and {self.asked[key]!r} was asked for"
+            )
             raise ValueError(
-                f"{self.folder} holds another compression: {key} is {found['asked'].get(key)!r} there, and "
-                f"{self.asked[key]!r} was asked for; choose another --out, or start over with --overwrite"
+                f"{self.folder} holds another compression: {differs}; choose another --out, or start over with "
+                "--overwrite"
             )
         return found
 
@@ -288,7 +301,8 @@ class Work:
 
         One network is held at a time, with the calls of its layers on one batch.
         """
-        batch, names = self.batches[0], [entry.name for entry in self.plan.layers]
+        names = [entry.name for entry in self.plan.layers]
+        batch = self.batches[len(self.batches) // 2]  # of texts, the first are the shortest
         calls = layer_calls(self.dense, names, batch)
         del self.dense
         found = {}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -61,7 +62,7 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
             model, report = _load(kind, folder, config)
             _check_filled(folder, model, report, classes)
         else:
-            model = kind.from_config(config, trust_remote_code=False)
+            model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return ImageClassifier(model.train())
 
 
@@ -80,15 +81,30 @@ def as_trained_on(folder: Path, images: Images) -> Images:
     path = folder / PROCESSOR
     try:
         says = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        normalizes = says.get("do_normalize", True)
-        mean, std = (says.get("image_mean"), says.get("image_std")) if normalizes else (0.0, 1.0)
-        if mean is None or std is None:
-            return images
-        scale = 255 * says.get("rescale_factor", 1 / 255) if says.get("do_rescale", True) else 255.0
-        means, stds = (v if isinstance(v, list) else [v] * images.channels for v in (mean, std))
-        return replace(images, mean=tuple(m / scale for m in means), std=tuple(s / scale for s in stds))
+        normalized = _normalized(images, says)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not say how to normalize {images.name}: {error}") from None
+    if says.get("do_flip_channel_order"):  # MobileViT
+        raise ValueError(
+            f"{path}: the network takes the channels of images in the opposite order; write a function that returns it "
+            "and lets it flip them, and name that as module:function"
+        )
+    return normalized
+
+
+def _normalized(images: Images, says: dict[str, Any]) -> Images:
+    """Return images with the mean and deviation that an image processor has, on the scale of 0 to 1."""
+    normalizes = says.get("do_normalize", True)
+    mean, std = (says.get("image_mean"), says.get("image_std")) if normalizes else (0.0, 1.0)
+    if mean is None or std is None:
+        return images
+    scale = 255 * says.get("rescale_factor", 1 / 255) if says.get("do_rescale", True) else 255.0
+    means, stds = (v if isinstance(v, list) else [v] * images.channels for v in (mean, std))
+    if says.get("rescale_offset"):  # EfficientNet can subtract one before that, and divide by the deviation once more
+        means = [m + 1 for m in means]
+    if says.get("include_top"):
+        stds = [s * s for s in stds]
+    return replace(images, mean=tuple(m / scale for m in means), std=tuple(s / scale for s in stds))
 
 
 def _load(kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -99,6 +115,7 @@ def _load(kind: Any, folder: Path, config: Any) -> tuple[nn.Module, dict[str, An
             model, report = kind.from_pretrained(
                 folder,
                 config=config,
+                dtype=torch.float32,  # as images are, and because half precision would round small updates away
                 ignore_mismatched_sizes=True,
                 local_files_only=True,
                 trust_remote_code=False,

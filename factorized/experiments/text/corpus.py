@@ -67,7 +67,7 @@ def _load(recipe: TextRecipe, folder: Path | None, cache: Path, progress: Progre
         vocabulary = find_vocabulary(data.vocabulary, folder)
         recipe = recipe.model_copy(update={"data": data.model_copy(update={"vocabulary": str(vocabulary)})})
     if tokenizer is None:
-        tokenizer = _tokenizer_of_model(recipe)
+        tokenizer = tokenizer_of_model(recipe)
     parts = find_parts(data, task, folder)
     checksum, counts = survey(parts, progress)
     if task == "questions":
@@ -130,7 +130,7 @@ def _load_questions(
     return Corpus(data.name, checksum, tokenizer, {}, {}, questions)
 
 
-def _tokenizer_of_model(recipe: TextRecipe) -> Any:
+def tokenizer_of_model(recipe: TextRecipe) -> Any:
     """Return the tokenizer of the run or folder that the recipe's model comes from; None if it has none."""
     if recipe.model.from_run is not None:
         return tokenizer_of_run(recipe.model.from_run)

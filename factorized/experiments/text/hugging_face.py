@@ -108,9 +108,9 @@ def _texts(row: Row) -> list[str]:
 
 
 def _only_text(row: Row, address: str) -> str:
-    names = _texts(row)
-    if "text" in names:
+    if isinstance(row.get("text", 0), str | None):  # it may be empty in the first row
         return "text"
+    names = _texts(row)
     if len(names) != 1:
         raise ValueError(
             f"{address}: expected one column of text, got {', '.join(names) or 'none'} among {', '.join(row)}; name "

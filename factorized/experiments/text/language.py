@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from factorized.experiments.text.models import most_tokens
 from factorized.experiments.text.task import (
     IGNORED,
     Batch,
@@ -65,10 +66,20 @@ def _next(
 
 def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, *, draw: bool) -> str:
     """Return ``prompt`` with ``tokens`` more tokens: drawn, or the likeliest ones."""
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    # as in training, which puts no token before a text, and one after it only where it ends
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
     if not inputs["input_ids"].numel():
         inputs = {"input_ids": torch.tensor([[tokenizer.eos_token_id]])}
     inputs = {name: tensor.to(device_of(model)) for name, tensor in inputs.items()}
-    with evaluation_mode(model), torch.no_grad():
-        outputs = model.generate(**inputs, max_new_tokens=tokens, do_sample=draw)
+    try:
+        with evaluation_mode(model), torch.no_grad():
+            outputs = model.generate(**inputs, max_new_tokens=tokens, do_sample=draw)
+    except (IndexError, RuntimeError) as error:
+        given, most = inputs["input_ids"].shape[1], most_tokens(model)
+        if most is None or given + tokens <= most:
+            raise
+        raise ValueError(
+            f"the model takes {most} tokens, and the text has {given}, with {tokens} to add; ask for fewer --tokens, "
+            "or give the end of the text"
+        ) from error
     return str(tokenizer.decode(outputs[0], skip_special_tokens=True))

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from factorized.attention.register import adapter_of, find_attention
 from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
-from factorized.decay.strength import Strength
+from factorized.decay.strength import LAYER_KINDS, Strength
 from factorized.experiments.recipes.recipe import Factorize
 from factorized.experiments.recipes.text import TextDecay, TextRecipe
 from factorized.experiments.text.from_run import build_from_run
@@ -27,8 +27,6 @@ from factorized.planning.plan import Plan
 from factorized.surgery.compose import is_factorized
 from factorized.surgery.factorize import factorize
 from factorized.surgery.shrink import spectral_init_attention
-
-LAYERS = ("linear", "embedding", "conv")
 
 
 def plan_text(recipe: TextRecipe, dense: nn.Module) -> Plan | None:
@@ -109,7 +107,7 @@ def _strength(decay: TextDecay) -> Strength:
     """Return how strongly each form is decayed: one number decays layers, and OV where attention has that form."""
     if decay.forms is None:
         return decay.strength
-    return {kind: decay.strength for form in decay.forms for kind in (LAYERS if form == "layers" else (form,))}
+    return {kind: decay.strength for form in decay.forms for kind in (LAYER_KINDS if form == "layers" else (form,))}
 
 
 def _groups(recipe: TextRecipe, model: nn.Module) -> list[dict[str, Any]]:

@@ -37,6 +37,10 @@ class QuestionsTask(TextTask):
         answers = torch.tensor([example["answer"] for example in examples])
         return batch | {"start_positions": answers[:, 0], "end_positions": answers[:, 1]}
 
+    def lengths(self, example: Example) -> list[int]:
+        """Return the tokens of a window."""
+        return [len(example["inputs"]["input_ids"])]
+
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return the figures of some of the validation questions, evenly spaced."""
         every = -(-len(self.corpus.questions["validation"].questions) // VALIDATED)

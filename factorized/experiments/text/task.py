@@ -46,6 +46,10 @@ class TextTask(ABC):
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Return training examples as one batch."""
 
+    def lengths(self, example: Example) -> list[int]:
+        """Return the lengths of an example that a batch is padded in, to its longest example."""
+        return [len(example["input_ids"])]
+
     def for_plain_model(self, batch: Batch) -> tuple[Batch, Tensor]:
         """Return what a model that was not prepared takes, and the labels of its logits."""
         inputs = dict(batch)

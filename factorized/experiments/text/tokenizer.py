@@ -158,7 +158,14 @@ def load_tokenizer(folder: Path) -> Any:
             f"from_pretrained(NAME).save_pretrained({str(folder)!r}), where NAME is the model on the hub, or a folder "
             "that holds its vocabulary"
         )
-    return need("transformers", "transformers", "text", "text").PreTrainedTokenizerFast.from_pretrained(folder)
+    fast = need("transformers", "transformers", "text", "text").PreTrainedTokenizerFast
+    try:
+        return fast.from_pretrained(folder)
+    except Exception as error:  # of any kind, from the Rust library too
+        raise ValueError(
+            f"{folder / TOKENIZER} cannot be read ({type(error).__name__}: {error}); write it again by "
+            "tokenizer.save_pretrained(folder)"
+        ) from error
 
 
 def state_of(tokenizer: Any) -> str:

@@ -68,6 +68,7 @@ def train_text(
         raise ValueError(f"start is one network, trained with one seed, got seeds {list(seeds)}")
     folders = [folder / f"seed-{seed}" for seed in seeds]
     task = TASKS[recipe.task](recipe, corpus)
+    _check_batch(task)
     results = []
     with joined_processes(device) as processes, ExitStack() as claims:
         if recipe.run.shard and processes.count == 1:
@@ -94,6 +95,16 @@ def train_text(
                     model = build_text_network(recipe, corpus.tokenizer, seed)
                 results.append(_train_one(task, model, run, begun, checkpoint, processes, shown, stop))
     return results
+
+
+def _check_batch(task: TextTask) -> None:
+    """Raise if there are too few examples for one batch: incomplete ones are left out, and nothing would be trained."""
+    count, batch = len(task.examples), task.recipe.run.batch  # type: ignore[arg-type]  # torch's class has no length
+    if task.recipe.task != "translation" and count < batch:  # whose batches have as many pairs as there are
+        raise ValueError(
+            f"the training text makes {count} sequences of data.length = {task.recipe.data.length}, fewer than "
+            f"run.batch = {batch}; give more text, or a smaller run.batch"
+        )
 
 
 def _train_one(

@@ -57,6 +57,8 @@ class TokenBatches(Sampler[list[int]]):
     def __init__(self, lengths: np.ndarray[Any, np.dtype[np.int64]], tokens: int, seed: int, parts: int = 1) -> None:
         self.lengths, self.tokens, self.seed, self.parts, self.epoch = lengths, tokens, seed, parts, 0
         self._made: tuple[int, list[list[int]]] | None = None
+        if len(lengths) < parts:  # every batch would be left out
+            raise ValueError(f"{len(lengths)} pairs cannot be divided into {parts} parts of a batch; give more pairs")
         longest = int(lengths.max())
         if parts * longest > tokens:
             each = f", times {parts} parts of a batch" if parts > 1 else ""
@@ -140,6 +142,10 @@ class TranslationTask(TextTask):
             "decoder_input_ids": shifted,
             "labels": targets.masked_fill(targets == pad, IGNORED),
         }
+
+    def lengths(self, example: Example) -> list[int]:
+        """Return the tokens of the source and of the target."""
+        return [len(example["source"]), len(example["target"])]
 
     @property
     def can_be_captured(self) -> bool:

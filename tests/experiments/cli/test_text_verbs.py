@@ -88,6 +88,9 @@ def test_a_factorized_translator_is_composed_into_a_folder_of_transformers(
     said = cli("translate", "--run", run, "one two", "three four", "--device", "cpu")
     assert said.code == 0
     assert len(said.out.splitlines()) == 2
+    assert cli("translate", "--run", run, " one two", "three four  ", "--device", "cpu").out == said.out
+    said = cli("translate", "--run", run, "one two", "three " * 50, "--device", "cpu")  # which would be cut
+    assert "TEXT 2 has 51 tokens, and the translator reads 40 at most; give its sentences one by one" in said.error
     assert "give a run of a language recipe" in cli("generate", "--run", run, "one", "--device", "cpu").error
     said = cli("compose", run, "--data", "texts", "--device", "cpu")
     assert said.code == 0, said.err
@@ -201,6 +204,14 @@ def test_a_vocabulary_that_does_not_fit_the_model_is_named_with_both_sizes(cli: 
     said = cli(*_trained_on("language", *OWN_SIZES, _saved(LlamaConfig(vocab_size=50, **sizes))))
     assert "the model has 50 embeddings and the tokenizer 298 tokens; take the tokenizer" in said.error
     assert not Path("out").exists()
+
+
+def test_a_folder_with_a_tokenizer_is_planned_whatever_vocabulary_the_recipe_would_learn(cli: Cli) -> None:
+    folder = f"{_train(cli, 'language', NAMES['language'])}/model"
+    changes = (f"model.name=hf:{folder}", "data.length=16")
+    said = cli("plan", "language/tiny-lowrank-0.5-si-fd", *(f"--set={change}" for change in changes))
+    assert said.code == 0, said.err  # it has fewer embeddings than the 2,000 tokens that would be learned
+    assert "LlamaForCausalLM" in said.out
 
 
 def test_attention_that_nobody_registered_is_named_with_the_lines_to_add(cli: Cli) -> None:

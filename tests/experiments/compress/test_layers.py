@@ -51,10 +51,29 @@ def test_differences_add_up_along_the_network_and_are_zero_where_nothing_changed
     assert found["square"] > 0 == alone["square"]
 
 
+class InPlace(nn.Module):
+    """Layers whose inputs and outputs are written to after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu_()
+        x += self.second(x)
+        return x
+
+
+def test_code_that_writes_in_place_after_a_layer_does_not_change_what_it_lost() -> None:
+    model, names = InPlace(), ["first", "second"]
+    calls = layer_calls(model, names, torch.randn(50, 20))
+    assert losses_alone(copy.deepcopy(model), calls) == {"first": 0.0, "second": 0.0}
+
+
 def test_a_network_is_not_watched_any_more_after_its_calls_even_if_it_fails() -> None:
     model = Mlp()
     layer_calls(model, NAMES, torch.randn(2, 20))
-    with pytest.raises(ValueError, match="the first batch"):
+    with pytest.raises(ValueError, match="a batch does not run through Mlp"):
         layer_calls(model, NAMES, torch.randn(2, 21))
     assert not any(module._forward_hooks for module in model.modules())
 

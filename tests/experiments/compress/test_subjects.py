@@ -14,14 +14,17 @@ import transformers
 from torch import Tensor
 
 import factorized as fz
-from factorized.experiments.cli.subjects import open_subject
+from factorized.experiments.cli.subjects import default_folder, open_subject
 from factorized.experiments.compress.images import ImageSubject
 from factorized.experiments.compress.text import TextSubject
 from factorized.experiments.data.augment import normalize
+from factorized.experiments.data.images import Images
 from factorized.experiments.data.load import load_images
 from factorized.experiments.models.build import build_model
+from factorized.experiments.models.hugging_face import as_trained_on
 from factorized.experiments.recipes.text import TextModel
 from factorized.experiments.text.network import build_text_network
+from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.train import train
 from tests.experiments.text.small import small
 from tests.experiments.training.small import digits, recipe
@@ -67,6 +70,23 @@ def test_batches_of_text_are_spread_over_it_and_always_the_same(task: str, tmp_p
         chosen = torch.cat([batch[0] if torch.is_tensor(batch[0]) else batch[0]["input_ids"] for batch in batches])
         expected = [torch.as_tensor(examples[3 * n]["input_ids"]) for n in range(count)]
         assert torch.equal(chosen, torch.stack(expected))
+
+
+def test_sentences_of_like_length_are_calibrated_with_together_so_that_little_of_them_is_padding(
+    tmp_path: Path,
+) -> None:
+    lengths = torch.randint(1, 20, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "train.tsv").write_text("".join(f"{'one ' * length}\t{'two ' * length}\n" for length in lengths))
+    made, corpus = small("translation", tmp_path)
+    subject = TextSubject(
+        "own", [], CPU, lambda: build_text_network(made, corpus.tokenizer, 0), reads=made, corpus=corpus
+    )
+    batches = subject.batches(1000)
+    sources, targets = torch.cat([batch[0]["attention_mask"].sum(1) for batch in batches]), corpus.texts["train"][1]
+    assert sources.tolist() == sorted(corpus.texts["train"][0].lengths.tolist())
+    assert sum((batch[1] != -100).sum().item() for batch in batches) == len(targets.tokens)
+    padded = sum((batch[0]["attention_mask"] == 0).sum().item() for batch in batches)
+    assert padded < 0.05 * sources.sum()  # of sentences in the order of the file, it is 70 %
 
 
 def test_other_weights_and_other_data_are_another_network(tmp_path: Path) -> None:
@@ -117,6 +137,60 @@ def test_a_folder_without_all_dense_weights_is_refused_and_not_filled_by_chance(
         build_text_network(named, corpus.tokenizer, 0)
 
 
+def language_model(folder: Path, kind: str, task: str, **sizes: Any) -> str:
+    """Write a tiny Hugging Face model with a tokenizer and return its folder; its text is beside it."""
+    _, corpus = small(task, folder.parent)
+    model_class = getattr(transformers, kind)
+    model_class(model_class.config_class(vocab_size=len(corpus.tokenizer), **sizes)).save_pretrained(folder)
+    corpus.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "sizes", "length"),
+    [
+        ("BertForMaskedLM", "masked", {**BERT, "max_position_embeddings": 24}, 24),
+        ("RobertaForMaskedLM", "masked", {**BERT, "max_position_embeddings": 24, "pad_token_id": 3}, 20),
+        ("MPNetForMaskedLM", "masked", {**BERT, "max_position_embeddings": 24}, 22),
+        ("GPT2LMHeadModel", "language", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}, 24),
+        ("MptForCausalLM", "language", {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 24}, 24),
+    ],
+)
+def test_a_hugging_face_model_is_given_sequences_of_at_most_its_positions(
+    tmp_path: Path, kind: str, task: str, sizes: dict[str, Any], length: int
+) -> None:
+    subject = open_subject(language_model(tmp_path / "network", kind, task, **sizes), str(tmp_path), CPU)
+    (inputs, labels), *_ = subject.batches(4)
+    assert inputs["input_ids"].shape[1] == labels.shape[1] == length
+    assert subject.evaluate(subject.dense())[subject.score] > 0
+
+
+def test_a_hugging_face_model_in_half_precision_keeps_it_and_recovers_in_float32(tmp_path: Path) -> None:
+    folder = language_model(tmp_path / "network", "BertForMaskedLM", "masked", **BERT)
+    transformers.BertForMaskedLM.from_pretrained(folder).bfloat16().save_pretrained(folder)
+    subject = open_subject(folder, str(tmp_path), CPU)
+    network = fz.factorize(subject.dense(), rank=2)
+    subject.save(network, tmp_path / "small")
+    network = subject.load(tmp_path / "small")
+    assert network.dtype == torch.bfloat16
+    before = [parameter.clone() for parameter in network.parameters()]
+    made = small("masked", tmp_path, "optimizer.lr=1e-6")[0]  # less than half a step of bfloat16
+    subject.train(subject.fit(made), network, None, tmp_path / "out", Reporter(quiet=True))
+    after = list(subject.trained(tmp_path / "out").parameters())
+    assert {parameter.dtype for parameter in after} == {torch.float32}
+    assert all((a.float() != b).any() for a, b in zip(before, after, strict=True) if a.dim() > 1)
+
+
+def test_a_hugging_face_model_with_fewer_embeddings_than_tokens_is_refused(tmp_path: Path) -> None:
+    folder = language_model(tmp_path / "network", "BertForMaskedLM", "masked", **BERT)
+    transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, **BERT)).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"the model has 50 embeddings and the tokenizer \d+ tokens; take the"):
+        open_subject(folder, str(tmp_path), CPU)
+
+
 def classifier(folder: Path, classes: int = 10) -> Path:
     """Write a tiny Hugging Face classifier of gray images and return its folder."""
     sizes: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
@@ -150,8 +224,118 @@ def test_a_hugging_face_classifier_of_other_classes_is_refused_and_its_last_laye
         open_subject(str(classifier(tmp_path / "resnet", 12)), "digits", CPU)
 
 
+OFFSET = {"rescale_offset": True, "rescale_factor": 1 / 127.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("ViT", {}),
+        ("ViT", {"do_rescale": False}),
+        ("CLIP", {"rescale_factor": 1 / 127.5}),
+        ("EfficientNet", {}),
+        ("EfficientNet", {"include_top": False}),
+        ("EfficientNet", OFFSET),
+        ("Levit", {"do_normalize": False}),
+    ],
+)
+def test_images_are_normalized_as_the_image_processors_of_transformers_do(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")(**changes)
+    processor.save_pretrained(tmp_path)
+    transformers.ViTConfig(num_labels=2).save_pretrained(tmp_path)
+    x = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([0, 1, 0, 1])
+    images = as_trained_on(tmp_path, Images("own", x, y, x, y, ("a", "b"), (0.1,) * 3, (0.2,) * 3))
+    wanted = processor(list(x.numpy()), do_resize=False, do_center_crop=False, return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(normalize(x, images.mean, images.std), wanted, check_dtype=False)
+
+
+def test_an_image_processor_that_flips_channels_is_refused(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "resnet")
+    transformers.MobileViTImageProcessorPil(image_mean=[0.5], image_std=[0.5]).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: the network takes the channels .* opposite order"):
+        open_subject(str(folder), "digits", CPU)
+
+
 def test_an_image_processor_that_does_not_fit_the_images_is_named(tmp_path: Path) -> None:
     folder = classifier(tmp_path / "resnet")
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
     with pytest.raises(ValueError, match=r"preprocessor_config.json does not say how to normalize digits: .*one value"):
         open_subject(str(folder), "digits", CPU)
+
+
+def test_a_folder_with_another_config_or_tokenizer_is_another_network(tmp_path: Path) -> None:
+    folder = language_model(tmp_path / "network", "BertForMaskedLM", "masked", **BERT)
+    first = open_subject(folder, str(tmp_path), CPU).identity
+    for name in ("config.json", "tokenizer.json"):
+        path = Path(folder) / name
+        before = path.read_text()
+        path.write_text(
+            before.replace("{", '{"own": 1,', 1) if name == "config.json" else before.replace("seven", "neves")
+        )
+        assert open_subject(folder, str(tmp_path), CPU).identity != first
+        path.write_text(before)
+    assert open_subject(folder, str(tmp_path), CPU).identity == first
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", lambda text: "[1]", r"config\.json is damaged: it holds no settings, but a list"),
+        (
+            "config.json",
+            lambda text: text.replace('"intermediate_size": 32', '"intermediate_size": 40'),
+            "have no fitting",
+        ),
+        (
+            "tokenizer.json",
+            lambda text: "{}",
+            r"tokenizer\.json cannot be read \(KeyError: .*write it again by tokenizer",
+        ),
+        ("tokenizer.json", lambda text: text[:100], r"tokenizer\.json cannot be read \("),
+    ],
+)
+def test_a_damaged_file_of_a_hugging_face_folder_is_named(
+    tmp_path: Path, name: str, change: Callable[[str], str], message: str
+) -> None:
+    folder = language_model(tmp_path / "network", "BertForMaskedLM", "masked", **BERT)
+    path = Path(folder) / name
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=message):
+        open_subject(folder, str(tmp_path), CPU).dense()
+
+
+def test_the_working_folder_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = language_model(tmp_path / "network", "BertForMaskedLM", "masked", **BERT)
+    monkeypatch.chdir(folder)
+    assert open_subject(".", str(tmp_path), CPU).name == "network"
+    assert default_folder(".", 0.5) == Path("out/compressed/network-0.5")
+    Path("below").mkdir()
+    monkeypatch.chdir("below")
+    assert open_subject("..", str(tmp_path), CPU).name == "network"
+
+
+XLM = {"emb_dim": 16, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 24, "bos_index": 0, "pad_index": 1}
+
+
+def test_a_language_model_that_sees_the_tokens_to_predict_is_refused(tmp_path: Path) -> None:
+    sizes = {**BERT, "max_position_embeddings": 24}
+    for is_decoder in (True, False):
+        folder = language_model(tmp_path / "network", "BertLMHeadModel", "language", is_decoder=is_decoder, **sizes)
+        subject = open_subject(folder, str(tmp_path), CPU)
+        assert subject.score == "perplexity"
+        if is_decoder:
+            subject.dense()
+            continue
+        with pytest.raises(ValueError, match=r"sees the tokens that it has to predict; .* set is_decoder to true"):
+            subject.dense()
+
+
+@pytest.mark.parametrize(("causal", "score"), [(True, "perplexity"), (False, "loss")])
+def test_the_config_of_xlm_says_what_it_is_for(tmp_path: Path, causal: bool, score: str) -> None:
+    folder = language_model(tmp_path / "network", "XLMWithLMHeadModel", "masked", causal=causal, **XLM)
+    subject = open_subject(folder, str(tmp_path), CPU)
+    assert subject.score == score
+    assert subject.evaluate(subject.dense())[score] > 0

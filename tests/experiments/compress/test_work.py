@@ -15,6 +15,7 @@ from factorized.experiments.compress.subject import recovery_recipe
 from factorized.experiments.compress.work import Settings, Work
 from factorized.experiments.recipes.find import load_any_recipe
 from tests.experiments.compress.points import Points
+from tests.planning.models_for_planning import Mlp
 
 SETTINGS = Settings(ratio=0.5)
 RECIPE = recovery_recipe(load_any_recipe("digits/resnet8"), None, SETTINGS.factorize)
@@ -135,8 +136,32 @@ def test_another_network_or_setting_in_the_folder_is_named(tmp_path: Path, chang
     other = Points()
     other.identity = ["other weights", "some points"] if change == "weights" else other.identity
     settings = SETTINGS if change == "weights" else Settings(ratio=0.5, samples=100)
-    with pytest.raises(ValueError, match=f"another compression: {'identity' if change == 'weights' else 'samples'} is"):
+    differs = (
+        "the weights, files or data of points were others then" if change == "weights" else "samples is 2048 there"
+    )
+    with pytest.raises(ValueError, match=f"holds another compression: {differs}"):
         Work(other, settings, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["compressed", "recovered", "lowered", "composed"])
+def test_a_folder_of_that_name_that_is_of_no_compression_is_not_touched_unless_asked_for(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.txt").write_text("three years")
+    with pytest.raises(ValueError, match=f"{name} exists, and is of no compression; choose another --out"):
+        compressed(tmp_path)
+    assert (tmp_path / name / "thesis.txt").exists()
+    compressed(tmp_path, overwrite=True)
+    assert not (tmp_path / name / "thesis.txt").exists()
+
+
+def test_what_a_killed_process_left_of_its_files_is_removed(tmp_path: Path) -> None:
+    names = ["compress.json.0123456789ab.tmp", "compress.html.0123456789ab.tmp", "own.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("{")
+    compressed(tmp_path)
+    assert [(tmp_path / name).exists() for name in names] == [False, False, True]
 
 
 @pytest.mark.parametrize("wrong", [{"ratio": 0.02}, {"ratio": 0.5, "exclude": ("nothing",)}])
@@ -186,7 +211,7 @@ def test_what_is_lost_is_measured_on_the_network_as_it_is_and_after_recovery(tmp
 
 
 def points_of(subject: Points) -> torch.Tensor:
-    x: torch.Tensor = subject.batches(2048)[0][0]
+    x: torch.Tensor = subject.batches(2048)[2][0]  # the one in the middle
     return x
 
 
@@ -240,6 +265,25 @@ def test_a_spectrum_is_drawn_kept_up_to_the_rank_and_cut_after_it(tmp_path: Path
     assert '<polygon class="kept" points="0.0,34 0.0,0.0 37.5,0.0 37.5,5.7 75.0,5.7 75.0,34"/>' in compress_page(state)
     row["spectrum"] = None
     assert "no batch reaches it" in compress_page(state)
+
+
+def test_a_layer_of_zeros_is_on_the_page_and_nothing_is_relative_to_its_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(subject: Points) -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = Mlp()
+        for parameter in model.square.parameters():
+            torch.nn.init.zeros_(parameter)
+        return model
+
+    monkeypatch.setattr(Points, "_build", build)
+    _, work = compressed(tmp_path, Settings(ratio=0.4, ranks="outputs"))
+    (row,) = (row for row in work.state["plan"]["layers"] if row["name"] == "square")
+    assert set(row["spectrum"]) == {0.0}
+    assert all("square" not in found for found in work.state["differences"].values())
+    page = write_page(work.state, tmp_path).read_text()
+    assert f"square: rank {row['rank']} of {row['full_rank']}" in page
 
 
 def test_names_on_the_page_are_text_and_not_markup(tmp_path: Path) -> None:

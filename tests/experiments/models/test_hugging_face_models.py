@@ -55,6 +55,17 @@ def test_a_hugging_face_config_gives_a_fresh_model_that_returns_logits(resnet_fo
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_in_another_type_is_trained_in_that_of_images(resnet_folder: Path, dtype: torch.dtype) -> None:
+    config = transformers.ResNetConfig.from_pretrained(resnet_folder)
+    for model in (config, transformers.ResNetForImageClassification(config).to(dtype)):  # without weights, and with
+        config.dtype = dtype
+        model.save_pretrained(resnet_folder)
+        built = build_model(f"hf:{resnet_folder}", 5)
+        assert {parameter.dtype for parameter in built.parameters()} == {torch.float32}
+        assert built(torch.randn(2, 3, 32, 32)).shape == (2, 5)
+
+
 def test_hugging_face_weights_are_loaded(vit_folder: Path) -> None:
     saved = transformers.ViTForImageClassification.from_pretrained(vit_folder).eval()
     model = build_model(f"hf:{vit_folder}", 4, image_size=16)

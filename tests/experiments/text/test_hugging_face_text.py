@@ -48,6 +48,11 @@ def test_documents_are_the_rows_of_a_folder_in_any_format(tmp_path: Path, kind: 
     assert found == [("one",), ("two",)]
 
 
+def test_a_first_row_without_text_does_not_make_another_column_the_text(tmp_path: Path) -> None:
+    write(tmp_path / "wiki", [{"title": "One", "text": None}, {"title": "Two", "text": "two"}])
+    assert read(tmp_path, "language", train=["hf:wiki"], validation=["hf:wiki?split=train"]) == [("two",)]
+
+
 def test_each_part_reads_the_split_of_its_name_unless_one_is_named(tmp_path: Path) -> None:
     for split in ("train", "validation", "test"):
         write(tmp_path / "wiki", [{"text": f"for {split}"}], split)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
 
 from factorized.experiments.text.language import LanguageTask, continue_text
@@ -99,3 +102,24 @@ def test_text_goes_on_from_a_prompt_and_from_nothing(tmp_path: Path) -> None:
         torch.manual_seed(seed)
         drawn.add(continue_text(model, corpus.tokenizer, "", 9, draw=True))
     assert len(drawn) == 3
+
+
+def test_a_prompt_is_not_ended_before_it_goes_on(tmp_path: Path) -> None:
+    recipe, corpus = small("language", tmp_path)
+    model, tokenizer = build_text_model(recipe, corpus.tokenizer, 0), copy.deepcopy(corpus.tokenizer)
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{end[0]} $A {end[0]}", special_tokens=[end]
+    )
+    assert tokenizer("one two")["input_ids"][-1] == end[1]
+    wanted = continue_text(model, corpus.tokenizer, "one two", 5, draw=False)
+    assert continue_text(model, tokenizer, "one two", 5, draw=False) == wanted
+
+
+def test_more_tokens_than_a_model_has_positions_are_named(tmp_path: Path) -> None:
+    _, corpus = small("language", tmp_path)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "eos_token_id": None}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=len(corpus.tokenizer), **sizes))
+    assert continue_text(model, corpus.tokenizer, "one", 6, draw=False).startswith("one")
+    with pytest.raises(ValueError, match=r"takes 8 tokens, and the text has \d, with 9 to add; ask for fewer --tokens"):
+        continue_text(model, corpus.tokenizer, "one", 9, draw=False)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from factorized.experiments.text.masked import MaskedTask
@@ -67,13 +68,24 @@ def test_a_model_that_takes_positions_already_can_be_validated_and_takes_them_af
     assert model(input_ids=tokens, positions=positions).logits.shape[1] == 2
 
 
-def test_a_model_without_an_output_layer_is_refused() -> None:
-    class Headless(nn.Module):
-        def get_output_embeddings(self) -> None:
-            return None
+def mobile_bert() -> nn.Module:
+    """Return a model that multiplies by the weight of its output layer and never calls that layer."""
+    sizes = {"hidden_size": 16, "embedding_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MobileBertConfig(vocab_size=30, intra_bottleneck_size=8, intermediate_size=16, **sizes)
+    return transformers.MobileBertForMaskedLM(config).eval()
 
-    with (
-        pytest.raises(ValueError, match=r"Headless.get_output_embeddings\(\) returned None"),
-        taking_positions(Headless()),
-    ):
-        pass
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+@pytest.mark.parametrize("named", [True, False], ids=["its output layer is never called", "it names none"])
+def test_a_model_without_a_call_of_its_output_layer_drops_the_other_logits(
+    named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mobile_bert()
+    if not named:
+        monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
+    tokens, positions = torch.randint(30, (3, 8)), torch.tensor([[1, 4], [2, 3], [6, 7]])
+    every = model(input_ids=tokens).logits
+    with taking_positions(model):
+        found = model(input_ids=tokens, positions=positions).logits
+        torch.testing.assert_close(found, every[torch.arange(3)[:, None], positions])
+        torch.testing.assert_close(model(input_ids=tokens).logits, every)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 import factorized as fz
@@ -205,3 +209,41 @@ def test_the_forms_that_a_recipe_names_are_decayed_and_no_others(forms: str) -> 
         named = form.kind if form.kind in ("ov", "qk") else "layers"
         shrinks = math.sqrt(form.norm_squared(form.values).sum().item()) < before[form.name] * (1 - 1e-6)
         assert shrinks == (f'"{named}"' in forms), form.name
+
+
+def folder_of(tmp_path: Path, **changes: Any) -> str:
+    """Write a tiny RoBERTa in half precision and return its name in a recipe."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.RobertaConfig(vocab_size=50, max_position_embeddings=40, **sizes)
+    transformers.RobertaForMaskedLM(config).bfloat16().save_pretrained(tmp_path)
+    written = tmp_path / "config.json"
+    written.write_text(json.dumps({**json.loads(written.read_text()), **changes}))
+    return f"model.name=hf:{tmp_path}"
+
+
+def test_a_folder_in_half_precision_is_trained_in_float32_so_that_no_update_is_rounded_away(tmp_path: Path) -> None:
+    recipe = recipe_of("bert/tiny", folder_of(tmp_path), "data.length=38")
+    model = build_text_network(recipe, TOKENIZER, 0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    written = load_file(tmp_path / "model.safetensors")["roberta.encoder.layer.1.output.dense.weight"]
+    assert torch.equal(model.get_parameter("roberta.encoder.layer.1.output.dense.weight"), written.float())
+
+
+def test_a_folder_gets_no_longer_sequences_than_it_takes(tmp_path: Path) -> None:
+    recipe = recipe_of("bert/tiny", folder_of(tmp_path), "data.length=39")
+    with pytest.raises(ValueError, match=r"data.length = 39 is more than the 38 tokens that hf:.* takes; ask for 38"):
+        build_text_network(recipe, TOKENIZER, 0)
+
+
+def test_a_folder_without_the_weights_of_its_layers_is_refused_but_a_head_is_drawn(tmp_path: Path) -> None:
+    named = folder_of(tmp_path)
+    questions = recipe_of("squad/bert-small", "data.length=32", "data.stride=8")
+    own = questions.model_copy(update={"model": recipe_of("bert/tiny", named).model})
+    model = build_text_model(own, TOKENIZER, 0)
+    assert model.get_submodule("qa_outputs").out_features == 2
+    folder_of(tmp_path, vocab_size=60)  # of the head and of the embeddings, the weights have another size
+    with pytest.raises(ValueError, match=r"no fitting lm_head\.bias.* of another model than config"):
+        build_text_network(recipe_of("bert/tiny", named, "data.length=32"), TOKENIZER, 0)
+    folder_of(tmp_path, num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"no fitting roberta\.encoder\.layer\.2\..* of another model than config"):
+        build_text_network(recipe_of("bert/tiny", named, "data.length=32"), TOKENIZER, 0)

@@ -52,6 +52,19 @@ def test_a_task_is_trained_scored_saved_and_read_back(tmp_path: Path, task: str)
     assert not (tmp_path / "run" / "seed-0" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("task", ["language", "masked"])
+def test_text_for_less_than_one_batch_is_refused_as_nothing_would_be_trained(tmp_path: Path, task: str) -> None:
+    recipe, corpus = small(task, tmp_path)
+    count = len(TASKS[task](recipe, corpus).examples)
+    recipe, corpus = small(task, tmp_path, f"run.batch={count + 1}")
+    with pytest.raises(ValueError, match=f"makes {count} sequences .*, fewer than run.batch = {count + 1}; give more"):
+        train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+    recipe, corpus = small(task, tmp_path, f"run.batch={count}", "schedule.updates=1")
+    (result,) = train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    assert result["tokens"] == count * recipe.data.length
+
+
 @pytest.fixture
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> SlowDown:
     """Stop the clocks, and return a function that makes a method of a class take some seconds."""

@@ -38,6 +38,8 @@ def test_batches_hold_every_pair_once_and_no_more_tokens_than_asked() -> None:
 def test_a_pair_longer_than_a_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"run\.tokens = 10 is less than the longest pair, 12 tokens"):
         TokenBatches(np.array([3, 12]), 10, seed=0)
+    with pytest.raises(ValueError, match="2 pairs cannot be divided into 3 parts of a batch; give more pairs"):
+        TokenBatches(np.array([3, 12]), 100, seed=0, parts=3)
 
 
 def test_the_decoder_reads_the_target_shifted_and_padding_is_neither_read_nor_learned(tmp_path: Path) -> None:
