@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from factorized.experiments.training.export import accuracy_of, logits_on_test
 from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.result import RESULT
+from factorized.experiments.training.threads import one_thread
 from factorized.experiments.training.train import train
 from factorized.experiments.training.trained import load_trained
 from factorized.files.checkpoint import load, save
@@ -45,7 +45,7 @@ def run_variants(
     ``report`` makes the reporter of a recipe's runs; ``tell`` is called with each recipe that is done.
     """
     variants = []
-    with _one_thread(), StopRequest() as stop:
+    with one_thread(), StopRequest() as stop:
         for name, label in recipes.items():
             stop.check()
             recipe = load_recipe(name, changes)
@@ -56,17 +56,6 @@ def run_variants(
             variants += group_runs(runs, {name: label})
             tell(variants[-1])
     return mark_best(variants)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one core: images this small do not keep a second thread busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def winners_of(variants: Sequence[Variant]) -> list[Variant]:

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from factorized.decay.forms import forms
-from factorized.diagnostics.diagnose import diagnose
+from factorized.diagnostics.diagnose import Diagnosis, diagnose
 from factorized.diagnostics.summary import summary
 from factorized.experiments.data.images import Images
 from factorized.experiments.training.folder import METRICS, writing
+from factorized.experiments.training.threads import one_thread
 from factorized.files.atomic import write_text
 from factorized.files.checksum import sealed
 from factorized.version import PACKAGE, __version__
@@ -81,8 +82,7 @@ def product_row(network: nn.Module, lr: float) -> Row:
     """Return the averages over all products of what figures 1 and 3 show; nothing for a network without products."""
     if not forms(network):
         return {}
-    # Singular values of many small matrices: on an H200 ResNet-32x2 at 0.1 took 0.49 s, a quarter of an epoch.
-    rows = diagnose(deepcopy(network).cpu(), lr)
+    rows = _norms(deepcopy(network).cpu(), lr)
     bounds = [row.nuclear_bound for row in rows if row.nuclear_bound is not None]  # tensors and deep products have none
     return {
         "nuclear": sum(row.nuclear or 0.0 for row in rows) / len(rows),
@@ -96,9 +96,9 @@ def layer_rows(network: nn.Module) -> list[Row]:
     """Return rank, size and norms of every product of a trained network; an empty list for one without products."""
     if not forms(network):
         return []
-    network = deepcopy(network).cpu()  # as for ``product_row``
+    network = deepcopy(network).cpu()
     sizes, rows = {row.name: row for row in summary(network).rows}, []
-    for form, norms in zip(forms(network), diagnose(network, 0.0), strict=True):
+    for form, norms in zip(forms(network), _norms(network, 0.0), strict=True):
         if (size := sizes.get(form.name)) is not None:
             own: Row = {"format": size.format, "shape": list(size.shape), "rank": size.rank}
             own |= {"params": size.params, "dense_params": size.dense_params}
@@ -108,6 +108,12 @@ def layer_rows(network: nn.Module) -> list[Row]:
             own |= {"params": left.numel() + right.numel(), "dense_params": None}
         rows.append({"name": form.name, "kind": form.kind, **own, **{name: getattr(norms, name) for name in NORMS}})
     return rows
+
+
+def _norms(network: nn.Module, lr: float) -> list[Diagnosis]:
+    """Return the norms of products on a CPU: singular values of small matrices take an H200 longer."""
+    with one_thread():
+        return diagnose(network, lr)
 
 
 def describe_machine(device: torch.device) -> Row:

@@ -56,6 +56,7 @@ from factorized.experiments.training.state import (
 )
 from factorized.experiments.training.step import TrainingStep, autocast_type
 from factorized.experiments.training.streamed import Streamed
+from factorized.experiments.training.threads import one_thread
 from factorized.experiments.training.trained import save_trained
 from factorized.experiments.training.turns import STEPS
 from factorized.nn.running import count_parameters
@@ -201,7 +202,8 @@ class Trainer:
 
     def _factorize(self, dense: nn.Module) -> nn.Module:
         progress = None if self.progress is None else late(self.progress)
-        return factorize_network(self.recipe, dense, self.plan, progress)
+        with one_thread():
+            return factorize_network(self.recipe, dense, self.plan, progress)
 
     def _begin(self, state: RunState) -> None:
         restore(state, self.network, self.optimizer, self.step)

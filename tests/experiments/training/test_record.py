@@ -15,7 +15,7 @@ from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 import factorized as fz
 from factorized.experiments.data.augment import normalize
-from factorized.experiments.training import record
+from factorized.experiments.training import record, trainer
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.network import build_network
 from factorized.experiments.training.record import Recorder, commit, layer_rows, product_row, write_json
@@ -231,3 +231,27 @@ def test_the_commit_is_that_of_the_package_and_of_no_repository_around_it(
     assert commit() is None
     monkeypatch.setenv("PATH", "")
     assert commit() is None
+
+
+def test_decompositions_of_a_run_use_one_thread_whatever_the_process_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, int] = {}
+
+    def watched(name: str, function: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            seen[name] = torch.get_num_threads()
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(record, "diagnose", watched("diagnose", record.diagnose))
+    monkeypatch.setattr(trainer, "factorize_network", watched("factorize", trainer.factorize_network))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        train(recipe("schedule.epochs=1"), digits(), tmp_path, device="cpu")
+        assert seen == {"diagnose": 1, "factorize": 1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
