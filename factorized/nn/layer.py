@@ -54,6 +54,7 @@ class FactorizedLayer(nn.Module):
     tunable = True  # whether there is a choice of ways to run
     takes_more = False  # whether a call takes more than an input, which a chain of plain layers does not
     known_ways: ClassVar[tuple[Way, ...]] = WAYS  # the ways that this kind of layer supports
+    made: ClassVar[int] = 0  # layers so far, of all models: a decay sees by it that a model may have got more of them
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class FactorizedLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        FactorizedLayer.made += 1
         self.format = format
         lists: dict[str, nn.ParameterList] = {}
         for name, extents in format.cores.items():
