@@ -76,8 +76,7 @@ class FactorizedLayer(nn.Module):
             elif holder in lists:
                 lists[holder].append(core)
             else:
-                lists[holder] = nn.ParameterList([core])
-                self.add_module(holder, lists[holder])
+                self.add_module(holder, lists.setdefault(holder, nn.ParameterList([core])))
         self._holders = tuple(dict.fromkeys(name.partition(".")[0] for name in format.cores))
         self._has_lists = self._holders != tuple(format.cores)
         self.drop_connect = 0.0  # share of the product's entries dropped in training, see fz.drop_connect
