@@ -79,7 +79,7 @@ class FrobeniusDecay(AttachedDecay):
         check_readable(strength, model)
         self.decoupled = self.changes_parameters = bool(decoupled)
         self._hints = decoupled is None  # whether to warn that an adaptive optimizer rescales what is added
-        super().__init__(())
+        super().__init__(model, ())
         self._inside: dict[Form, tuple[FactorizedLayer, float]] = {}
         self._engine = Engine(())
         self.strength = strength
@@ -191,6 +191,9 @@ class FrobeniusDecay(AttachedDecay):
         if not torch.compiler.is_compiling() and noted(self._strength) != self._noted:
             self.strength = self._strength
         super()._refresh(stepping=stepping)
+
+    def _acts_on(self, found: Sequence[Form]) -> Sequence[Form]:
+        return decayed_forms(self._strength, found)
 
     def _counts(self, step: Step) -> bool:
         return not (callable(self.strength) and step.is_skipped())  # only a schedule is worth waiting for

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from factorized.decay.forms import Form, factor_parameters
+from factorized.decay.forms import Form, factor_parameters, forms
 from factorized.decay.strength import Strength, strengths
 from factorized.nn.layer import FactorizedLayer
 
@@ -115,6 +115,30 @@ def check_still_held(decayed: Sequence[Form], *, between_passes: bool = False) -
                     "sharded or replaced since. Make the optimizer and the decay after that; if the factor is "
                     "computed, make it a parameter again first (prune.remove, parametrize.remove_parametrizations)"
                 )
+
+
+class LaterLayers:
+    """Finds layers of a model that were factorized after a decay of it was made; until then it compares two numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._made = model, FactorizedLayer.made
+
+    def check(self, known: Sequence[Form], decayed: Callable[[Sequence[Form]], Sequence[Form]] = tuple) -> None:
+        """Raise if a layer of the model is not ``known`` and ``decayed`` returns it among those that should be."""
+        if FactorizedLayer.made == self._made:
+            return
+        layers, factors = {form.layer for form in known}, factor_parameters(known)
+        later = [  # of another layer and of other factors: FSDP2 may replace parameters, and layers may be tied
+            form
+            for form in forms(self._model)
+            if form.layer not in layers and form.layer is not None and form.factors[0].parameter not in factors
+        ]
+        if missed := decayed(later):
+            raise ValueError(
+                f"{missed[0].name} was factorized after this decay was made, which does not act on it; make the "
+                "optimizer and the decay after all layers are factorized"
+            )
+        self._made = FactorizedLayer.made
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:

@@ -12,8 +12,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized.decay.forms import Factor, Form
-from factorized.decay.guard import DecaysProducts, check_attachable, check_decayed_once, check_still_held
-from factorized.decay.strength import Number, scalar
+from factorized.decay.guard import DecaysProducts, LaterLayers, check_attachable, check_decayed_once, check_still_held
+from factorized.decay.strength import Number, scalar, unless_named
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -92,10 +92,12 @@ class AttachedDecay(DecaysProducts):
     noun: ClassVar[str]  # what errors call it
     shown: ClassVar[tuple[str, ...]]  # the attributes that the repr shows
     changes_parameters: bool = False  # rather than gradients
+    forms: list[Form]  # of the model
 
-    def __init__(self, decayed: Sequence[Form]) -> None:
+    def __init__(self, model: nn.Module, decayed: Sequence[Form]) -> None:
         self.steps = 0  # taken so far: the argument of a schedule
         self._decayed = list(decayed)
+        self._later = LaterLayers(model)
         self._handle: RemovableHandle | None = None
         self._decays_seen: list[tuple[object, int]] = []  # weight_decay and size of the optimizer's groups
 
@@ -116,6 +118,11 @@ class AttachedDecay(DecaysProducts):
         """Take over settings that were changed in place, and check that the model still holds the factors."""
         if not torch.compiler.is_compiling():
             check_still_held(self._decayed, between_passes=not stepping)
+            self._later.check(self.forms, self._acts_on)
+
+    def _acts_on(self, found: Sequence[Form]) -> Sequence[Form]:
+        """Return those of the forms that it acts on if the model has them when it is made."""
+        return unless_named(found)
 
     def _counts(self, step: Step) -> bool:
         """Return whether ``step`` is one more that was taken."""
@@ -130,6 +137,7 @@ class AttachedDecay(DecaysProducts):
         if self._handle is not None:
             raise ValueError(f"this {self.noun} is attached already; call detach() first")
         check_attachable(self, self._decayed, optimizer)
+        self._later.check(self.forms, self._acts_on)
         self._decays_seen = _own_decays(optimizer)
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         return self

@@ -51,7 +51,7 @@ class ProductPenalty(AttachedDecay):
                 f"{type(model).__name__} holds no products to penalize; call fz.factorize first"
                 f"{unread_attention(model)}"
             )
-        super().__init__(self.forms)
+        super().__init__(model, self.forms)
         self.fn = fn
 
     def penalty(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from factorized._torch import computable, on_one_device, without_autocast
 from factorized.decay.forms import Factor, Form, forms
-from factorized.decay.guard import check_hookable, check_still_held
+from factorized.decay.guard import LaterLayers, check_hookable, check_still_held
 from factorized.decay.strength import check_number
 
 Norms = dict[str, float]  # by form name
@@ -44,6 +44,7 @@ class NormMatcher:
         self.forms = forms(model)
         if not self.forms:
             raise ValueError(f"{type(model).__name__} holds no products to match; call fz.factorize first")
+        self._later = LaterLayers(model)
         self._handle: RemovableHandle | None = None
         self._recorded: Sequence[Mapping[str, float]] = ()
         self._step = 0
@@ -53,6 +54,7 @@ class NormMatcher:
     def record(self) -> Norms:
         """Return the present norm of every product, by name."""
         check_still_held(self.forms, between_passes=True)
+        self._later.check(self.forms)
         return {form.name: norm for form, norm in zip(self.forms, self.norms().tolist(), strict=True)}
 
     @torch.no_grad()

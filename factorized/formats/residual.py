@@ -98,8 +98,11 @@ class ResidualFormat(Format):
         return (*cores, (scaled.round() if self.dtype == "int8" else scaled).to(TYPES[self.dtype]), scale)
 
     def rest(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)
-        """Return the frozen part of the weight, in the type of the trained one."""
-        rest, *scale = cores[len(self.part.cores) :]
+        """Return the frozen part of the weight, in the type of the trained one.
+
+        It is detached, since ``model.requires_grad_(True)`` also marks frozen parameters as trained.
+        """
+        rest, *scale = (core.detach() for core in cores[len(self.part.cores) :])
         rest = rest.to(cores[0].dtype)
         return rest * scale[0] if scale else rest
 

@@ -54,6 +54,7 @@ class FactorizedLayer(nn.Module):
     tunable = True  # whether there is a choice of ways to run
     takes_more = False  # whether a call takes more than an input, which a chain of plain layers does not
     known_ways: ClassVar[tuple[Way, ...]] = WAYS  # the ways that this kind of layer supports
+    made: ClassVar[int] = 0  # layers so far, of all models: a decay sees by it that a model may have got more of them
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class FactorizedLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        FactorizedLayer.made += 1
         self.format = format
         lists: dict[str, nn.ParameterList] = {}
         for name, extents in format.cores.items():
@@ -74,8 +76,7 @@ class FactorizedLayer(nn.Module):
             elif holder in lists:
                 lists[holder].append(core)
             else:
-                lists[holder] = nn.ParameterList([core])
-                self.add_module(holder, lists[holder])
+                self.add_module(holder, lists.setdefault(holder, nn.ParameterList([core])))
         self._holders = tuple(dict.fromkeys(name.partition(".")[0] for name in format.cores))
         self._has_lists = self._holders != tuple(format.cores)
         self.drop_connect = 0.0  # share of the product's entries dropped in training, see fz.drop_connect

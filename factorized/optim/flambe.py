@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from factorized.decay.engine import Engine
 from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
-from factorized.decay.guard import DecaysProducts, check_not_in_backward, check_still_held
+from factorized.decay.guard import DecaysProducts, LaterLayers, check_not_in_backward, check_still_held
 from factorized.decay.rest import REST_DECAY, packed_parameters, without_factors
 from factorized.decay.strength import (
     Strength,
@@ -86,6 +87,7 @@ class Flambe(Lamb, DecaysProducts):
                 f"{unread_attention(model)}"
             )
         check_readable(frobenius_decay, model)
+        self._later = LaterLayers(model)
         self._set_decayed([])
         self.frobenius_decay = frobenius_decay
         self.steps = 0  # taken so far: the argument of a schedule
@@ -127,7 +129,7 @@ class Flambe(Lamb, DecaysProducts):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles."""
-        own = ("forms", "_frobenius_decay", "_noted", "steps", "_decayed", "_engine", "_factors", "_packed")
+        own = ("forms", "_frobenius_decay", "_noted", "steps", "_decayed", "_engine", "_factors", "_packed", "_later")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,6 +143,7 @@ class Flambe(Lamb, DecaysProducts):
             if noted(self._frobenius_decay) != self._noted:
                 self.frobenius_decay = self._frobenius_decay
             check_still_held(self._decayed)
+            self._later.check(self.forms, partial(decayed_forms, self._frobenius_decay))
         decays: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             rate = group.get(REST_DECAY, group["weight_decay"])

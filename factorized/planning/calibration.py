@@ -125,8 +125,8 @@ def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any]
                 value = loss(outputs, *move_to(model, rest))
         except Exception as error:
             raise ValueError(
-                f"{text}: loss raised {type(error).__name__}: {error}. It is called with the model's outputs and the "
-                "other parts of the batch"
+                f"{text}: loss raised {type(error).__name__}: {str(error).rstrip('.')}. It is called with the model's "
+                "outputs and the other parts of the batch"
             ) from error
         if not isinstance(value, Tensor) or value.dim() or not torch.isfinite(value):
             got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)

@@ -87,6 +87,22 @@ def test_the_part_trains_and_the_rest_does_not(dtype: Any) -> None:
     torch.testing.assert_close(decay.penalty(), 0.15 * norms)
 
 
+@pytest.mark.parametrize("execution", ["chain", "composed"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float8_e4m3fn"])
+def test_the_rest_stays_frozen_when_all_parameters_are_set_to_be_trained(dtype: Any, execution: Any) -> None:
+    model = residual(dtype)
+    model[2].execution = execution
+    before = deepcopy(model)
+    model.requires_grad_(False).requires_grad_(True)  # as Lightning's unfreeze() does
+    optimizer = torch.optim.AdamW(fz.parameter_groups(model, 0.1), lr=0.1)
+    model(x()).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model[2].U, before[2].U)
+    for name in before[2].format.frozen:
+        if hasattr(before[2], name):
+            assert torch.equal(getattr(model[2], name).float(), getattr(before[2], name).float())
+
+
 def transposed() -> tuple[Any, Tensor]:
     from transformers.pytorch_utils import Conv1D as conv1d
 

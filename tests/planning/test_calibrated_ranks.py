@@ -331,6 +331,7 @@ class Backless(torch.autograd.Function):
     ("loss", "message"),
     [
         (lambda out: out.sum(), "batch 0 .*: loss raised TypeError: .* called with the model's outputs and the other"),
+        (lambda out, y: F.cross_entropy(out, y + 9), r"Target \d+ is out of bounds\. It is called with"),
         (lambda out, y: out.sum(-1), r"without dimensions, got one of shape \(30,\)"),
         (lambda out, y: 0.5, r"loss must return one finite number as a tensor without dimensions, got 0\.5"),
         (lambda out, y: out.sum() * torch.nan, "loss must return one finite number"),

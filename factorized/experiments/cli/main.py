@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
 import signal
 import sys
@@ -17,9 +18,10 @@ from typing import Any
 
 from factorized.experiments.cli.processes import process_number
 from factorized.experiments.data.explain import in_words
-from factorized.experiments.data.extras import not_installed
+from factorized.experiments.data.extras import install_command, not_installed
 from factorized.experiments.training.interrupt import CannotWrite, Interrupted, OneInterrupt
 
+OLDEST_TYPER = (0, 29)  # as pyproject.toml has it
 LONGEST = 4096  # characters of an argument: as long as a path can be
 STOPPED = 128 + signal.SIGINT
 # packages of the extra "vision", which the library itself does without
@@ -46,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
     try:
         given = _checked_words(given)
+        _check_typer()
         # imported here so that a missing package is reported like any other error
         from factorized.experiments.cli.app import app
 
@@ -68,6 +71,18 @@ def _run(given: Sequence[str], interrupt: OneInterrupt) -> int:
         if interrupt.taken and not isinstance(error, Interrupted):  # an import that was interrupted
             raise KeyboardInterrupt from None
         return _explain(error, given)
+
+
+def _check_typer() -> None:
+    """Raise if typer is so old that options of the verbs or their help would fail with errors of Python."""
+    import typer
+
+    if tuple(map(int, re.findall(r"\d+", typer.__version__)[:2])) < OLDEST_TYPER:
+        needed = ".".join(map(str, OLDEST_TYPER))
+        raise ImportError(
+            f"the command line needs typer {needed} or newer, and {typer.__version__} is installed: "
+            f"{install_command('vision')}"
+        )
 
 
 def _complete_for_bash() -> int:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.experiments.compress.subject import Subject
+from factorized.experiments.compress.subject import Plain, Subject
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.data.images import Images
 from factorized.experiments.models.build import build_for
+from factorized.experiments.models.hugging_face import ImageClassifier, read_classifier, write_classifier
 from factorized.experiments.recipes.recipe import Model, Recipe
 from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.evaluate import Evaluator
@@ -43,6 +44,15 @@ class ImageSubject(Subject):
     score, lower_is_better = "accuracy", False
 
     @property
+    def forms(self) -> tuple[Plain, ...]:
+        """Both forms; of transformers, dense layers alone, which it opens."""
+        return ("composed",) if self._is_of_transformers else super().forms
+
+    @property
+    def _is_of_transformers(self) -> bool:
+        return self.model.startswith("hf:")
+
+    @property
     def example_input(self) -> ExampleInput | None:
         """One black image."""
         return torch.zeros(1, self.images.channels, *self.images.size)
@@ -67,7 +77,10 @@ class ImageSubject(Subject):
         return {"accuracy": accuracy, "loss": loss}
 
     def save(self, network: nn.Module, folder: Path) -> None:
-        """Write the files of ``fz.save``, or one safetensors file of a plain network."""
+        """Write the files of ``fz.save``, or one safetensors file of a plain network; of transformers, its folder."""
+        if isinstance(network, ImageClassifier):
+            write_classifier(network, folder, Path(self.model.removeprefix("hf:")).expanduser())
+            return
         if is_factorized(network):
             save(network, folder)
             return
@@ -79,7 +92,8 @@ class ImageSubject(Subject):
 
     def load(self, folder: Path) -> nn.Module:
         """Return the network that ``save`` wrote."""
-        return load(folder, build_for(self.model, self.images)).to(self.device).eval()
+        made = read_classifier(folder) if self._is_of_transformers else load(folder, build_for(self.model, self.images))
+        return made.to(self.device).eval()
 
     def fit(self, recipe: AnyRecipe) -> AnyRecipe:
         """Return the recipe with this model and these images."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,18 +81,24 @@ def layer_calls(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str,
     """Return the last call of some layers while the model runs on one batch; layers that never run have none."""
     seen: dict[str, LayerCall] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> None:
-            # copies, as the code after the layer may write to its inputs and outputs
-            seen[name] = LayerCall(*(moved(value, CPU, copy=True) for value in (arguments, keywords, output)))
+    def keep(name: str, *call: Any) -> None:
+        # copies, as the code after the layer may write to its inputs and outputs
+        seen[name] = LayerCall(*(moved(value, CPU, copy=True) for value in call))
 
-        return hook
+    _watch(model, names, batch, keep)
+    return seen
+
+
+def _watch(model: nn.Module, names: Iterable[str], batch: Any, see: Callable[..., None]) -> None:
+    """Run the model on one batch; ``see`` gets the name, arguments, keywords and output of every call of the layers."""
+
+    def hook_of(name: str) -> Callable[..., None]:
+        return lambda module, arguments, keywords, output: see(name, arguments, keywords, output)
 
     modules = dict(model.named_modules())
-    hooks = [modules[name].register_forward_hook(keep(name), with_kwargs=True) for name in names if name in modules]
+    hooks = [modules[name].register_forward_hook(hook_of(name), with_kwargs=True) for name in names if name in modules]
     with removing(hooks):
         run_once(model, batch[0] if isinstance(batch, (tuple, list)) else batch, "a batch")
-    return seen
 
 
 @torch.no_grad()
@@ -106,9 +112,18 @@ def losses_alone(model: nn.Module, calls: dict[str, LayerCall]) -> dict[str, flo
     }
 
 
-def differences(calls: dict[str, LayerCall], now: dict[str, LayerCall]) -> dict[str, float]:
-    """Return ``‖y' - y‖² / ‖y‖²`` of layers in two networks: what they and the layers before them changed."""
-    return {name: _relative(now[name].output, one) for name, one in calls.items() if name in now and one.has_output}
+def differences(model: nn.Module, calls: dict[str, LayerCall], batch: Any) -> dict[str, float]:
+    """Return ``‖y' - y‖² / ‖y‖²`` of the layers of a network on the batch of the dense network's calls.
+
+    It is what a layer and those before it changed. Outputs are compared as they come, and none are held.
+    """
+    found: dict[str, float] = {}
+
+    def compare(name: str, arguments: Any, keywords: Any, output: Tensor) -> None:
+        found[name] = _relative(output, calls[name])  # of the last call
+
+    _watch(model, [name for name, one in calls.items() if one.has_output], batch, compare)
+    return {name: found[name] for name in calls if name in found}
 
 
 def _relative(output: Tensor, dense: LayerCall) -> float:

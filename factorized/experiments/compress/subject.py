@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,15 @@ class Subject(ABC):
     seed: int = 0  # of that training
     score: str = field(init=False)  # the figure that it is judged by
     lower_is_better: bool = field(init=False)
-    forms: ClassVar[tuple[Plain, ...]] = ("lowered", "composed")  # the plain forms that it can be written in
 
     def dense(self) -> nn.Module:
         """Return a fresh copy of the trained network, on the device."""
         return self.make().to(self.device).eval()
+
+    @property
+    def forms(self) -> tuple[Plain, ...]:
+        """The plain forms that it can be written in."""
+        return "lowered", "composed"
 
     @property
     def example_input(self) -> ExampleInput | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorized.experiments.compress.subject import Subject
-from factorized.experiments.models.hugging_face import quiet
+from factorized.experiments.compress.subject import Plain, Subject
+from factorized.experiments.models.hugging_face import quiet, write_model
 from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.models import auto_class
@@ -21,27 +20,27 @@ from factorized.experiments.text.task import IGNORED, TextTask, in_batches
 from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.training.progress import Reporter
-from factorized.files.pretrained import from_pretrained, save_pretrained
+from factorized.files.pretrained import from_pretrained
 from factorized.planning.plan import Plan
-from factorized.surgery.compose import is_factorized
 
 BATCH = 16
 
 
 @dataclass(eq=False, kw_only=True)
 class TextSubject(Subject):
-    """A transformers model with the corpus of its task.
-
-    It is composed to be written as plain modules: transformers opens no folder of a model whose layers are two.
-    """
+    """A transformers model with the corpus of its task."""
 
     reads: TextRecipe  # of the run; for a model of others, one with its task and how its text is read
     corpus: Corpus  # the text, in the model's own tokens
-    forms = ("composed",)
 
     def __post_init__(self) -> None:
         self.task: TextTask = TASKS[self.reads.task](self.reads, self.corpus)
         self.score, self.lower_is_better = self.task.score, self.task.lower_is_better
+
+    @property
+    def forms(self) -> tuple[Plain, ...]:
+        """Dense layers alone, which transformers opens."""
+        return ("composed",)
 
     def batches(self, samples: int) -> list[Any]:
         """Return training sequences, spread evenly over the text, with labels; masked tokens are always the same.
@@ -73,13 +72,8 @@ class TextSubject(Subject):
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """Write a folder that transformers opens, by ``fz.from_pretrained`` if it is factorized; with the tokenizer."""
-        shutil.rmtree(folder, ignore_errors=True)
-        plain: Any = network
+        write_model(network, folder)
         with quiet():
-            if is_factorized(network):
-                save_pretrained(network, folder)
-            else:
-                plain.save_pretrained(folder)
             self.corpus.tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> nn.Module:

@@ -299,7 +299,7 @@ class Work:
     def _differences(self, wanted: Sequence[str]) -> dict[str, dict[str, float]]:
         """Return how the outputs of every layer differ from the dense network's, also by itself.
 
-        One network is held at a time, with the calls of its layers on one batch.
+        One network is held at a time, beside the dense network's calls of its layers on one batch.
         """
         names = [entry.name for entry in self.plan.layers]
         batch = self.batches[len(self.batches) // 2]  # of texts, the first are the shortest
@@ -310,7 +310,7 @@ class Work:
             network = self.subject.load(self.folder / COMPRESSED) if stage == "compressed" else self.final()
             if stage == "compressed":
                 found["alone"] = losses_alone(network, calls)
-            found[stage] = differences(calls, layer_calls(network, names, batch))
+            found[stage] = differences(network, calls, batch)
             del network
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from factorized.experiments.data.extras import need
 from factorized.experiments.data.images import Images
 from factorized.files.folder import MANIFEST
-from factorized.files.pretrained import refuse_own_code
+from factorized.files.pretrained import from_pretrained, refuse_own_code, save_pretrained
+from factorized.surgery.compose import is_factorized
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PROCESSOR = "preprocessor_config.json"
@@ -64,6 +66,32 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
         else:
             model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return ImageClassifier(model.train())
+
+
+def write_classifier(network: ImageClassifier, folder: Path, source: Path) -> None:
+    """Write a folder that transformers opens, by ``fz.from_pretrained`` if it is factorized.
+
+    Its image processor is that of ``source``, where there is one.
+    """
+    write_model(network.model, folder)
+    if (source / PROCESSOR).is_file():
+        shutil.copyfile(source / PROCESSOR, folder / PROCESSOR)
+
+
+def read_classifier(folder: Path) -> ImageClassifier:
+    """Return the factorized classifier that ``write_classifier`` wrote."""
+    with quiet():
+        return ImageClassifier(from_pretrained(need_transformers().AutoModelForImageClassification, folder))
+
+
+def write_model(model: Any, folder: Path) -> None:
+    """Write a model of transformers, dense or factorized, to a folder, replacing what is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with quiet():
+        if is_factorized(model):
+            save_pretrained(model, folder)
+        else:
+            model.save_pretrained(folder)
 
 
 def as_trained_on(folder: Path, images: Images) -> Images:

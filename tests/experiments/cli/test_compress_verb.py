@@ -357,9 +357,18 @@ def test_an_image_classifier_of_hugging_face_is_compressed(cli: Cli, tmp_path: P
         num_channels=1, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=10
     )
     transformers.ResNetForImageClassification(config).save_pretrained(tmp_path / "resnet")
+    (tmp_path / "resnet" / "preprocessor_config.json").write_text('{"image_mean": [0.5], "image_std": [0.25]}')
     given = ("--ratio", "0.7", "--data", npz, "--out", tmp_path / "out", *QUICK)
-    said = cli("compress", tmp_path / "resnet", *given)
+    refused = cli("compress", tmp_path / "resnet", *given, "--to", "lowered").error
+    assert "cannot be written as lowered: transformers would not open it" in refused
+    said = cli("compress", tmp_path / "resnet", *given, "--to", "composed")
     assert said.code == 0, said.err
     state = state_of(tmp_path / "out")
     assert state["compressed"]["parameters"] <= 0.7 * state["before"]["parameters"]
+    kind = transformers.AutoModelForImageClassification
+    x = torch.randn(2, 1, 8, 8)
+    small = fz.from_pretrained(kind, tmp_path / "out" / "compressed").eval()
+    plain = kind.from_pretrained(tmp_path / "out" / "composed").eval()
+    torch.testing.assert_close(small(x).logits, plain(x).logits)
+    assert (tmp_path / "out" / "composed" / "preprocessor_config.json").is_file()
     assert "classifies images; name them by --data" in cli("compress", tmp_path / "resnet", "--ratio", "0.7").error

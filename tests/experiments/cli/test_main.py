@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from factorized.experiments.cli import plan
@@ -189,6 +190,25 @@ def test_without_the_extra_it_says_what_to_install(package: str) -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     line = f"factorized: this needs {package}, which is not installed: {install_command('vision')}\n"
     assert (found.returncode, found.stderr) == (2, line)
+
+
+@pytest.mark.parametrize("version", ["0.9.4", "0.28.0", "0.28.0.dev1"])
+def test_with_an_old_typer_it_says_which_one_to_install(
+    version: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(typer, "__version__", version)
+    asked = re.search(r'"typer>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert asked is not None
+    assert cli("recipes", "ls").error == (
+        f"factorized: the command line needs typer {asked[1]} or newer, and {version} is installed: "
+        f"{install_command('vision')}\n"
+    )
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30", "1.0.0rc1"])
+def test_with_the_oldest_typer_or_a_newer_one_it_runs(version: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(typer, "__version__", version)
+    assert cli("recipes", "ls").code == 0
 
 
 def test_a_package_that_a_model_of_the_users_misses_is_named_with_the_line_that_imports_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -43,12 +44,26 @@ def test_differences_add_up_along_the_network_and_are_zero_where_nothing_changed
     torch.manual_seed(0)
     dense, x = Mlp(), torch.randn(50, 20)
     calls = layer_calls(dense, NAMES, x)
-    assert set(differences(calls, layer_calls(copy.deepcopy(dense), NAMES, x)).values()) == {0.0}
+    assert set(differences(copy.deepcopy(dense), calls, x).values()) == {0.0}
     model = fz.factorize(copy.deepcopy(dense), rank=4, include=["wide"])
-    found = differences(calls, layer_calls(model, NAMES, x))
+    found = differences(model, calls, x)
     alone = losses_alone(model, calls)
     assert found["wide"] == pytest.approx(alone["wide"], rel=1e-5)
     assert found["square"] > 0 == alone["square"]
+
+
+def test_outputs_that_are_compared_are_not_held() -> None:
+    dense, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(1000, 64)
+    calls = layer_calls(dense, [str(n) for n in range(8)], x)
+    held: list[int] = []
+
+    def count(*call: object) -> None:
+        held.append(sum(type(one) is torch.Tensor and one.shape == x.shape for one in gc.get_objects()))
+
+    for layer in dense:
+        layer.register_forward_pre_hook(count)
+    assert len(differences(dense, calls, x)) == 8
+    assert max(held) - held[0] <= 1  # the output of the layer before
 
 
 class InPlace(nn.Module):
