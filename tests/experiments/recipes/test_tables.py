@@ -143,7 +143,8 @@ def test_the_example_of_an_own_table_is_one(tmp_path: Path) -> None:
             "*",
             "there is no table 'tabel3' to train .did you mean 'table3'..; there are bert, figure1, .*table4",
         ),
-        ("table9", "*", "there is no table 'table9' to train"),
+        ("table9", "*", "table9 of the paper's appendix shows the runs of table3; reproduce that one"),
+        ("table3", "zzz", "no cell of table3 matches 'zzz'; it has cifar10/resnet20, .*, …"),
         ("table7", "*", "table7 of the paper's appendix shows the runs of table2; reproduce that one"),
         ("no.toml", "*", "there is no table file no.toml"),
         (
