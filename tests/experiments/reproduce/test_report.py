@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from factorized.experiments.reproduce.report import Check, Heading, Report, make_report, report_page, write_report
+from factorized.experiments.reproduce.report import (
+    Check,
+    Heading,
+    Report,
+    make_report,
+    report_page,
+    report_tables,
+    write_report,
+)
 from factorized.experiments.reproduce.runs import FAILURE, Found, read_runs
 from tests.experiments.reproduce.made import LAYER, MACHINE, image_result, run_of, text_result, write
 
@@ -235,3 +243,13 @@ def test_a_check_is_told_in_plain_numbers() -> None:
     assert Check("", 0.0, 0.05).figures == "0 (allowed 0.05)"
     assert Check("", 0.09954, 0.1).figures == "0.0995 (allowed 0.1)"
     assert Check("", 2.61e-7, 1e-4).figures == "2.61e-07 (allowed 0.0001)"
+
+
+def test_columns_that_say_nothing_are_left_out() -> None:
+    plain = image_result("digits/resnet8", 0, 97.0)
+    noted = image_result("digits/resnet8-wide-fd", 0, 98.0, composed={"parameters": 4000}, note="shared a GPU")
+    for results, expected in (([plain], set()), ([plain, noted], {"note", "deployed"})):
+        tables = report_tables(make_report(Found([run_of(result) for result in results])))
+        names = {column.name for table in (tables.runs, tables.variants) for column in table.columns}
+        assert names & {"note", "deployed"} == expected
+    assert "shared a GPU" in tables.runs.to_csv()
