@@ -120,3 +120,12 @@ def test_a_lost_cluster_leaves_everything_finished_in_place(tmp_path: Path, monk
     assert main(["reproduce", table, "--seeds", "2", "--device", "cpu", "--quiet"]) == 0
     assert len(runs_in(tmp_path / "out")) == 4
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+def test_a_cluster_that_refuses_the_connection_leads_to_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ValueError, match=r"--address auto: Failed to connect .*; .* with RAY_AUTH_MODE=token"):
+        list(RayEngine(address="auto").run([]))
