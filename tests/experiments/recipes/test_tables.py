@@ -168,12 +168,16 @@ def test_an_unknown_table_or_cell_lists_near_ones(table: str, cells: str, messag
         ("9.25", "*", "row 'Pruning', column 'SI': expected a figure .*, - for nothing; got '\\*'"),
         ("{ FD = ", "{ DF = ", r"row 'DF', column 'whole': \[rows\] does not say what 'DF' trains; it has FD"),
         ('["whole",', '["hole",', r"\[columns\] does not say what 'hole' trains; it has whole, other, SI"),
-        ("{grid}-{row}", "{gird}-{row}", "expected a pattern with {grid}, {row} and {column} in it, got '{gird}-"),
+        (
+            "{grid}-{row}",
+            "{gird}-{row}",
+            "expected a pattern with {grid}, {row} and {column} in it, and other braces twice, as {{seed}}; got '{gird}-",
+        ),
         ('"error"', '"time"', 'recipes aim at one of "error", "accuracy", "F1", got metric = \'time\''),
         (
             'name = "resnet8"',
             'name = "{resnet}"',
-            "expected a pattern with {grid}, {row} and {column} in it, got '{res",
+            "expected a pattern with {grid}, {row} and {column} in it, and other braces twice, as {{seed}}; got '{res",
         ),
         ('-{row}{column}"', '"', "expected one cell for each recipe, got several for mine/net"),
         ("table = 7", "table = 'seven'", "table: .*valid integer, got 'seven'"),
