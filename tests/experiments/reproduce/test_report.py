@@ -145,7 +145,24 @@ def test_mixed_versions_are_shown_as_such() -> None:
     assert "These runs are of mixed versions of torch: 2.11.0, 2.13.0." in page
     assert '<span class="chip">mixed versions</span>' in page
     alike = report_page(digits(), Heading())
-    assert "mixed versions" not in alike
+    assert "mixed " not in alike
+
+
+@pytest.mark.parametrize(
+    ("other", "chip", "notice"),
+    [
+        ({"commit": "b" * 40}, "mixed versions", "The runs are of 2 commits; rows that mix them are marked."),
+        ({"cuda": "13.0"}, "mixed versions", ""),
+        ({"python": "3.14.0"}, "mixed versions", ""),
+        ({"device": "another"}, "mixed hardware", ""),
+        ({"processes": 2}, "mixed hardware", ""),
+    ],
+)
+def test_rows_of_several_commits_or_machines_are_marked(other: dict[str, object], chip: str, notice: str) -> None:
+    runs = [image_result(PLAIN, 0, 93.6), image_result(PLAIN, 1, 93.5, machine={**MACHINE, **other})]
+    page = report_page(make_report(Found([run_of(result) for result in runs])), Heading())
+    assert set(re.findall(r'<span class="chip">(mixed \w+)</span>', page)) == {chip}
+    assert notice in page
 
 
 def test_shortened_runs_are_marked_in_every_table_and_chart(tmp_path: Path) -> None:
