@@ -171,7 +171,7 @@ def test_an_unknown_table_or_cell_lists_near_ones(table: str, cells: str, messag
         (
             "{grid}-{row}",
             "{gird}-{row}",
-            "expected a pattern with {grid}, {row} and {column} in it, and other braces twice, as {{seed}}; got '{gird}-",
+            "{grid}, {row} and {column} in it, and other braces twice, as {{seed}}; got '{gird}-",
         ),
         ('"error"', '"time"', 'recipes aim at one of "error", "accuracy", "F1", got metric = \'time\''),
         (
