@@ -49,11 +49,12 @@ class RayEngine:
                 ray.shutdown()
 
     def _connect(self) -> None:
+        address = self.address or "local"  # without one, Ray would join, or wait for, a cluster that was here before
         try:
-            ray.init(address=self.address, log_to_driver=False, include_dashboard=False, logging_level="error")
+            ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level="error")
         except ConnectionError as error:
             raise ValueError(
-                f"--address {self.address}: {in_words(error)}; start a cluster with `ray start --head`. Where it asks "
+                f"--address {address}: {in_words(error)}; start a cluster with `ray start --head`. Where it asks "
                 "for a token, give the command with RAY_AUTH_MODE=token in its environment, or on the cluster's "
                 "machine with --address auto"
             ) from None

@@ -122,10 +122,13 @@ def test_a_lost_cluster_leaves_everything_finished_in_place(tmp_path: Path, monk
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
-def test_a_cluster_that_refuses_the_connection_leads_to_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:
-        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+@pytest.mark.parametrize(("address", "tried"), [("auto", "auto"), (None, "local")])
+def test_a_cluster_that_refuses_the_connection_leads_to_its_token(
+    address: str | None, tried: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: str, **_: object) -> None:
+        raise ConnectionError(f"Failed to connect to {address}")
 
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(ValueError, match=r"--address auto: Failed to connect .*; .* with RAY_AUTH_MODE=token"):
-        list(RayEngine(address="auto").run([]))
+    with pytest.raises(ValueError, match=rf"--address {tried}: Failed to connect to {tried}; .* RAY_AUTH_MODE=token"):
+        list(RayEngine(address=address).run([]))
