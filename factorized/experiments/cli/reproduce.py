@@ -139,7 +139,7 @@ def reproduce(
         _print_plan(rows, planner.finished, device)
         return
     count = sum(len(job.seeds) for jobs in waves for job in jobs)
-    say(f"{table}: {counted(len(rows), 'recipe')}, {counted(seeds, 'seed')} each; {counted(count, 'run')} to do")
+    say(f"{table}: {counted(len(rows), 'recipe')}, {counted(seeds, 'seed')} each; {_to_do(count, rows)}")
     if _is_figure(table):
         need("matplotlib", "matplotlib", f"drawing {table}")
     chosen = make_engine(
@@ -267,7 +267,7 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
         table.add_row(row.name, *figures, *remarks)
     out.print(table)
     _print_problems(rows)
-    told = f"{counted(len(to_do), 'run')} to do"
+    told = _to_do(len(to_do), rows)
     if len(to_do) > unknown:
         told += f": about {in_time(seconds)} one after the other"
         told += f", and {counted(unknown, 'run')} without an estimate" if unknown else ""
@@ -277,6 +277,12 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     elif unknown:
         told += "; how long they take is not known, for want of past runs"
     say(told)
+
+
+def _to_do(count: int, rows: Sequence[Row]) -> str:
+    """Return how many runs are to do, and how many cannot be done, in words."""
+    impossible = sum(run.problem is not None for row in rows for run in row.runs)
+    return f"{counted(count, 'run')} to do" + (f", {impossible:,} cannot be trained here" if impossible else "")
 
 
 def _print_problems(rows: Sequence[Row]) -> None:

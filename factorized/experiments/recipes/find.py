@@ -21,7 +21,8 @@ from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 from factorized.experiments.recipes.toml import to_toml
 
 SHIPPED = Path(__file__).parent
-TRAINED_BY = {"table5": "table1", "table6": "table1", "table7": "table2", "table8": "table3"}  # of the appendix
+# tables of the appendix, and those whose runs they show
+TRAINED_BY = {"table5": "table1", "table6": "table1", "table7": "table2", "table8": "table3", "table9": "table3"}
 Table = dict[str, Any]
 Kind = TypeVar("Kind", Recipe, TextRecipe)
 
@@ -74,8 +75,10 @@ def table_recipes(name: str, pattern: str = "*") -> list[AnyRecipe]:
         raise ValueError(f"{name} has no cells to train: a grid with a name has recipes")
     found = [cell_recipe(cell) for recipe, cell in recipes.items() if fnmatchcase(recipe, pattern)]
     if not found:
-        near = difflib.get_close_matches(pattern.replace("*", ""), recipes, n=3, cutoff=0.3) or list(recipes)[:3]
-        raise ValueError(f"no cell of {name} matches {pattern!r}; near ones are {', '.join(near)}")
+        near = difflib.get_close_matches(pattern.replace("*", ""), recipes, n=3, cutoff=0.3)
+        some = ", ".join([*list(recipes)[:3], *(["…"] if len(recipes) > 3 else [])])
+        told = f"near ones are {', '.join(near)}" if near else f"it has {some}"
+        raise ValueError(f"no cell of {name} matches {pattern!r}; {told}")
     return found
 
 

@@ -176,7 +176,8 @@ def _fill(pattern: str, grid: str, row: str | None, column: str | None, cell: Ce
         return pattern.format_map(words)
     except (KeyError, ValueError, IndexError, AttributeError):
         raise ValueError(
-            f"{where}: expected a pattern with {{grid}}, {{row}} and {{column}} in it, got {pattern!r}"
+            f"{where}: expected a pattern with {{grid}}, {{row}} and {{column}} in it, and other braces twice, as "
+            f"{{{{seed}}}}; got {pattern!r}"
         ) from None
 
 

@@ -53,10 +53,18 @@ class Comparison:
 
     @property
     def chance(self) -> float | None:
-        """How probable a difference at least as large is where ours and the paper's runs differ by chance alone."""
-        if self.ours is None or self.in_deviations is None:
+        """How probable a difference at least as large is where ours and the paper's runs differ by chance alone.
+
+        None where the figure is not judged, as runs of another recipe differ by more.
+        """
+        if self.ours is None or self.in_deviations is None or not self.judged:
             return None
         return 1 - chance_within(abs(self.in_deviations), self.ours.n)
+
+    @property
+    def judged(self) -> bool:
+        """Whether whole runs of the recipe stand beside a figure with a deviation."""
+        return self.verdict in ("within", "off")
 
     @property
     def verdict(self) -> Verdict:

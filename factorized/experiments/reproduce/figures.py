@@ -59,7 +59,7 @@ class Curves:
 
 def paper_panels(comparisons: Sequence[Comparison]) -> list[Panel]:
     """Return ours against the paper with the ranges of two deviations, and the differences in deviations."""
-    judged = [found for found in comparisons if found.verdict in ("within", "off")]
+    judged = [found for found in comparisons if found.judged]
     if not judged:
         return []
     dots, stems = [], []

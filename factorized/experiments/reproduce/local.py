@@ -40,25 +40,39 @@ class LocalEngine:
             yield run_job(job, self.devices[0], self.report(), self.at_once)
 
     def _in_processes(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        left = list(jobs)
+        while left:  # the processes of a pool end when one of them is killed; others do what it left
+            yield from self._in_pool(left)
+
+    def _in_pool(self, left: list[Job]) -> Iterator[Outcome]:
+        """Run jobs, which are taken from ``left``, until all have ended or a process was killed."""
         fresh = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         free: Queue[str] = fresh.Queue()
         for device in self.devices:
             free.put(device)
         threads = max(1, torch.get_num_threads() // len(self.devices))
         pool = ProcessPoolExecutor(len(self.devices), fresh, initializer=_begin, initargs=(free, threads))
+        running: dict[Future[Outcome], Job] = {}
+        broken = False
         with StopRequest() as stop:
-            waiting: dict[Future[Outcome], Job] = {pool.submit(_run, job, self.at_once): job for job in jobs}
             try:
-                while waiting:
-                    done, _ = wait(waiting, timeout=LOOK, return_when=FIRST_COMPLETED)
-                    yield from (_outcome(future, waiting.pop(future)) for future in done if not future.cancelled())
+                while running or (left and not broken):
+                    # no more than there are processes: a pool would begin a job that waits even after a signal
+                    while left and not broken and len(running) < len(self.devices):
+                        try:
+                            future = pool.submit(_run, left[0], self.at_once)
+                        except BrokenProcessPool:
+                            broken = True
+                        else:
+                            running[future] = left.pop(0)
+                    done, _ = wait(running, timeout=LOOK, return_when=FIRST_COMPLETED)
+                    broken = broken or any(isinstance(future.exception(), BrokenProcessPool) for future in done)
+                    yield from (_outcome(future, running.pop(future)) for future in done)
                     stop.check()
             except Interrupted as stopped:
-                for future in waiting:
-                    future.cancel()
                 for process in multiprocessing.active_children():
                     os.kill(process.pid or 0, signal.SIGTERM)
-                wait([future for future in waiting if not future.cancelled()])  # until they have saved themselves
+                wait(running)  # until they have saved themselves
                 raise Interrupted(stop.number or stopped.number) from None
             finally:
                 pool.shutdown(cancel_futures=True)

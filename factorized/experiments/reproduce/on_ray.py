@@ -31,7 +31,7 @@ class RayEngine:
         """Yield how each job ended, as its worker reports it."""
         mine = not ray.is_initialized()
         if mine:
-            ray.init(address=self.address, log_to_driver=False, include_dashboard=False, logging_level="error")
+            self._connect()
         share = self.gpus if self.gpus is not None else float(ray.cluster_resources().get("GPU", 0) > 0)
         task = ray.remote(run_job).options(num_cpus=self.cpus, num_gpus=share, max_retries=RETRIES)
         device = "cuda" if share else "cpu"
@@ -47,6 +47,17 @@ class RayEngine:
         finally:
             if mine:
                 ray.shutdown()
+
+    def _connect(self) -> None:
+        address = self.address or "local"  # without one, Ray would join, or wait for, a cluster that was here before
+        try:
+            ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level="error")
+        except ConnectionError as error:
+            raise ValueError(
+                f"--address {address}: {in_words(error)}; start a cluster with `ray start --head`. Where it asks "
+                "for a token, give the command with RAY_AUTH_MODE=token in its environment, or on the cluster's "
+                "machine with --address auto"
+            ) from None
 
     def _outcome(self, reference: Any, job: Job) -> Outcome:
         try:

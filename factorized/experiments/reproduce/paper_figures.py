@@ -59,16 +59,16 @@ def norm_panels(variants: Sequence[Variant]) -> list[Panel]:
     low_rank = [v for v in logged if v.scheme == "low_rank"]
     spectral = [v for v in low_rank if v.recipe["factorize"].get("init") in ("spectral", None)]
     ranked = [v for v in logged if _kind(v) == "weight" and (_rank_scale(v) or _ratio(v))]
+    regular = [v for v in low_rank if v not in spectral]
     panels = []
-    for title, members, label in (
-        ("regular initialization", [v for v in low_rank if v not in spectral], _decay),
-        ("spectral initialization", spectral, _decay),
-        ("weight decay, by rank", sorted(ranked, key=lambda v: _rank_scale(v) or _ratio(v) or 0.0), _budget),
-    ):
-        for model, data in dict.fromkeys((v.model, v.data) for v in members):
-            here = [v for v in members if (v.model, v.data) == (model, data)]
-            if label is _decay or len({v.parameters for v in here}) > 1:
-                panels.append((f"{model} on {data}, {title}", _norms(_distinct(here, label))))
+    for title, members in (("regular initialization", regular), ("spectral initialization", spectral)):
+        for whole_title, here in _titled(_by_decay(members), title):
+            panels.append((whole_title, _norms(_distinct(here, _decay))))
+    ranked.sort(key=lambda v: _rank_scale(v) or _ratio(v) or 0.0)
+    by_rank = _alike(ranked, (*RANK_SCALE, "factorize.ratio", "factorize.init"))
+    several = [group for group in by_rank if len({v.parameters for v in group[1]}) > 1]
+    for whole_title, here in _titled(several, "weight decay, by rank"):
+        panels.append((whole_title, _norms(_distinct(here, _budget))))
     return panels
 
 
@@ -94,18 +94,17 @@ def sweep_panels(variants: Sequence[Variant]) -> list[Panel]:
 def step_panels(variants: Sequence[Variant]) -> list[Panel]:
     """Return figure 3: loss, test accuracy and effective step size of networks that differ in their decay."""
     logged = [v for v in variants if v.scheme == "low_rank" and v.curve("effective_step") is not None]
-    panels = []
-    for model, data in dict.fromkeys((v.model, v.data) for v in logged):
-        chosen = _distinct((v for v in logged if (v.model, v.data) == (model, data)), _decay_and_init)
-        if len({_kind(v) for v in chosen.values()}) < 2:
-            continue
-        for column, title in (
-            ("loss", "training loss"),
-            ("test_accuracy", "test accuracy, %"),
-            ("effective_step", "effective step size"),
-        ):
-            panels.append((f"{model} on {data}, {title}", _curves(chosen, column, log=column != "test_accuracy")))
-    return panels
+    groups = [group for group in _by_decay(logged) if len(set(map(_kind, group[1]))) > 1]
+    columns = {
+        "loss": "training loss",
+        "test_accuracy": "test accuracy, %",
+        "effective_step": "effective step size",
+    }
+    return [
+        (title, _curves(_distinct(members, _decay_and_init), column, log=column != "test_accuracy"))
+        for titled in zip(*(_titled(groups, title) for title in columns.values()), strict=True)
+        for column, (title, members) in zip(columns, titled, strict=True)
+    ]
 
 
 def translation_panels(variants: Sequence[Variant]) -> list[Panel]:
@@ -209,9 +208,26 @@ def _alike(variants: Iterable[Variant], apart: Sequence[str]) -> list[Group]:
     return groups
 
 
-def _titled(groups: Sequence[Group]) -> Iterator[tuple[str, list[Variant]]]:
-    """Yield the variants of each group below a title that also says what tells it from groups with the same title."""
-    titles = [f"{first.model} on {first.data}, {first.metric_name}" for _, (first, *_) in groups]
+def _by_decay(variants: Sequence[Variant]) -> list[Group]:
+    """Return variants in groups that differ in decay and initialization alone.
+
+    A group with one decay is left out where the same network has one with several.
+    """
+    groups = _alike(variants, ("decay", "factorize.init"))
+    several = {(v.model, v.data) for _, members in groups if len(set(map(_kind, members))) > 1 for v in members}
+    return [
+        (common, members)
+        for common, members in groups
+        if len(set(map(_kind, members))) > 1 or (members[0].model, members[0].data) not in several
+    ]
+
+
+def _titled(groups: Sequence[Group], what: str = "") -> Iterator[tuple[str, list[Variant]]]:
+    """Yield the variants of each group below a title that also says what tells it from groups with the same title.
+
+    The title names the network, the data and ``what`` is drawn: the metric unless given.
+    """
+    titles = [f"{first.model} on {first.data}, {what or first.metric_name}" for _, (first, *_) in groups]
     for title, (settings, members) in zip(titles, groups, strict=True):
         others = [found for other, (found, _) in zip(titles, groups, strict=True) if other == title]
         told = [  # a field that another group has no use for tells nothing that its scheme does not

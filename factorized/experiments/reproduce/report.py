@@ -72,7 +72,7 @@ class Report:
     @property
     def judged(self) -> list[Comparison]:
         """The comparisons that were judged: whole runs beside a figure with a deviation."""
-        return [comparison for comparison in self.comparisons if comparison.verdict in ("within", "off")]
+        return [comparison for comparison in self.comparisons if comparison.judged]
 
     @property
     def within(self) -> int:

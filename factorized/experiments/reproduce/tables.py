@@ -27,7 +27,7 @@ def variant_table(variants: Sequence[Variant]) -> Table:
     """Return one row for each variant."""
     metrics = list(dict.fromkeys(variant.metric_name for variant in variants))
     several = len(metrics) > 1
-    deployed = any(variant.deployed is not None for variant in variants)
+    deployed = any(variant.deployed not in (None, variant.parameters) for variant in variants)
     columns = [
         Column("variant"),
         Column("score" if several else metrics[0], number=True, parts=("score", "deviation")),
@@ -74,6 +74,7 @@ def variant_table(variants: Sequence[Variant]) -> Table:
 
 def run_table(variants: Sequence[Variant]) -> Table:
     """Return one row for each run."""
+    noted = any(map(_note, (run for variant in variants for run in variant.runs)))
     columns = (
         Column("recipe"),
         Column("seed", number=True),
@@ -84,7 +85,7 @@ def run_table(variants: Sequence[Variant]) -> Table:
         Column("torch"),
         Column("factorized"),
         Column("commit"),
-        Column("note", long=True),
+        *([Column("note", long=True)] if noted else []),
         Column("file", long=True),
     )
     rows = []
@@ -101,11 +102,15 @@ def run_table(variants: Sequence[Variant]) -> Table:
                     seconds_value(Summary.of([float(run.result["seconds"])]) if run.timed else None),
                     *(Value(str(machine.get(name) or "")) for name in ("device", "torch", "factorized")),
                     Value(short_commit(commit), (commit,)),
-                    Value(str(run.result.get("note", f"{run.at_once} runs at once" if run.at_once > 1 else ""))),
+                    *([Value(_note(run))] if noted else []),
                     Value(run.path.as_posix()),
                 )
             )
     return Table("runs", "Runs", columns, rows)
+
+
+def _note(run: Run) -> str:
+    return str(run.result.get("note", f"{run.at_once} runs at once" if run.at_once > 1 else ""))
 
 
 def layer_tables(variants: Sequence[Variant]) -> list[Table]:

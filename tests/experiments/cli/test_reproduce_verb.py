@@ -102,6 +102,7 @@ rows = { all = "*" }
     assert "\nsmall/nowhere cannot be trained here: data set 'nowhere' is neither a file or folder" in said.out
     said = cli("reproduce", write_table(tmp_path, text), "--seeds", "1", "--epochs", "1", "-q")
     assert said.code == 1
+    assert "; 2 runs to do, 1 cannot be trained here\n" in said.out
     assert len(runs_in(tmp_path / "out")) == 2
 
 
@@ -110,7 +111,8 @@ def test_a_reason_that_several_recipes_share_is_told_once(cli: Cli, tmp_path: Pa
     said = cli("reproduce", write_table(tmp_path, text), "--dry-run")
     assert "\nsmall/digits and 1 more cannot be trained here: data set 'nowhere' is " in said.out
     assert said.out.count("'nowhere' is neither a file or folder") == 1
-    assert said.out.count("cannot be trained here\n") == 2  # and each of them is marked
+    assert said.out.count("cannot be trained here\n") == 2 + 1  # each of them is marked, and all are counted
+    assert said.out.endswith("\n0 runs to do, 6 cannot be trained here\n")
 
 
 def test_a_table_without_figures_of_the_paper_is_not_shown_beside_it(cli: Cli, tmp_path: Path) -> None:

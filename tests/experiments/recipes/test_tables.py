@@ -143,7 +143,8 @@ def test_the_example_of_an_own_table_is_one(tmp_path: Path) -> None:
             "*",
             "there is no table 'tabel3' to train .did you mean 'table3'..; there are bert, figure1, .*table4",
         ),
-        ("table9", "*", "there is no table 'table9' to train"),
+        ("table9", "*", "table9 of the paper's appendix shows the runs of table3; reproduce that one"),
+        ("table3", "zzz", "no cell of table3 matches 'zzz'; it has cifar10/resnet20, .*, …"),
         ("table7", "*", "table7 of the paper's appendix shows the runs of table2; reproduce that one"),
         ("no.toml", "*", "there is no table file no.toml"),
         (
@@ -167,12 +168,16 @@ def test_an_unknown_table_or_cell_lists_near_ones(table: str, cells: str, messag
         ("9.25", "*", "row 'Pruning', column 'SI': expected a figure .*, - for nothing; got '\\*'"),
         ("{ FD = ", "{ DF = ", r"row 'DF', column 'whole': \[rows\] does not say what 'DF' trains; it has FD"),
         ('["whole",', '["hole",', r"\[columns\] does not say what 'hole' trains; it has whole, other, SI"),
-        ("{grid}-{row}", "{gird}-{row}", "expected a pattern with {grid}, {row} and {column} in it, got '{gird}-"),
+        (
+            "{grid}-{row}",
+            "{gird}-{row}",
+            "{grid}, {row} and {column} in it, and other braces twice, as {{seed}}; got '{gird}-",
+        ),
         ('"error"', '"time"', 'recipes aim at one of "error", "accuracy", "F1", got metric = \'time\''),
         (
             'name = "resnet8"',
             'name = "{resnet}"',
-            "expected a pattern with {grid}, {row} and {column} in it, got '{res",
+            "expected a pattern with {grid}, {row} and {column} in it, and other braces twice, as {{seed}}; got '{res",
         ),
         ('-{row}{column}"', '"', "expected one cell for each recipe, got several for mine/net"),
         ("table = 7", "table = 'seven'", "table: .*valid integer, got 'seven'"),

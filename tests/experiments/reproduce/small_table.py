@@ -59,8 +59,10 @@ def wait_for_epochs(folder: Path, runs: int) -> None:
 
 
 def check_that_a_signal_lets_runs_save_themselves(engine: Engine, folder: Path) -> None:
-    """Train the table without an end, stop it by a signal when both runs have begun, and check their checkpoints."""
-    both = jobs(folder, text=ENDLESS)
+    """Train the table without an end, two runs at a time, stop it by a signal when both train, and check that they
+    left checkpoints and that no other one was begun.
+    """
+    every = [one for job in jobs(folder, seeds=2, text=ENDLESS) for one in job.by_seed()]
 
     def stop_when_both_train() -> None:
         wait_for_epochs(folder / "out", runs=2)
@@ -68,8 +70,10 @@ def check_that_a_signal_lets_runs_save_themselves(engine: Engine, folder: Path) 
 
     threading.Thread(target=stop_when_both_train, daemon=True).start()
     with pytest.raises(Interrupted, match="SIGTERM"):
-        list(engine.run(both))
-    assert all(load_state(Path(job.folder) / "seed-0").epoch > 0 for job in both)
+        list(engine.run(every))
+    begun = [path.parent for path in (folder / "out").rglob("metrics.jsonl")]
+    assert len(begun) == 2
+    assert all(load_state(run).epoch > 0 for run in begun)
 
 
 def write_table(folder: Path, text: str = TABLE) -> Path:

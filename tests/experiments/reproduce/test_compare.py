@@ -57,6 +57,8 @@ def test_the_probability_is_that_of_drawn_trials() -> None:
 def test_runs_that_are_not_compared_have_no_probability() -> None:
     (missing, *_) = (c for c in compare(group_runs([run_of(image_result(SI, 0, 93.0))])) if c.variant is None)
     assert missing.chance is None
+    assert one(SI, 50.0, changes=("schedule.epochs=2",)).chance is None
+    assert one(SI, 92.5, changes=("optimizer.lr=0.01",)).chance is None
 
 
 def test_errors_are_compared_as_errors() -> None:

@@ -54,7 +54,12 @@ def test_curves_are_grouped_by_network_and_data_and_hold_every_epoch() -> None:
     assert [series.label for series in first.series] == ["resnet32x2-lowrank-0.1-si", "resnet32x2"]
     assert [panel.title for panel in first.panels] == ["Test accuracy, %", "Training loss"]
     (curve, _) = ET.fromstring(first.panels[0].svg).iter("polyline")
-    assert len((curve.get("points") or "").split()) == 4
+    points = (curve.get("points") or "").split()
+    assert len(points) == 4
+    (zero, *_) = (text for text in ET.fromstring(first.panels[0].svg).iter("text") if text.text == "0")
+    assert float(points[0].partition(",")[0]) > place(zero, "x")  # the axis starts before the first epoch
+    (curve, _) = ET.fromstring(first.panels[0].end).iter("polyline")
+    assert len((curve.get("points") or "").split()) == 3  # epochs 2 to 4
 
 
 def test_norms_are_drawn_with_how_far_the_bound_is_above_them() -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from factorized.experiments.reproduce.engine import carry_out
 from factorized.experiments.reproduce.job import Job, Outcome
 from factorized.experiments.reproduce.local import LocalEngine
 from factorized.experiments.training.progress import Reporter
-from tests.experiments.reproduce.small_table import TABLE, check_that_a_signal_lets_runs_save_themselves, jobs, runs_in
+from tests.experiments.reproduce.small_table import (
+    TABLE,
+    check_that_a_signal_lets_runs_save_themselves,
+    jobs,
+    runs_in,
+    wait_for_epochs,
+)
 
 
 def engine(*devices: str) -> LocalEngine:
@@ -53,3 +61,21 @@ def test_each_device_has_a_process_and_all_jobs_end(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_signal_to_the_engine_stops_its_processes_after_they_have_saved_themselves(tmp_path: Path) -> None:
     check_that_a_signal_lets_runs_save_themselves(engine("cpu", "cpu"), tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_killed_process_costs_the_runs_under_way_and_no_others(tmp_path: Path) -> None:
+    text = TABLE.replace("epochs = 4, milestones = [2]", "epochs = 60")
+    every = [one for job in jobs(tmp_path, seeds=3, text=text) for one in job.by_seed()]
+
+    def kill_one() -> None:
+        wait_for_epochs(tmp_path / "out", runs=2)
+        next(child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())).kill()
+
+    threading.Thread(target=kill_one, daemon=True).start()
+    outcomes = list(engine("cpu", "cpu").run(every))
+    assert sorted(outcome.error is None for outcome in outcomes) == [False] * 2 + [True] * 4
+    assert {outcome.error for outcome in outcomes if outcome.error} == {
+        "its process, or one beside it, was killed; give the same command once more"
+    }
+    assert len(runs_in(tmp_path / "out")) == 4

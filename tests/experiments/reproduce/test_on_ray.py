@@ -120,3 +120,15 @@ def test_a_lost_cluster_leaves_everything_finished_in_place(tmp_path: Path, monk
     assert main(["reproduce", table, "--seeds", "2", "--device", "cpu", "--quiet"]) == 0
     assert len(runs_in(tmp_path / "out")) == 4
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+@pytest.mark.parametrize(("address", "tried"), [("auto", "auto"), (None, "local")])
+def test_a_cluster_that_refuses_the_connection_leads_to_its_token(
+    address: str | None, tried: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: str, **_: object) -> None:
+        raise ConnectionError(f"Failed to connect to {address}")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ValueError, match=rf"--address {tried}: Failed to connect to {tried}; .* RAY_AUTH_MODE=token"):
+        list(RayEngine(address=address).run([]))

@@ -56,6 +56,26 @@ def test_norms_and_their_bounds_are_drawn_by_initialization() -> None:
     assert first == ([1, 2, 3, 4], [11.0, 12.0, 13.0, 14.0])
 
 
+def test_decays_are_compared_at_the_same_rank() -> None:
+    other = [
+        ("wd", "factorize.rank_scale=0.037"),
+        ("wd", "factorize.rank_scale=0.5"),
+        ("fd", "factorize.rank_scale=0.5"),
+    ]
+    runs = variants(*other, ("wd",), ("fd",))
+    for seed in (2, 3):  # the rank with one decay has the most runs
+        runs[0].runs.append(run_of(image_result(f"{RESNET}-wd", seed, 80.0, "factorize.rank_scale=0.037")))
+    for place, variant in enumerate(runs):
+        for run in variant.runs:
+            for row in run.result["history"]:
+                row |= {"nuclear": float(place), "effective_step": float(place)}
+    for panels in (norm_panels(runs), step_panels(runs)):
+        compared = {title: lines for title, lines in drawn(panels).items() if "loss" not in title and "%" not in title}
+        ends = [[ys[-1] for _, ys in lines.values()] for lines in compared.values()]
+        assert ends == [[1.0, 2.0], [3.0, 4.0]]
+        assert [title.partition("\n")[2] for title in compared] == ["rank scale 0.5", "rank scale 0.1111"]
+
+
 def test_weight_decay_is_drawn_at_several_ranks() -> None:
     large = variants(("wd", "factorize.rank_scale=0.5"), parameters=9000)
     panels = drawn(norm_panels([*variants(("wd",)), *large]))

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from factorized.experiments.reproduce.report import Check, Heading, Report, make_report, report_page, write_report
+from factorized.experiments.reproduce.report import (
+    Check,
+    Heading,
+    Report,
+    make_report,
+    report_page,
+    report_tables,
+    write_report,
+)
 from factorized.experiments.reproduce.runs import FAILURE, Found, read_runs
 from tests.experiments.reproduce.made import LAYER, MACHINE, image_result, run_of, text_result, write
 
@@ -137,7 +145,24 @@ def test_mixed_versions_are_shown_as_such() -> None:
     assert "These runs are of mixed versions of torch: 2.11.0, 2.13.0." in page
     assert '<span class="chip">mixed versions</span>' in page
     alike = report_page(digits(), Heading())
-    assert "mixed versions" not in alike
+    assert "mixed " not in alike
+
+
+@pytest.mark.parametrize(
+    ("other", "chip", "notice"),
+    [
+        ({"commit": "b" * 40}, "mixed versions", "The runs are of 2 commits; rows that mix them are marked."),
+        ({"cuda": "13.0"}, "mixed versions", ""),
+        ({"python": "3.14.0"}, "mixed versions", ""),
+        ({"device": "another"}, "mixed hardware", ""),
+        ({"processes": 2}, "mixed hardware", ""),
+    ],
+)
+def test_rows_of_several_commits_or_machines_are_marked(other: dict[str, object], chip: str, notice: str) -> None:
+    runs = [image_result(PLAIN, 0, 93.6), image_result(PLAIN, 1, 93.5, machine={**MACHINE, **other})]
+    page = report_page(make_report(Found([run_of(result) for result in runs])), Heading())
+    assert set(re.findall(r'<span class="chip">(mixed \w+)</span>', page)) == {chip}
+    assert notice in page
 
 
 def test_shortened_runs_are_marked_in_every_table_and_chart(tmp_path: Path) -> None:
@@ -235,3 +260,13 @@ def test_a_check_is_told_in_plain_numbers() -> None:
     assert Check("", 0.0, 0.05).figures == "0 (allowed 0.05)"
     assert Check("", 0.09954, 0.1).figures == "0.0995 (allowed 0.1)"
     assert Check("", 2.61e-7, 1e-4).figures == "2.61e-07 (allowed 0.0001)"
+
+
+def test_columns_that_say_nothing_are_left_out() -> None:
+    plain = image_result("digits/resnet8", 0, 97.0)
+    noted = image_result("digits/resnet8-wide-fd", 0, 98.0, composed={"parameters": 4000}, note="shared a GPU")
+    for results, expected in (([plain], set()), ([plain, noted], {"note", "deployed"})):
+        tables = report_tables(make_report(Found([run_of(result) for result in results])))
+        names = {column.name for table in (tables.runs, tables.variants) for column in table.columns}
+        assert names & {"note", "deployed"} == expected
+    assert "shared a GPU" in tables.runs.to_csv()
