@@ -1,36 +1,24 @@
-"""Time low-rank WideResNets whose blocks apply batch normalization and ReLU inside the convolutions' kernels.
-
-    python -m benchmarks.fused_block --out out/fused-stages.json               # stages, by several sizes of tiles
-    python -m benchmarks.fused_block --out out/fused-step.json --network      # whole training steps
+"""Blocks of low-rank WideResNets that apply batch normalization and ReLU inside the convolutions' kernels.
 
 A block reads and writes its activations about half as often as what the compiler makes of it: statistics are taken
 where a tensor is written, it is normalized where it is read, and the gradient of a normalized input is computed twice
 from the thin gradient in place of being stored. One operator runs a block forward (``fused_kernels.py``), another one
-backward (``fused_gradients.py``).
+backward (``fused_gradients.py``). ``fused_times.py`` times them.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.script import parser_of, write
-from factorized.experiments.bench.networks import NETWORKS, training_way
-from factorized.experiments.data.stand_in import stand_in
 from factorized.experiments.models.wide_resnet import WideBlock, WideResNet
-from factorized.experiments.recipes.find import load_recipe
-from factorized.experiments.training.network import Start, build_dense, factorize_network, plan_network
-from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.trainer import Trainer
 from factorized.formats.launches import Launch, run_all
 from factorized.formats.thin_kernels import pack_kernel
 from factorized.nn.conv import FactorizedConv2d
-from factorized.nn.timing import Step, median_milliseconds, training_step
 
 LARGEST_RANK = 64  # of layers that the kernels run
 AT_ONCE = 1024  # numbers that a program packs
@@ -40,51 +28,55 @@ AT_ONCE = 1024  # numbers that a program packs
 class Tiles:
     """What one program of the kernels handles: positions, and channels at a time."""
 
-    project: tuple[int, int] = (128, 64)
-    expand: tuple[int, int] = (128, 64)
-    back: tuple[int, int] = (128, 64)
-    sums: tuple[int, int] = (64, 64)
-    input_gradient: tuple[int, int] = (128, 64)
-    programs: int = 264  # that sum over positions, where possible
+    positions: int = 128
+    channels: int = 128  # at most; the largest power of two that divides those of a tensor
+    programs: int = 128  # at least, where possible
+    sum_channels: int = 64  # at most, where positions are summed up
+    sum_size: int = 2048  # of a tile there, at most: more would not fit into registers
+    sum_programs: int = 264
+    sums_by_products: bool = False  # of what is written, by tensor cores in place of sums across threads
     warps: int = 4
     stages: int = 3
 
-    def fit(self, tile: tuple[int, int], positions: int) -> tuple[int, int]:
-        """Return a tile, cut so that there are enough programs for a GPU."""
-        rows, channels = tile
+    def tile(self, x: Tensor) -> tuple[int, int]:
+        """Return the positions and channels of a tile."""
+        rows, positions = self.positions, x.numel() // x.shape[1]
         while rows > 16 and positions < rows * self.programs:
             rows //= 2
-        return rows, channels
+        return rows, _divisor(x.shape[1], self.channels)
+
+    def sum_tile(self, x: Tensor) -> tuple[int, int]:
+        """Return the positions and channels of a tile where positions are summed up."""
+        channels = _divisor(x.shape[1], self.sum_channels)
+        return min(self.positions, self.sum_size // channels), channels
+
+    def splits(self, x: Tensor) -> int:
+        """Return into how many parts positions are split for sums."""
+        rows, channels = self.sum_tile(x)
+        return max(1, min(self.sum_programs // -(-x.shape[1] // channels), x.numel() // x.shape[1] // rows))
 
     @property
     def launching(self) -> dict[str, int]:
         """What every launch is told."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
-    def splits(self, positions: int, channels: int) -> int:
-        """Into how many parts positions are split for sums."""
-        return max(1, min(self.programs // -(-channels // self.sums[1]), positions // self.sums[0]))
+
+def _divisor(extent: int, largest: int) -> int:
+    """Return the largest power of two that divides ``extent``, from 16 up to ``largest``."""
+    return min(largest, max(16, extent & -extent))
 
 
 TILES = Tiles()
-OTHERS = {
-    "64 positions": replace(TILES, project=(64, 64), expand=(64, 64), back=(64, 64), input_gradient=(64, 64)),
-    "32 channels": replace(TILES, project=(128, 32), expand=(128, 32), back=(128, 32), input_gradient=(128, 32)),
-    "64 positions, 32 channels": replace(TILES, project=(64, 32), expand=(64, 32), input_gradient=(64, 32)),
-    "32 channels in sums": replace(TILES, sums=(64, 32)),
-    "128 positions in sums": replace(TILES, sums=(128, 32)),
-    "twice the programs": replace(TILES, programs=528),
-    "2 stages": replace(TILES, stages=2),
-    "4 stages": replace(TILES, stages=4),
-    "8 warps": replace(TILES, warps=8),
-}
-STAGES = ((160, 32, 15), (320, 16, 31), (640, 8, 61))  # channels, height and width, rank: WideResNet-28-10 at 0.0667
-BATCH, BLOCKS = 128, 3
 
 
 def _each(x: Tensor) -> int:
     """Return of how many positions a part of statistics is."""
-    return TILES.fit(TILES.expand, x.numel() // x.shape[1])[0]
+    return TILES.tile(x)[0]
+
+
+def _fits(x: Tensor, positions: int, channels: int) -> bool:
+    """Return whether tiles of this size cover the tensor exactly."""
+    return x.numel() // x.shape[1] % positions == 0 and x.shape[1] % channels == 0
 
 
 def forward_launches(
@@ -105,9 +97,9 @@ def forward_launches(
     spread = thin.new_empty((positions, 3 * R))
     packing = (U.contiguous(), V.contiguous(), packed, len(U), len(packed), U.shape[1], R)
     norm = (known[0], gamma, beta, statistics, coefficients, len(known[0]), positions, known[1], epsilon)
-    (bm, bc), (em, en) = (TILES.fit(tile, positions) for tile in (TILES.project, TILES.expand))
-    launching = TILES.launching
+    (bm, bc), (em, en), launching = TILES.tile(x), TILES.tile(y), TILES.launching
     sizes = {"H": height, "W": width, "O": channels, "R": R, "RESIDUAL": residual is not None, "BM": em, "BN": en}
+    sizes |= {"BY_PRODUCTS": TILES.sums_by_products, "EVEN": _fits(y, em, en)}
     added = y if residual is None else residual
     return [
         Launch(pack_kernel, -(-packed.numel() // AT_ONCE), packing, {"SIZE": AT_ONCE}),
@@ -116,7 +108,7 @@ def forward_launches(
             kernels.project_kernel,
             -(-positions // bm),
             (x, coefficients, own_V, spread, positions),
-            {"C": channels, "R": R, "BM": bm, "BC": bc, **launching},
+            {"C": channels, "R": R, "EVEN": _fits(x, bm, bc), "BM": bm, "BC": bc, **launching},
         ),
         Launch(
             kernels.expand_kernel,
@@ -144,8 +136,7 @@ def backward_launches(
     positions, own_U, own_V = x.numel() // channels, packed[: 3 * channels], packed[3 * channels :]
     thin_gradient, back = torch.empty_like(thin), statistics.new_empty((3, channels))
     parts = statistics.new_empty((len(of_V), 2, channels))
-    (bm, bc), (im, ic) = (TILES.fit(tile, positions) for tile in (TILES.back, TILES.input_gradient))
-    (gm, gc), launching = TILES.sums, TILES.launching
+    (bm, bc), (im, ic), (gm, gc), launching = TILES.tile(gradient), TILES.tile(x), TILES.sum_tile(x), TILES.launching
     span, summing = -(-positions // (len(of_U) * gm)) * gm, len(of_U) * -(-channels // gc)
     added = x_gradient if residual is None else residual
     return [
@@ -159,7 +150,7 @@ def backward_launches(
             kernels.norm_sums_kernel,
             summing,
             (x, coefficients, statistics, own_V, thin_gradient, of_V, parts, positions, span, epsilon),
-            {"W": width, "C": channels, "R": R, "GM": gm, "GC": gc, **launching},
+            {"W": width, "C": channels, "R": R, "EVEN": _fits(x, gm, gc), "GM": gm, "GC": gc, **launching},
         ),
         Launch(
             kernels.norm_coefficients_kernel,
@@ -173,6 +164,7 @@ def backward_launches(
             (x, coefficients, back, own_V, thin_gradient, added, x_gradient, positions),
             {
                 **{"W": width, "C": channels, "R": R, "RESIDUAL": residual is not None, "BM": im, "BC": ic},
+                "EVEN": _fits(x, im, ic),
                 **launching,
             },
         ),
@@ -237,7 +229,7 @@ def _wide_block_backward(gradient: Tensor, x: Tensor, between: Tensor, kept: Seq
 @_wide_block_backward.register_fake
 def _empty_gradients(gradient: Tensor, x: Tensor, between: Tensor, kept: Sequence[Tensor], epsilon: float) -> Any:
     batch, channels, height, width = x.shape
-    splits, R = TILES.splits(batch * height * width, channels), kept[0].shape[-1]
+    splits, R = TILES.splits(x), kept[0].shape[-1]
     x_gradient = x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)
     sums = x.new_empty((2, 2, splits, 3 * channels, R), dtype=torch.float32)
     return x_gradient, sums, torch.empty_like(kept[2])
@@ -308,82 +300,3 @@ def fuse(network: WideResNet) -> WideResNet:
         ):
             network.stages[number] = FusedBlocks(list(stage))
     return network
-
-
-def stage_of(channels: int, rank: int, device: torch.device) -> list[WideBlock]:
-    """Return low-rank blocks of a stage, drawn at random."""
-    blocks = [WideBlock(channels, channels, 1) for _ in range(BLOCKS)]
-    for block in blocks:
-        block.conv1, block.conv2 = (FactorizedConv2d.from_dense(c, rank) for c in (block.conv1, block.conv2))
-    return [block.to(device) for block in blocks]
-
-
-def compare_stages(rounds: int) -> list[dict[str, Any]]:
-    """Time the blocks of every stage, forward and backward: compiled, and by the kernels with several tiles."""
-    global TILES
-    device, rows, own = torch.device("cuda"), [], TILES
-    for channels, size, rank in STAGES:
-        torch._dynamo.reset()
-        blocks = stage_of(channels, rank, device)
-        x = torch.randn(BATCH, channels, size, size, device=device, dtype=torch.bfloat16)
-        x = x.to(memory_format=torch.channels_last).requires_grad_()
-        steps: dict[str, Step] = {}
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            steps["compiled"] = training_step(nn.Sequential(*copy.deepcopy(blocks)).train(), x, compiled=True)
-            for name, tiles in {"kernels": own, **OTHERS}.items():
-                torch._dynamo.reset()
-                TILES = tiles
-                fused = FusedBlocks([nn.Identity(), *blocks]).train()  # type: ignore[list-item]
-                try:
-                    steps[name] = training_step(fused, x, compiled=True)
-                except Exception as error:  # too much shared memory, say: the others go on
-                    print(channels, name, str(error)[:200], flush=True)
-            times = median_milliseconds(steps, cuda=True, rounds=rounds, repeats=20)
-        for name, ms in times.items():
-            print(channels, size, rank, name, f"{ms:.4f} ms", f"{ms / times['compiled']:.2f}", flush=True)
-            rows.append({"channels": channels, "size": size, "rank": rank, "way": name, "ms": round(ms, 4)})
-    TILES = own
-    return rows
-
-
-def fused_step(name: str, batch: int) -> Step:
-    """Return the training step of a recipe whose blocks the kernels run."""
-    device, images = torch.device("cuda"), stand_in("noise", 10, 32, 3, 2 * batch)
-    recipe = load_recipe(name, [f"run.batch={batch}"])
-    dense = build_dense(recipe, images, seed=0)
-    plan = plan_network(recipe, dense, images)
-    network = factorize_network(recipe, dense, plan, None)
-    trainer = Trainer(recipe, images, Processes(device), 0, start=Start(fuse(network), plan))
-    trainer.source.start(0, 0)
-    return trainer.step
-
-
-def compare_steps(rounds: int) -> list[dict[str, Any]]:
-    """Time whole training steps: dense, and low rank with and without the kernels."""
-    names = {way: name for way, name in NETWORKS["WideResNet-28-10"].items() if way.startswith(("dense", "low"))}
-    steps: dict[str, Step] = {}
-    for way, name in names.items():
-        steps[way] = training_way(name, BATCH, torch.device("cuda")).run
-        if way != "dense":
-            torch._dynamo.reset()
-            steps[f"{way}, kernels"] = fused_step(name, BATCH)
-    times = median_milliseconds(steps, cuda=True, rounds=rounds, repeats=8)
-    for way, ms in times.items():
-        print(way, f"{ms:.3f} ms", f"{ms / times['dense']:.3f}", flush=True)
-    return [{"way": way, "ms": round(ms, 4)} for way, ms in times.items()]
-
-
-def main() -> None:
-    """Parse the command line, measure, and write one JSON file."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--network", action="store_true", help="whole training steps in place of stages")
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    torch.backends.cudnn.benchmark = True
-    rows = compare_steps(arguments.rounds) if arguments.network else compare_stages(arguments.rounds)
-    write(arguments.out, torch.device("cuda"), rows, rounds=arguments.rounds, batch=BATCH, tiles=asdict(TILES))
-
-
-if __name__ == "__main__":
-    main()

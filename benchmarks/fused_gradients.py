@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from benchmarks.fused_kernels import activated
+from benchmarks.fused_kernels import activated, read
 
 
 @triton.jit
@@ -129,6 +129,7 @@ def norm_sums_kernel(
     W: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
+    EVEN: tl.constexpr,
     GM: tl.constexpr,
     GC: tl.constexpr,
 ):
@@ -139,29 +140,29 @@ def norm_sums_kernel(
     c = (program % tiles) * GC + tl.arange(0, GC)
     r = tl.arange(0, R)
     taps = V + c[:, None] * (3 * R) + r[None, :]
-    V0 = tl.trans(tl.load(taps, mask=c[:, None] < C, other=0.0))
-    V1 = tl.trans(tl.load(taps + R, mask=c[:, None] < C, other=0.0))
-    V2 = tl.trans(tl.load(taps + 2 * R, mask=c[:, None] < C, other=0.0))
-    mean = tl.load(statistics + c, mask=c < C, other=0.0)
-    inverse = 1.0 / tl.sqrt(tl.load(statistics + C + c, mask=c < C, other=1.0) + epsilon)
+    V0 = tl.trans(read(taps, c[:, None] < C, EVEN))
+    V1 = tl.trans(read(taps + R, c[:, None] < C, EVEN))
+    V2 = tl.trans(read(taps + 2 * R, c[:, None] < C, EVEN))
+    mean = read(statistics + c, c < C, EVEN)
+    inverse = 1.0 / tl.sqrt(read(statistics + C + c, c < C, EVEN) + epsilon)
     total0 = tl.zeros((GC, R), dtype=tl.float32)
     total1 = tl.zeros((GC, R), dtype=tl.float32)
     total2 = tl.zeros((GC, R), dtype=tl.float32)
-    of_beta = tl.zeros((GC,), dtype=tl.float32)
-    of_gamma = tl.zeros((GC,), dtype=tl.float32)
+    of_beta = tl.zeros((GM, GC), dtype=tl.float32)  # added up at the end: sums across threads take long
+    of_gamma = tl.zeros((GM, GC), dtype=tl.float32)
     end = tl.minimum((split + 1) * span, positions)
     for start in range(split * span, end, GM):
         m = start + tl.arange(0, GM)
         known = (m < end)[:, None] & (c[None, :] < C)
-        values = tl.load(x + m[:, None] * C + c[None, :], mask=known, other=0.0)
-        active = activated(values, coefficients, c, C, known)
-        right, own, left = _seen_back(thin_gradient, m, r, m < end, W, R)
+        values = read(x + m[:, None] * C + c[None, :], known, EVEN)
+        active = activated(values, coefficients, c, known, C, EVEN)
+        right, own, left = _seen_back(thin_gradient, m, r, m < end, W, R, EVEN)
         g = tl.dot(right, V0)
         g = tl.dot(own, V1, g)
         g = tl.dot(left, V2, g)
         g = tl.where(active > 0, g, 0.0)
-        of_beta += tl.sum(g, 0)
-        of_gamma += tl.sum(g * (values.to(tl.float32) - mean[None, :]), 0)
+        of_beta += g
+        of_gamma += g * (values.to(tl.float32) - mean[None, :])
         wide = tl.trans(active)
         total0 = tl.dot(wide, right, total0)
         total1 = tl.dot(wide, own, total1)
@@ -170,8 +171,8 @@ def norm_sums_kernel(
     tl.store(place, total0, mask=c[:, None] < C)
     tl.store(place + R, total1, mask=c[:, None] < C)
     tl.store(place + 2 * R, total2, mask=c[:, None] < C)
-    tl.store(parts + split * 2 * C + c, of_beta, mask=c < C)
-    tl.store(parts + split * 2 * C + C + c, of_gamma * inverse, mask=c < C)
+    tl.store(parts + split * 2 * C + c, tl.sum(of_beta, 0), mask=c < C)
+    tl.store(parts + split * 2 * C + C + c, tl.sum(of_gamma, 0) * inverse, mask=c < C)
 
 
 @triton.jit(do_not_specialize=["splits", "positions"])
@@ -224,6 +225,7 @@ def input_gradient_kernel(
     C: tl.constexpr,
     R: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -231,32 +233,36 @@ def input_gradient_kernel(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     r = tl.arange(0, R)
     inside = m < positions
-    right, own, left = _seen_back(thin_gradient, m, r, inside, W, R)
+    right, own, left = _seen_back(thin_gradient, m, r, inside, W, R, EVEN)
     for start in range(0, C, BC):
         c = start + tl.arange(0, BC)
         place = m[:, None] * C + c[None, :]
         known = inside[:, None] & (c[None, :] < C)
-        values = tl.load(x + place, mask=known, other=0.0)
+        values = read(x + place, known, EVEN)
         taps = V + c[:, None] * (3 * R) + r[None, :]
-        g = tl.dot(right, tl.trans(tl.load(taps, mask=c[:, None] < C, other=0.0)))
-        g = tl.dot(own, tl.trans(tl.load(taps + R, mask=c[:, None] < C, other=0.0)), g)
-        g = tl.dot(left, tl.trans(tl.load(taps + 2 * R, mask=c[:, None] < C, other=0.0)), g)
-        g = tl.where(activated(values, coefficients, c, C, known) > 0, g, 0.0)
-        by_gradient = tl.load(back + c, mask=c < C, other=0.0)
-        by_input = tl.load(back + C + c, mask=c < C, other=0.0)
-        constant = tl.load(back + 2 * C + c, mask=c < C, other=0.0)
+        g = tl.dot(right, tl.trans(read(taps, c[:, None] < C, EVEN)))
+        g = tl.dot(own, tl.trans(read(taps + R, c[:, None] < C, EVEN)), g)
+        g = tl.dot(left, tl.trans(read(taps + 2 * R, c[:, None] < C, EVEN)), g)
+        g = tl.where(activated(values, coefficients, c, known, C, EVEN) > 0, g, 0.0)
+        by_gradient = read(back + c, c < C, EVEN)
+        by_input = read(back + C + c, c < C, EVEN)
+        constant = read(back + 2 * C + c, c < C, EVEN)
         total = g * by_gradient[None, :] + values.to(tl.float32) * by_input[None, :] + constant[None, :]
         if RESIDUAL:
-            total += tl.load(residual + place, mask=known, other=0.0)
-        tl.store(x_gradient + place, total.to(x_gradient.dtype.element_ty), mask=known)
+            total += read(residual + place, known, EVEN)
+        total = total.to(x_gradient.dtype.element_ty)
+        if EVEN:
+            tl.store(x_gradient + place, total)
+        else:
+            tl.store(x_gradient + place, total, mask=known)
 
 
 @triton.jit
-def _seen_back(thin_gradient, m, r, inside, W: tl.constexpr, R: tl.constexpr):
+def _seen_back(thin_gradient, m, r, inside, W: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr):
     """Return the thin gradient at the positions that saw m by their first, second and third tap."""
     w = m % W
     place = thin_gradient + m[:, None] * R + r[None, :]
     right = tl.load(place + R, mask=(inside & (w < W - 1))[:, None], other=0.0)
-    own = tl.load(place, mask=inside[:, None], other=0.0)
+    own = read(place, inside[:, None], EVEN)
     left = tl.load(place - R, mask=(inside & (w > 0))[:, None], other=0.0)
     return right, own, left

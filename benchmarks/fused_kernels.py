@@ -22,6 +22,7 @@ def project_kernel(
     positions,
     C: tl.constexpr,
     R: tl.constexpr,
+    EVEN: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -34,13 +35,12 @@ def project_kernel(
     for start in range(0, C, BC):
         c = start + tl.arange(0, BC)
         known = (m[:, None] < positions) & (c[None, :] < C)
-        values = tl.load(x + m[:, None] * C + c[None, :], mask=known, other=0.0)
-        active = activated(values, coefficients, c, C, known)
+        active = activated(read(x + m[:, None] * C + c[None, :], known, EVEN), coefficients, c, known, C, EVEN)
         taps = V + c[:, None] * (3 * R) + r[None, :]
         inside = c[:, None] < C
-        total0 = tl.dot(active, tl.load(taps, mask=inside, other=0.0), total0)
-        total1 = tl.dot(active, tl.load(taps + R, mask=inside, other=0.0), total1)
-        total2 = tl.dot(active, tl.load(taps + 2 * R, mask=inside, other=0.0), total2)
+        total0 = tl.dot(active, read(taps, inside, EVEN), total0)
+        total1 = tl.dot(active, read(taps + R, inside, EVEN), total1)
+        total2 = tl.dot(active, read(taps + 2 * R, inside, EVEN), total2)
     place = spread + m[:, None] * (3 * R) + r[None, :]
     inside = m[:, None] < positions
     kind = spread.dtype.element_ty
@@ -63,6 +63,8 @@ def expand_kernel(
     O: tl.constexpr,  # noqa: E741
     R: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    BY_PRODUCTS: tl.constexpr,
+    EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -82,20 +84,31 @@ def expand_kernel(
         o = start + tl.arange(0, BN)
         taps = U + o[:, None] * (3 * R) + r[None, :]
         known = o[:, None] < O
-        total = tl.dot(above, tl.trans(tl.load(taps, mask=known, other=0.0)))
-        total = tl.dot(own, tl.trans(tl.load(taps + R, mask=known, other=0.0)), total)
-        total = tl.dot(below, tl.trans(tl.load(taps + 2 * R, mask=known, other=0.0)), total)
+        total = tl.dot(above, tl.trans(read(taps, known, EVEN)))
+        total = tl.dot(own, tl.trans(read(taps + R, known, EVEN)), total)
+        total = tl.dot(below, tl.trans(read(taps + 2 * R, known, EVEN)), total)
         place = m[:, None] * O + o[None, :]
         both = inside[:, None] & (o[None, :] < O)
         if RESIDUAL:
-            total += tl.load(residual + place, mask=both, other=0.0)
+            total += read(residual + place, both, EVEN)
         rounded = total.to(kind)
-        tl.store(y + place, rounded, mask=both)
+        if EVEN:
+            tl.store(y + place, rounded)
+        else:
+            tl.store(y + place, rounded, mask=both)
         values = rounded.to(tl.float32)
-        mean = tl.sum(tl.where(both, values, 0.0), 0) / count
-        away = tl.where(both, values - mean[None, :], 0.0)
+        squares = values * values
+        if BY_PRODUCTS:  # what is outside is zero: so are the taps and the residual there
+            ones = tl.full((16, BM), 1.0, kind)
+            high = squares.to(kind)
+            low = (squares - high.to(tl.float32)).to(kind)
+            sums = tl.sum(tl.dot(ones, rounded), 0) / 16
+            square_sums = tl.sum(tl.dot(ones, low, tl.dot(ones, high)), 0) / 16
+        else:
+            sums, square_sums = tl.sum(values, 0), tl.sum(squares, 0)
+        mean = sums / count
         tl.store(parts + program * 2 * O + o, mean, mask=o < O)
-        tl.store(parts + program * 2 * O + O + o, tl.sum(away * away, 0), mask=o < O)
+        tl.store(parts + program * 2 * O + O + o, square_sums - sums * mean, mask=o < O)
 
 
 @triton.jit(do_not_specialize=["programs", "positions", "each"])
@@ -116,23 +129,20 @@ def statistics_kernel(
     """Join the parts of mean and variance, and write what normalizes by them."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
-    total = tl.zeros((BC,), dtype=tl.float32)
-    for start in range(0, programs, BP):
-        p = start + tl.arange(0, BP)
-        both = (p[:, None] < programs) & known[None, :]
-        count = tl.minimum(positions - p * each, each).to(tl.float32)
-        means = tl.load(parts + p[:, None] * 2 * C + c[None, :], mask=both, other=0.0)
-        total += tl.sum(means * count[:, None], 0)
-    mean = total / positions
-    total = tl.zeros((BC,), dtype=tl.float32)
+    about = tl.load(parts + c, mask=known, other=0.0)  # close to the mean, so that squares of distances are small
+    first = tl.zeros((BP, BC), dtype=tl.float32)
+    second = tl.zeros((BP, BC), dtype=tl.float32)
     for start in range(0, programs, BP):
         p = start + tl.arange(0, BP)
         both = (p[:, None] < programs) & known[None, :]
         count = tl.minimum(positions - p * each, each).to(tl.float32)
         place = parts + p[:, None] * 2 * C + c[None, :]
-        away = tl.where(both, tl.load(place, mask=both, other=0.0) - mean[None, :], 0.0)
-        total += tl.sum(tl.load(place + C, mask=both, other=0.0) + away * away * count[:, None], 0)
-    variance = total / positions
+        away = tl.where(both, tl.load(place, mask=both, other=0.0) - about[None, :], 0.0)
+        first += away * count[:, None]
+        second += tl.load(place + C, mask=both, other=0.0) + away * away * count[:, None]
+    shift = tl.sum(first, 0) / positions
+    mean = about + shift
+    variance = tl.maximum(tl.sum(second, 0) / positions - shift * shift, 0.0)
     scale = tl.load(gamma + c, mask=known, other=0.0) / tl.sqrt(variance + epsilon)
     tl.store(statistics + c, mean, mask=known)
     tl.store(statistics + C + c, variance, mask=known)
@@ -141,12 +151,20 @@ def statistics_kernel(
 
 
 @triton.jit
-def activated(values, coefficients, c, C: tl.constexpr, known):
+def read(pointers, known, EVEN: tl.constexpr):
+    """Return what pointers show, and zero where it is not known; ``EVEN`` says that all of it is."""
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=known, other=0.0)
+
+
+@triton.jit
+def activated(values, coefficients, c, known, C: tl.constexpr, EVEN: tl.constexpr):
     """Return relu(scale x + shift) in the type of x, and zero where x is not known."""
-    scale = tl.load(coefficients + c, mask=c < C, other=0.0)
-    shift = tl.load(coefficients + C + c, mask=c < C, other=0.0)
+    scale = read(coefficients + c, c < C, EVEN)
+    shift = read(coefficients + C + c, c < C, EVEN)
     active = tl.maximum(values.to(tl.float32) * scale[None, :] + shift[None, :], 0.0)
-    return tl.where(known, active, 0.0).to(values.dtype)
+    if not EVEN:
+        active = tl.where(known, active, 0.0)
+    return active.to(values.dtype)
 
 
 @triton.jit

@@ -8,20 +8,24 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
 from factorized.experiments.bench.measure import milliseconds
 from factorized.experiments.bench.memory import PeakMemory
 from factorized.experiments.bench.networks import training_way
+from factorized.experiments.bench.session import Way
 
 
-def main(recipe: str, batch: int, device: torch.device) -> None:
+def main(
+    recipe: str, batch: int, device: torch.device, make: Callable[[str, int, torch.device], Way] = training_way
+) -> None:
     """Build a step, tell about it, then time as many steps as each line of the input says."""
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
     with PeakMemory(device) as memory:
-        way = training_way(recipe, batch, device)
+        way = make(recipe, batch, device)
         way.run()
         memory.restart()
         way.run()

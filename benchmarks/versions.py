@@ -35,15 +35,20 @@ BATCH = 128
 
 
 class Worker:
-    """A process that holds the training step of one recipe, as one checkout computes it."""
+    """A process that holds the training step of one recipe, as one checkout computes it.
 
-    def __init__(self, checkout: Path, network: str, way: str, device: torch.device, threads: int) -> None:
+    ``script`` is what Python runs there, with the recipe, the batch and the device as arguments.
+    """
+
+    def __init__(
+        self, checkout: Path, network: str, way: str, device: torch.device, threads: int, script: Sequence[str] = ()
+    ) -> None:
         self.checkout, self.network, self.way = checkout, network, way
         self.times: list[float] = []
         self.facts: dict[str, Any] | None = None
         folders = os.pathsep.join([str(checkout.resolve()), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": folders, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
-        command = [sys.executable, str(WORKER), NETWORKS[network][way], str(BATCH), str(device)]
+        command = [sys.executable, *(script or [str(WORKER)]), NETWORKS[network][way], str(BATCH), str(device)]
         # unbuffered: a line that waits in a buffer of Python is not seen by ``select``
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
@@ -109,6 +114,15 @@ def wait_for(workers: Sequence[Worker], seconds: float, after: Path | None) -> l
     return [worker for worker in workers if worker.facts is not None]
 
 
+def take_turns(workers: Sequence[Worker], rounds: int, steps: int) -> None:
+    """Time steps of every worker, round after round; the first round warms up."""
+    for round_ in range(rounds + 1):
+        for worker in workers:
+            taken = worker.milliseconds(steps)
+            if round_:
+                worker.times.append(taken)
+
+
 def main(words: list[str] | None = None) -> None:
     """Parse the command line, compile and time, and write a JSON file for each checkout."""
     parser = parser_of(__doc__)
@@ -133,11 +147,7 @@ def main(words: list[str] | None = None) -> None:
         for worker in workers:
             stack.callback(worker.end)
         ready = wait_for(workers, given.compile_seconds, given.after)
-        for round_ in range(given.rounds + 1):
-            for worker in ready:
-                taken = worker.milliseconds(given.steps)
-                if round_:  # the first one warms up
-                    worker.times.append(taken)
+        take_turns(ready, given.rounds, given.steps)
         given.out.mkdir(parents=True, exist_ok=True)
         for number, checkout in enumerate(given.checkouts):
             found = report(checkout, [worker for worker in workers if worker.checkout == checkout], given.device)

@@ -16,9 +16,8 @@ from benchmarks import fused_block
 from factorized.experiments.models.wide_resnet import wide_resnet
 
 torch.manual_seed(0)
-small = (16, 16)
 fused_block.TILES = replace(
-    fused_block.TILES, project=small, expand=small, back=small, sums=small, input_gradient=small, programs=4
+    fused_block.TILES, positions=16, channels=16, programs=4, sum_channels=16, sum_size=256, sum_programs=4
 )
 
 
@@ -40,7 +39,9 @@ def gradients(network, x):
 EQUAL = (
     START
     + """
-for blocks, width, ratio, size, batch in [(2, 1, 0.3, 8, 3), (3, 1, 0.6, 9, 2), (2, 2, 0.2, 12, 1)]:
+cases = [(2, 1, 0.3, 8, 3, False), (3, 1, 0.6, 9, 2, True), (2, 2, 0.2, 12, 1, True)]
+for blocks, width, ratio, size, batch, by_products in cases:
+    fused_block.TILES = replace(fused_block.TILES, sums_by_products=by_products)
     plain, fused = networks(blocks, width, ratio)
     assert sum(isinstance(stage, fused_block.FusedBlocks) for stage in fused.stages) == 3
     x = torch.randn(batch, 3, size, size)
@@ -68,8 +69,22 @@ for found, expected in zip(gradients(compiled, x), eager, strict=True):
 )
 
 
+LAUNCHES = """
+from dataclasses import replace
+import torch
+from benchmarks import fused_times
+
+stage = (32, 8, 7)
+for name, tiles in fused_times.SETTINGS.items():
+    launches = fused_times.launches_of(stage, 2, tiles, torch.device("cpu"))
+    assert len(launches) == 8, launches.keys()
+    for launch in launches.values():
+        launch.run()
+"""
+
+
 @pytest.mark.nightly
 @needs_interpreter
-@pytest.mark.parametrize("program", [EQUAL, COMPILED], ids=["equal", "compiled"])
+@pytest.mark.parametrize("program", [EQUAL, COMPILED, LAUNCHES], ids=["equal", "compiled", "timed"])
 def test_interpreted_kernels_compute_what_blocks_of_a_wide_resnet_compute(program: str) -> None:
     run_interpreted(program)

@@ -1,0 +1,186 @@
+"""Time low-rank WideResNets whose kernels normalize inside the convolutions, beside what the compiler makes of them.
+
+    python -m benchmarks.fused_times --out out/fused-kernels.json          # each kernel, by several sizes of tiles
+    python -m benchmarks.fused_times --out out/fused-steps.json --steps    # whole training steps
+
+Kernels are built by several processes at once, and networks are compiled by one process each; then everything is timed
+in turn, while nothing else runs. Microseconds of a kernel are those of a CUDA graph of ten launches, whose data may
+stay in the L2 cache where they fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import fused_block, version_worker
+from benchmarks.fused_block import TILES, Tiles, backward_launches, forward_launches, fuse
+from benchmarks.script import parser_of, write
+from benchmarks.versions import Worker, take_turns, wait_for
+from factorized.experiments.bench.measure import Spread
+from factorized.experiments.bench.networks import NETWORKS
+from factorized.experiments.bench.session import Way
+from factorized.experiments.data.stand_in import stand_in
+from factorized.experiments.recipes.find import load_recipe
+from factorized.experiments.training.network import Start, build_dense, factorize_network, plan_network
+from factorized.experiments.training.processes import Processes
+from factorized.experiments.training.trainer import Trainer
+from factorized.formats.launches import Launch
+from factorized.nn.timing import capture, median_milliseconds
+
+STAGES = ((160, 32, 15), (320, 16, 31), (640, 8, 61))  # channels, height and width, rank: WideResNet-28-10 at 0.0667
+BATCH = 128
+NETWORK = "WideResNet-28-10"
+LAUNCHES = 10  # of a kernel in one graph
+SETTINGS: Mapping[str, Tiles] = {
+    "own": TILES,
+    "64 positions": replace(TILES, positions=64, programs=1),
+    "256 positions, 8 warps": replace(TILES, positions=256, warps=8),
+    "64 channels": replace(TILES, channels=64),
+    "32 channels": replace(TILES, channels=32),
+    "8 warps": replace(TILES, warps=8),
+    "2 stages": replace(TILES, stages=2),
+    "4 stages": replace(TILES, stages=4),
+    "32 channels in sums": replace(TILES, sum_channels=32),
+    "sums of half the size": replace(TILES, sum_size=1024),
+    "sums of twice the size": replace(TILES, sum_size=4096),
+    "half the sums": replace(TILES, sum_programs=132),
+    "twice the sums": replace(TILES, sum_programs=528),
+    "sums by products": replace(TILES, sums_by_products=True),
+}
+
+
+def launches_of(stage: tuple[int, int, int], batch: int, tiles: Tiles, device: torch.device) -> dict[str, Launch]:
+    """Return the launches of a convolution, forward and backward, on random numbers."""
+    fused_block.TILES = tiles  # which the sizes of results depend on, too
+    channels, size, rank = stage
+    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    random = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int, dtype: torch.dtype = kind) -> Tensor:
+        return torch.randn(shape, generator=random, device=device, dtype=dtype)
+
+    x, gradient, residual, y = (drawn(batch, size, size, channels).permute(0, 3, 1, 2) for _ in range(4))
+    R = max(16, 1 << (rank - 1).bit_length())
+    each = tiles.tile(x)[0]
+    norm = [drawn(channels, dtype=torch.float32) for _ in range(2)]
+    factors = [drawn(3 * channels, rank, dtype=torch.float32) / (3 * channels) ** 0.5 for _ in range(2)]
+    parts = drawn(-(-x.numel() // channels // each), 2, channels, dtype=torch.float32).square()
+    thin, packed = drawn(batch, size, size, R), drawn(6 * channels, R)
+    statistics, coefficients = (drawn(2, channels, dtype=torch.float32).square() for _ in range(2))
+    sums = drawn(2, tiles.splits(x), 3 * channels, R, dtype=torch.float32)
+    written = (y, parts, thin, packed, statistics, coefficients)
+    found = forward_launches(x, (parts, each), (*norm, *factors), 1e-5, residual, written)
+    kept = (thin, packed, statistics, coefficients)
+    found += backward_launches(gradient, x, kept, 1e-5, residual, (y, *sums, torch.empty_like(statistics)))
+    return {launch.kernel.__name__.removesuffix("_kernel"): launch for launch in found}
+
+
+def build(place: int, name: str) -> None:
+    """Run the kernels of a setting once, so that they are in Triton's cache."""
+    for launch in launches_of(STAGES[place], BATCH, SETTINGS[name], torch.device("cuda")).values():
+        launch.run()
+    torch.cuda.synchronize()
+
+
+def time_kernels(rounds: int, processes: int, seconds: float) -> list[dict[str, Any]]:
+    """Return a row for each kernel of each stage: its time by each setting, or why that failed."""
+    names = [(place, name) for place in range(len(STAGES)) for name in SETTINGS]
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
+        tasks = {key: pool.apply_async(build, key) for key in names}
+        failed: dict[tuple[int, str], str] = {}
+        for key, task in tasks.items():
+            try:
+                task.get(seconds)
+            except Exception as error:  # too much shared memory, say: the others go on
+                failed[key] = f"{type(error).__name__}: {error}"[:200]
+    rows = []
+    for place, (channels, size, rank) in enumerate(STAGES):
+        steps: dict[tuple[str, str], Callable[[], object]] = {}
+        for name, tiles in SETTINGS.items():
+            if (place, name) not in failed:
+                for kernel, launch in launches_of(STAGES[place], BATCH, tiles, torch.device("cuda")).items():
+                    steps[kernel, name] = capture(partial(_repeat, launch))
+        times = median_milliseconds(steps, cuda=True, rounds=rounds)
+        why = {name: text for (where, name), text in failed.items() if where == place}
+        for kernel in dict.fromkeys(kernel for kernel, _ in steps):
+            took = {name: round(ms * 1e3 / LAUNCHES, 2) for (own, name), ms in times.items() if own == kernel}
+            best = min(took, key=lambda name: took[name])
+            print(f"{channels} channels, {kernel}: own {took.get('own')} us, best {best} {took[best]}", flush=True)
+            row = {"channels": channels, "size": size, "rank": rank, "kernel": kernel}
+            rows.append({**row, "microseconds": took, "failed": why})
+    return rows
+
+
+def _repeat(launch: Launch) -> None:
+    for _ in range(LAUNCHES):
+        launch.run()
+
+
+def fused_way(name: str, batch: int, device: torch.device) -> Way:
+    """Return the training step of a recipe whose blocks the kernels run."""
+    images = stand_in("noise", 10, 32, 3, 2 * batch)
+    recipe = load_recipe(name, [f"run.batch={batch}"])
+    dense = build_dense(recipe, images, seed=0)
+    plan = plan_network(recipe, dense, images)
+    network = factorize_network(recipe, dense, plan, None)
+    trainer = Trainer(recipe, images, Processes(device), 0, start=Start(fuse(network), plan))  # type: ignore[arg-type]
+    trainer.source.start(0, 0)
+    return Way(trainer.step, {})
+
+
+def time_steps(rounds: int, seconds: float, threads: int) -> list[dict[str, Any]]:
+    """Return a row for each training step: dense, and low rank with and without the kernels."""
+    here, device = Path(__file__).parents[1], torch.device("cuda")
+    ways = [way for way in NETWORKS[NETWORK] if way.startswith(("dense", "low"))]
+    with ExitStack() as stack:
+        workers = {way: Worker(here, NETWORK, way, device, threads) for way in ways}
+        for way in ways[1:]:
+            script = ("-m", "benchmarks.fused_times", "--serve")
+            workers[f"{way}, kernels"] = Worker(here, NETWORK, way, device, threads, script)
+        for worker in workers.values():
+            stack.callback(worker.end)
+        take_turns(wait_for(list(workers.values()), seconds, None), rounds, steps=8)
+        rows = []
+        for way, worker in workers.items():
+            if worker.facts is not None:
+                rows.append({"way": way, "ms": Spread.of(worker.times).to_dict(), **worker.facts})
+                print(way, rows[-1], flush=True)
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Parse the command line, measure, and write one JSON file."""
+    words = sys.argv[1:] if words is None else words
+    if words[:1] == ["--serve"]:  # a worker of ``time_steps``
+        recipe, batch, device = words[1:]
+        return version_worker.main(recipe, int(batch), torch.device(device), fused_way)
+    parser: argparse.ArgumentParser = parser_of(__doc__)
+    parser.add_argument("--steps", action="store_true", help="whole training steps in place of kernels")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="to compile or build in; what takes longer is left out"
+    )
+    parser.add_argument("--processes", type=int, default=14, help="that build kernels at the same time")
+    parser.add_argument("--threads", type=int, default=3, help="that each network is compiled with")
+    given = parser.parse_args(words)
+    if given.steps:
+        rows = time_steps(given.rounds, given.seconds, given.threads)
+    else:
+        rows = time_kernels(given.rounds, given.processes, given.seconds)
+    write(given.out, torch.device("cuda"), rows, rounds=given.rounds, batch=BATCH, tiles=asdict(TILES))
+    return None
+
+
+if __name__ == "__main__":
+    main()
