@@ -201,11 +201,12 @@ def test_labels_without_names_are_fewer_than_the_images(hub: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("problem", [datasets.exceptions.DatasetGenerationError("cut off"), KeyError("features")])
 def test_whatever_the_library_raises_says_what_to_give_instead(
-    monkeypatch: pytest.MonkeyPatch, problem: Exception
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problem: Exception
 ) -> None:
     def load_dataset(*arguments: object, **options: object) -> None:
         raise problem
 
+    monkeypatch.chdir(tmp_path)  # where there is no folder data/
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"a/b could not be loaded: .*(cut off|features).* Give a local .npz"):
         load_hugging_face("b", "a/b", silent)
