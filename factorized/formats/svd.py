@@ -107,13 +107,13 @@ def spectral_factors(
     Above full rank (overcomplete layers) the surplus columns of ``U`` are zero and those of ``V`` are random
     directions as long as the smallest kept column: the product stays ``W``, yet every column of ``U``
     receives a gradient, which zeros on both sides would never do. If ``W`` is zero, the same holds for all columns,
-    with directions of length 1: ``U`` then learns at the rate of a dense weight.
+    with directions of length 1: ``U`` then learns at the rate of a dense weight. Rows and columns of zeros stay zero.
     """
     m, n = W.shape[-2:]
     kept = min(rank, m, n)
     U, S, V = truncated_svd(W, kept, method)
     root = S.sqrt().unsqueeze(-2)
-    U, V = U * root, V * root
+    U, V = _zero_like(W, U * root), _zero_like(W.mT, V * root)
     is_zero = root.amax(dim=-1, keepdim=True) == 0
     if is_zero.any():
         V = torch.where(is_zero, _gaussian(n, kept, V) / n**0.5, V)
@@ -138,7 +138,20 @@ def truncated_factors(
     for M in inner:
         core = core @ computable(M)
     A, B = spectral_factors(core @ T.mT, rank, "exact")
-    return (Q @ A).to(U.dtype), (P @ B).to(V.dtype)
+    return _zero_like(U, Q @ A).to(U.dtype), _zero_like(V, P @ B).to(V.dtype)
+
+
+def _zero_like(
+    matrix: Tensor,  # (..., m, n)
+    factor: Tensor,  # (..., m, r)
+) -> Tensor:  # like factor
+    """Return ``factor`` with zeros for the rounding errors in rows that are zero in ``matrix``.
+
+    A table of embeddings has such a row for padding. Adaptive optimizers would blow up rounding errors to their
+    learning rate. If all rows are zero, the factor holds the directions that let the product learn, and stays.
+    """
+    rows = matrix.any(dim=-1, keepdim=True)
+    return factor * (rows | ~rows.any(dim=-2, keepdim=True))
 
 
 def factor_spectrum(

@@ -178,7 +178,10 @@ def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return (module name, parameter name) of every place that holds a parameter shared with another module."""
+    """Return (module name, attribute) of every place that holds a parameter shared with another module.
+
+    Plain attributes, lists, tuples and dicts count too: code that reads a weight there would keep the old one.
+    """
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     held = {name for name, module in named_layers(model).items() if isinstance(module, HeldWeight)}
     for name, module in model.named_modules():
@@ -186,4 +189,10 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
             if parameter is not None:
                 place = f"{name}.{key}".removeprefix(".")
                 owners.setdefault(parameter, []).append((place, "weight") if place in held else (name, key))
+        own = set(module._parameters.values())  # a recurrent network also lists its own weights
+        for key, value in vars(module).items():
+            several = value.values() if isinstance(value, dict) else value
+            for part in several if isinstance(value, (dict, list, tuple)) else [value]:
+                if isinstance(part, nn.Parameter) and part not in own:
+                    owners.setdefault(part, []).append((name, key))
     return [places for places in owners.values() if len(places) > 1]

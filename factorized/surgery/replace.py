@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -38,7 +39,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.
     """Replace the modules that are keys of ``new`` wherever ``model`` holds them; return the model or its replacement.
 
     That is under all of their names, and in plain attributes, lists, tuples and dicts of any module, which torch does
-    not register: a model that calls its layers from such a list would keep calling the old ones.
+    not register: a model that calls its layers, or methods of them, from such a list would keep calling the old ones.
     """
     for old, names in module_names(model).items():
         if old in new:
@@ -56,6 +57,8 @@ def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) ->
     """Return a value with new modules for old ones; lists and dicts are changed in place, each once."""
     if isinstance(value, nn.Module):
         return new.get(value, value)
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in new:
+        return getattr(new[value.__self__], value.__name__, value)  # such as layer.forward
     if isinstance(value, (list, dict)) and id(value) not in seen:
         seen.add(id(value))
         for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):

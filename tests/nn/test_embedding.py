@@ -51,6 +51,23 @@ def test_formats_tell_whether_padding_stays_zero_in_training(scheme: Scheme) -> 
     assert (model(torch.tensor([2])).norm() < 1e-6).item() == model[0].format.keeps_zero_rows
 
 
+@pytest.mark.parametrize("made", ["factorized", "truncated", "calibrated"])
+def test_padding_stays_exactly_zero_with_an_optimizer_that_rescales_the_decay(made: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 24, padding_idx=2))
+    init = fz.Calibrated([torch.arange(40)]) if made == "calibrated" else "spectral"
+    fz.factorize(model, rank=6, init=init, keep_first_and_last=False)
+    if made == "truncated":
+        fz.truncate(model, rank=5)
+    optimizer = torch.optim.Adam(fz.parameter_groups(model, weight_decay=0), lr=0.01)
+    fz.FrobeniusDecay(model, 0.1, decoupled=False).attach(optimizer)
+    for _ in range(10):
+        model(torch.arange(40)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model(torch.tensor([2])).count_nonzero() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_count_frequent_entries_right(dtype: torch.dtype) -> None:
     table = FactorizedEmbedding(4, 6, 2, scale_grad_by_freq=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from factorized.nn.linear import FactorizedLinear
@@ -242,17 +242,17 @@ def test_tied_layers_of_which_one_stays_dense_both_do(arguments: dict[str, Any],
 
 
 class KeepsOwnWeight(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[nn.Parameter], object]) -> None:
         super().__init__()
         self.layers = between(nn.Linear(64, 64))
-        self.mine = self.layers[2].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) @ self.mine
+        self.mine = keep(self.layers[2].weight)
 
 
-def test_a_weight_that_the_model_also_reads_itself_stays_dense() -> None:
-    made = plan(KeepsOwnWeight(), rank=2)
+@pytest.mark.parametrize(
+    "keep", [lambda w: w, lambda w: [w], lambda w: (0, w), lambda w: {"w": w}], ids=["itself", "list", "tuple", "dict"]
+)
+def test_a_weight_that_the_model_also_holds_itself_stays_dense(keep: Callable[[nn.Parameter], object]) -> None:
+    made = plan(KeepsOwnWeight(keep), rank=2)
     assert reasons(made)["layers.2"] == "weight is tied to mine, which stays dense"
 
 

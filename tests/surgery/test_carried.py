@@ -51,10 +51,11 @@ class CallsFromPlainContainers(nn.Module):
         self.order.append(self.order)  # plain data may hold itself
         self.by_name = {"second": (self.second, "relu")}
         self.__dict__["hidden"] = self.third
+        self.call = [self.third.forward]
         self.attention = {"self": [self.attend.self_attn]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.hidden(self.by_name["second"][0](self.order[0](x)))
+        x = self.call[0](self.hidden(self.by_name["second"][0](self.order[0](x))))
         return self.attention["self"][0](x, x, x, need_weights=False)[0]
 
 
@@ -73,6 +74,7 @@ def test_layers_that_a_model_calls_from_plain_lists_dicts_and_attributes_are_rep
         assert made.order[0] is made.first
         assert made.by_name == {"second": (made.second, "relu")}
         assert made.hidden is made.third
+        assert made.call == [made.third.forward]
         assert made.attention == {"self": [made.attend.self_attn]}
         if made is not shorter:
             torch.testing.assert_close(made(x), model(x))
