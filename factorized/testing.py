@@ -326,7 +326,7 @@ class LayerContract:
     @_only(lambda case: case.thorough and case.compiles)
     @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
     @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, of its own tracing
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, inside inductor
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # torch's, inside inductor
     def test_it_compiles_whole(self, case: Case, backend: str) -> None:
         torch._dynamo.reset()
         layer, x = case.make_layer(), case.make_input(3)

@@ -66,7 +66,6 @@ def test_gradients_are_those_of_autograd_through_the_plain_expansion(tensor: Ten
 NEAR_FULL = [tucker((5, 4, 3), (4, 4, 3)), train((2, 4, 4, 9), (2, 8, 7))]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by torch itself
 @pytest.mark.parametrize("frozen", [0, 2])
 @pytest.mark.parametrize("tensor", NEAR_FULL, ids=str)
 def test_it_is_differentiable_forwards(tensor: TensorFormat, frozen: int) -> None:

@@ -15,8 +15,6 @@ from factorized.formats.kernel import KernelShape
 from factorized.formats.shifts import plan_shifts, shift_and_stack
 from factorized.testing import error
 
-# torch scripts its own formulas when forward-mode derivatives are first used.
-forward_mode = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 CASES: dict[str, tuple[type[Any], dict[str, Any], tuple[int, ...]]] = {
     "same size": (FactorizedConv2d, {"kernel_size": 3, "padding": 1}, (6, 5)),
     "unpadded": (FactorizedConv2d, {"kernel_size": 3}, (6, 5)),
@@ -63,7 +61,6 @@ def test_shifts_in_place_and_their_two_gradients_are_those_of_slices(
         assert error(actual, expected) < 1e-12
 
 
-@forward_mode
 @pytest.mark.parametrize("row_dims", [0, 1, 2])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_derivatives_are_exact_in_both_directions(stride: int, row_dims: int) -> None:
@@ -75,7 +72,6 @@ def test_derivatives_are_exact_in_both_directions(stride: int, row_dims: int) ->
     assert torch.autograd.gradgradcheck(run, (stack,))
 
 
-@forward_mode
 def test_tangents_pass_without_a_gradient() -> None:
     layer, x = made("strided")
     tangent = torch.randn_like(x)

@@ -192,6 +192,7 @@ def test_variants_of_lora_are_refused() -> None:
         adapted(use_dora=True)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers 5.23
 def test_a_transformers_model_with_factorized_layers_is_adapted_trained_and_merged() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

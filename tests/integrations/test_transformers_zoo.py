@@ -21,7 +21,6 @@ from tests.integrations.zoo.tiny import Tiny
 
 SAMPLE = ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",  # DeBERTa and GPT-BigCode, when imported
     "ignore:Initializing zero-element tensors is a no-op",  # MobileBERT
 )
 every_model = pytest.mark.parametrize(

@@ -187,7 +187,6 @@ def test_frozen_layers_are_timed_too(x: Tensor) -> None:
     assert model.first.execution in CONV
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, inside inductor
 @pytest.mark.nightly
 def test_layers_can_be_timed_compiled(x: Tensor) -> None:
     layer = FactorizedLinear(4, 3, 2)

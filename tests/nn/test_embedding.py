@@ -91,7 +91,6 @@ def test_it_takes_gradients_per_example() -> None:
             assert error(per_example[name][n], expected) < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by torch itself
 def test_its_forward_derivative_is_that_of_the_dense_table() -> None:
     layer = FactorizedEmbedding(ENTRIES, WIDTH, 3, 2, scale_grad_by_freq=True).double()
     dense, x = layer.to_dense(), indices((3,))

@@ -195,7 +195,7 @@ def test_compiled_code_needs_no_guard_on_the_layout_or_the_batch() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_trace_does_not_look_at_the_layout() -> None:
     layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), many_positions(64)
     traced = torch.jit.trace(layer, x)
@@ -203,7 +203,7 @@ def test_a_trace_does_not_look_at_the_layout() -> None:
     torch.testing.assert_close(traced(x[:1]), layer(x[:1]))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("execution", ["composed", "chain"])
 def test_a_trace_passes_the_check_that_torch_makes_without_gradients(execution: Any) -> None:
     layer, x = FactorizedConv2d(8, 8, 3, 3, padding=1, execution=execution).eval(), torch.randn(2, 8, 6, 6)
