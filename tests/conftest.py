@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 pytest.register_assert_rewrite("factorized.testing")
+settings.register_profile("factorized", deadline=None)  # a busy machine is no failure
+settings.load_profile("factorized")
 
 
 @pytest.fixture

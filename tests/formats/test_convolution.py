@@ -137,7 +137,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(made=problems())
 def test_every_way_equals_torchs_layer_on_drawn_geometries(made: Problem) -> None:
     expected = made.run_dense()

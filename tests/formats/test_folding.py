@@ -80,7 +80,7 @@ def test_clipped_ranks_are_those_that_a_tensor_can_have(dims: list[int], rank: i
         assert format.rank == format.full_ranks
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), dims=DIMS, method=METHODS)
 def test_clipped_ranks_are_the_ranks_of_the_unfoldings_of_a_random_tensor(
     data: st.DataObject, dims: list[int], method: str

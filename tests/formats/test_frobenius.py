@@ -106,7 +106,7 @@ def test_norm_and_gradients_are_those_of_autograd_by_either_way(
         assert close(gradient, reference)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     m=st.integers(1, 7),
     n=st.integers(1, 7),

@@ -41,7 +41,7 @@ def kernel_shapes(draw: st.DrawFn, dims: tuple[int, int] = (0, 3), groups: tuple
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     size=st.lists(st.integers(1, 4), max_size=3),
     groups=st.integers(1, 3),
@@ -59,7 +59,7 @@ def test_a_kernel_survives_the_way_to_its_matrix_and_back(
     assert torch.equal(to_kernel(matrix, shape), kernel)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shape=kernel_shapes())
 def test_a_matrix_survives_the_way_to_its_kernel_and_back_for_any_split(shape: KernelShape) -> None:
     matrix = normal(shape.groups, shape.rows, shape.columns)
@@ -104,7 +104,7 @@ def test_a_kernel_entry_is_a_product_of_the_rows_that_its_channels_and_taps_name
         torch.testing.assert_close(kernel[o, i, a, b], expected, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shape=kernel_shapes(dims=(1, 3)), rank=st.integers(1, 3), depth=st.integers(0, 2))
 def test_convolving_by_factors_equals_convolving_by_the_composed_kernel(
     shape: KernelShape, rank: int, depth: int

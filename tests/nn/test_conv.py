@@ -71,7 +71,7 @@ def drawn_layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
     return layer, x.requires_grad_()
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(drawn=drawn_layers())
 def test_layers_of_any_settings_compute_what_their_dense_layers_do(drawn: tuple[Any, Tensor]) -> None:
     layer, x = drawn

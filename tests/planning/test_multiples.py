@@ -22,7 +22,7 @@ def ranks(made: fz.Plan) -> dict[str, Any]:
 
 @pytest.mark.parametrize("multiple", [2, 4, 8])
 @pytest.mark.parametrize("allocate", ["uniform", "spectrum"])
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(ratio=st.floats(0.45, 0.95))
 def test_a_ratio_is_met_to_one_multiple_and_never_exceeded(multiple: int, allocate: str, ratio: float) -> None:
     made = fz.plan(Mlp(), ratio=ratio, multiple_of=multiple, allocate=allocate)

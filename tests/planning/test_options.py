@@ -22,7 +22,8 @@ def test_the_options_are_the_keywords_of_the_signature_with_their_types() -> Non
 
 
 def test_every_option_is_documented_where_it_is_planned() -> None:
-    assert all(f"        {name}: " in (plan.__doc__ or "") for name in PlanOptions.__annotations__)
+    documented = inspect.getdoc(plan) or ""
+    assert all(f"\n    {name}: " in documented for name in PlanOptions.__annotations__)
 
 
 @pytest.mark.parametrize("made", [None, fz.LowRank(), fz.plan(Mlp(), ratio=0.5)])

@@ -40,7 +40,7 @@ def reachable(model: nn.Module, **arguments: Any) -> float:
 
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("allocate", ["uniform", "spectrum"])
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(share=st.floats(0, 0.999))
 def test_a_ratio_is_never_exceeded_and_met_to_one_rank_step(
     model_type: type[nn.Module], allocate: str, share: float
@@ -151,7 +151,7 @@ def squared_error(model: nn.Module, made: Plan) -> float:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_spectrum_never_loses_more_than_uniform_and_stays_within_the_budget(data: st.DataObject) -> None:
     items, energies, budget = data.draw(problems())

@@ -61,7 +61,7 @@ def test_the_separable_block_has_the_parameters_of_the_paper(scheme: Scheme, sca
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(ratio=st.floats(0.02, 0.95))
 def test_a_ratio_is_met_within_one_percent_from_below(scheme: Scheme, ratio: float) -> None:
     made = plan(WIDE, scheme, ratio=ratio)
