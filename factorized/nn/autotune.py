@@ -27,7 +27,7 @@ def autotune(
 
     The model runs once on ``example_input``, in evaluation mode, to see what each layer is given; then each layer is
     timed alone, forward and backward, in every execution, under the autocast that is active around this call. Layers
-    with the same settings and inputs are timed once.
+    with the same settings and inputs are timed once. Torch's random state stays as it is.
 
     Args:
         model: a factorized model.
@@ -91,10 +91,11 @@ def _what_matters(layer: FactorizedLayer, x: Tensor) -> tuple[object, ...]:
 
 def _time_executions(layer: FactorizedLayer, x: Tensor, rounds: int, compiled: bool) -> dict[Way, float]:
     trains = any(parameter.requires_grad for parameter in layer.parameters())
-    x = torch.empty_like(x).normal_().requires_grad_(trains)
-    steps = {}
-    for execution in layer.executions:
-        candidate = deepcopy(layer)
-        candidate.execution = execution
-        steps[execution] = training_step(candidate, x, compiled)
-    return median_milliseconds(steps, cuda=x.is_cuda, rounds=rounds, repeats=10 if x.is_cuda else 1)
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        x = torch.empty_like(x).normal_().requires_grad_(trains)
+        steps = {}
+        for execution in layer.executions:
+            candidate = deepcopy(layer)
+            candidate.execution = execution
+            steps[execution] = training_step(candidate, x, compiled)
+        return median_milliseconds(steps, cuda=x.is_cuda, rounds=rounds, repeats=10 if x.is_cuda else 1)

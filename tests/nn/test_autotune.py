@@ -70,6 +70,13 @@ def test_every_layer_gets_its_fastest_execution(
     assert model.idle.execution == "auto"
 
 
+def test_the_random_state_stays_as_it_is(x: Tensor) -> None:
+    model = Net()
+    before = torch.get_rng_state()
+    autotune(model, x, rounds=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_it_measures_decides(x: Tensor) -> None:
     model = Net()
     for name, times in autotune(model, x, rounds=1).items():
