@@ -181,8 +181,9 @@ def test_a_length_in_the_wrong_unit_names_the_right_option() -> None:
         check_length([images], None, 5)
 
 
-def test_a_job_on_data_it_was_not_planned_for_is_an_error(tmp_path: Path) -> None:
-    recipe = shorten(load_recipe("digits/resnet8"), 1)
+@pytest.mark.parametrize("name", ["digits/resnet8", "translation/numbers"])
+def test_a_job_on_data_it_was_not_planned_for_is_an_error(tmp_path: Path, name: str) -> None:
+    recipe = shorten(load_any_recipe(name), 1)
     outcome = run_job(Job(recipe.to_dict(), (0,), str(tmp_path), None, "0" * 64), "cpu")
     assert outcome.error is not None
     assert "planned for data with checksum 000000000000…, and those here have" in outcome.error
