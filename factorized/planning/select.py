@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from factorized.attention.family import is_transposed
@@ -189,6 +190,8 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
             if parameter is not None:
                 place = f"{name}.{key}".removeprefix(".")
                 owners.setdefault(parameter, []).append((place, "weight") if place in held else (name, key))
+        if isinstance(module, DistributedDataParallel):  # lists all parameters; fz.factorize says what to do instead
+            continue
         own = set(module._parameters.values())  # a recurrent network also lists its own weights
         for key, value in vars(module).items():
             several = value.values() if isinstance(value, dict) else value
