@@ -59,8 +59,9 @@ def _note(rows: Sequence[Row]) -> str:
     """Return what the figures are, and those of the dense networks."""
     parts = []
     for network in dict.fromkeys(row["network"] for row in rows):
-        dense = [row for row in rows if row["network"] == network and row["method"] == "dense"]
+        own = [row for row in rows if row["network"] == network]
+        dense = [row for row in own if row["method"] == "dense"]
         unit = {"accuracy": "test accuracy in percent", "perplexity": "perplexity per word", "loss": "loss"}
-        told = f"{network}: {unit[dense[0]['score']]}, dense {_cell(dense)}, n = {len(dense)}, {dense[0]['device']}"
-        parts.append(told)
+        devices = " and ".join(sorted({row["device"] for row in own}))
+        parts.append(f"{network}: {unit[own[0]['score']]}, dense {_cell(dense)}, n = {len(dense)}, {devices}")
     return f"Means and deviations over dense networks. {'; '.join(parts)}."

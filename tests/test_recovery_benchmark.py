@@ -296,7 +296,7 @@ def test_the_table_joins_files_and_averages_over_networks_and_seeds(tmp_path: Pa
         ],
     }
     for name, rows in files.items():
-        made = {"machine": {"device": "NVIDIA H200"}, "rows": rows}
+        made = {"machine": {"device": "NVIDIA H200" if name == "b" else "a processor"}, "rows": rows}
         (tmp_path / f"recovery-{name}.json").write_text(json.dumps(made))
     table = recovery_table(read_rows(tmp_path)).splitlines()
     assert table[0] == "| network | method | 30% | 10% |"
@@ -304,4 +304,4 @@ def test_the_table_joins_files_and_averages_over_networks_and_seeds(tmp_path: Pa
         "| net | calibrated | 82.00 ± 2.83 | – |",
         "| net | pruning, ordinary decay | diverged | 70.00 |",
     ]
-    assert table[-1].endswith("net: test accuracy in percent, dense 91.00 ± 1.41, n = 2, H200.")
+    assert table[-1].endswith("net: test accuracy in percent, dense 91.00 ± 1.41, n = 2, CPU and H200.")
