@@ -15,15 +15,16 @@ import argparse
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, StaticCache
 
 import factorized as fz
-from benchmarks.decode_settings import changed, constants
 from benchmarks.script import parser_of, write
 from factorized.integrations.decoding import fuse_decoder
+from factorized.nn import one_row
 from factorized.nn.running import count_parameters
 from factorized.nn.timing import capture, median_milliseconds
 
@@ -49,6 +50,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": lambda: _llama(64, 128, layers=2, heads=2, vocabulary=100),
 }
 PROMPT = 16  # tokens before the first that is timed
+CONSTANTS = ("PROGRAMS", "WARPS", "REGISTERS", "BLOCK", "ELEMENTS", "LATENCY")  # of one_row that may be others
 
 
 class Way(NamedTuple):
@@ -61,6 +63,17 @@ class Way(NamedTuple):
         if self.kernel is None:
             return "dense" if self.ratio is None else "low rank"
         return ", ".join(["fused", *(f"{name}={value}" for name, value in self.kernel.items())])
+
+
+def constants(text: str) -> dict[str, int]:
+    """Return the constants in a text such as ``BLOCK=512,PROGRAMS=4``."""
+    try:
+        found = {name: int(value) for name, value in (word.split("=") for word in text.split(","))}
+    except ValueError:
+        found = {}
+    if not found or not set(found) <= set(CONSTANTS):
+        raise argparse.ArgumentTypeError(f"must be like BLOCK=512,PROGRAMS=4, of {', '.join(CONSTANTS)}, got {text}")
+    return found
 
 
 def build(
@@ -121,7 +134,8 @@ def time_models(
         model = build(name, way.ratio, device, dtype, fused=way.kernel is not None)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        with changed(way.kernel or {}):  # constants are read when the graph is captured
+        usual = {constant: getattr(one_row, constant) for constant in CONSTANTS}
+        with patch.multiple(one_row, **{**usual, **(way.kernel or {})}):  # they are read when the graph is captured
             decoders.append(Decoder(model, batch, arguments.length, options))
             decoders[-1].step()
         rows.append(

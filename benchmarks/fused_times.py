@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import fused_block, version_worker
-from benchmarks.fused_block import TILES, Tiles, backward_launches, forward_launches, fuse
+from benchmarks import fused_launches, version_worker
+from benchmarks.fused_block import fuse
+from benchmarks.fused_launches import TILES, Tiles, backward_launches, forward_launches
 from benchmarks.script import parser_of, write
 from benchmarks.versions import Worker, take_turns, wait_for
 from factorized.experiments.bench.measure import Spread
@@ -62,7 +63,7 @@ SETTINGS: Mapping[str, Tiles] = {
 
 def launches_of(stage: tuple[int, int, int], batch: int, tiles: Tiles, device: torch.device) -> dict[str, Launch]:
     """Return the launches of a convolution, forward and backward, on random numbers."""
-    fused_block.TILES = tiles  # which the sizes of results depend on, too
+    fused_launches.TILES = tiles  # which the sizes of results depend on, too
     channels, size, rank = stage
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     random = torch.Generator(device).manual_seed(0)
