@@ -228,17 +228,22 @@ def input_gradient_kernel(
     EVEN: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
+    TURNS: tl.constexpr,  # tiles of channels of a program
 ):
     """Go back along the width, and through ReLU and batch normalization."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    shares: tl.constexpr = (C + BC * TURNS - 1) // (BC * TURNS)
+    program, share = tl.program_id(0) // shares, tl.program_id(0) % shares
+    m = program * BM + tl.arange(0, BM)
     r = tl.arange(0, R)
     inside = m < positions
     right, own, left = _seen_back(thin_gradient, m, r, inside, W, R, EVEN)
-    for start in range(0, C, BC):
-        c = start + tl.arange(0, BC)
+    for turn in range(TURNS):
+        c = (share * TURNS + turn) * BC + tl.arange(0, BC)
         place = m[:, None] * C + c[None, :]
         known = inside[:, None] & (c[None, :] < C)
         values = read(x + place, known, EVEN)
+        if RESIDUAL:  # asked for before the products, which it arrives during
+            added = read(residual + place, known, EVEN)
         taps = V + c[:, None] * (3 * R) + r[None, :]
         g = tl.dot(right, tl.trans(read(taps, c[:, None] < C, EVEN)))
         g = tl.dot(own, tl.trans(read(taps + R, c[:, None] < C, EVEN)), g)
@@ -249,7 +254,7 @@ def input_gradient_kernel(
         constant = read(back + 2 * C + c, c < C, EVEN)
         total = g * by_gradient[None, :] + values.to(tl.float32) * by_input[None, :] + constant[None, :]
         if RESIDUAL:
-            total += read(residual + place, known, EVEN)
+            total += added
         total = total.to(x_gradient.dtype.element_ty)
         if EVEN:
             tl.store(x_gradient + place, total)

@@ -67,9 +67,11 @@ def expand_kernel(
     EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    TURNS: tl.constexpr,  # tiles of channels of a program
 ):
     """Add up the taps along the width, convolve along the height, and describe what is written for the next norm."""
-    program = tl.program_id(0)
+    shares: tl.constexpr = (O + BN * TURNS - 1) // (BN * TURNS)
+    program, share = tl.program_id(0) // shares, tl.program_id(0) % shares
     m = program * BM + tl.arange(0, BM)
     r = tl.arange(0, R)
     inside = m < positions
@@ -78,19 +80,21 @@ def expand_kernel(
     above = _along_width(spread, m - W, w, r, inside & (h > 0), W, R)
     own = _along_width(spread, m, w, r, inside, W, R)
     below = _along_width(spread, m + W, w, r, inside & (h < H - 1), W, R)
-    tl.store(thin + m[:, None] * R + r[None, :], own, mask=inside[:, None])
+    tl.store(thin + m[:, None] * R + r[None, :], own, mask=inside[:, None] & (share == 0))
     count = tl.minimum(positions - program * BM, BM).to(tl.float32)
-    for start in range(0, O, BN):
-        o = start + tl.arange(0, BN)
+    for turn in range(TURNS):
+        o = (share * TURNS + turn) * BN + tl.arange(0, BN)
+        place = m[:, None] * O + o[None, :]
+        both = inside[:, None] & (o[None, :] < O)
+        if RESIDUAL:  # asked for before the products, which it arrives during
+            added = read(residual + place, both, EVEN)
         taps = U + o[:, None] * (3 * R) + r[None, :]
         known = o[:, None] < O
         total = tl.dot(above, tl.trans(read(taps, known, EVEN)))
         total = tl.dot(own, tl.trans(read(taps + R, known, EVEN)), total)
         total = tl.dot(below, tl.trans(read(taps + 2 * R, known, EVEN)), total)
-        place = m[:, None] * O + o[None, :]
-        both = inside[:, None] & (o[None, :] < O)
         if RESIDUAL:
-            total += read(residual + place, both, EVEN)
+            total += added
         rounded = total.to(kind)
         if EVEN:
             tl.store(y + place, rounded)

@@ -20,6 +20,7 @@ class Tiles:
     positions: int = 128
     channels: int = 128  # at most; the largest power of two that divides those of a tensor
     programs: int = 128  # at least, where possible
+    turns: int = 0  # tiles of channels of one program where a wide tensor is written; 0: all
     sum_channels: int = 64  # at most, where positions are summed up
     sum_size: int = 2048  # of a tile there, at most: more would not fit into registers
     sum_programs: int = 264
@@ -33,6 +34,12 @@ class Tiles:
         while rows > 16 and positions < rows * self.programs:
             rows //= 2
         return rows, _divisor(x.shape[1], self.channels)
+
+    def turns_of(self, x: Tensor) -> tuple[int, int]:
+        """Return how many tiles of channels a program writes, and how many programs share the channels."""
+        tiles = -(-x.shape[1] // self.tile(x)[1])
+        turns = min(self.turns or tiles, tiles)
+        return turns, -(-tiles // turns)
 
     def sum_tile(self, x: Tensor) -> tuple[int, int]:
         """Return the positions and channels of a tile where positions are summed up."""
@@ -89,7 +96,8 @@ def forward_launches(
     norm = (known[0], gamma, beta, statistics, coefficients, len(known[0]), positions, known[1], epsilon)
     (bm, bc), (em, en), launching = TILES.tile(x), TILES.tile(y), TILES.launching
     sizes = {"H": height, "W": width, "O": channels, "R": R, "RESIDUAL": residual is not None, "BM": em, "BN": en}
-    sizes |= {"BY_PRODUCTS": TILES.sums_by_products, "EVEN": _fits(y, em, en)}
+    turns, shares = TILES.turns_of(y)
+    sizes |= {"BY_PRODUCTS": TILES.sums_by_products, "EVEN": _fits(y, em, en * turns), "TURNS": turns}
     added = y if residual is None else residual
     return [
         Launch(pack_kernel, -(-packed.numel() // AT_ONCE), packing, {"SIZE": AT_ONCE}),
@@ -102,7 +110,7 @@ def forward_launches(
         ),
         Launch(
             kernels.expand_kernel,
-            len(parts),
+            len(parts) * shares,
             (spread, own_U, added, thin, y, parts, positions),
             {**sizes, **launching},
         ),
@@ -128,7 +136,7 @@ def backward_launches(
     parts = statistics.new_empty((len(of_V), 2, channels))
     (bm, bc), (im, ic), (gm, gc), launching = TILES.tile(gradient), TILES.tile(x), TILES.sum_tile(x), TILES.launching
     span, summing = -(-positions // (len(of_U) * gm)) * gm, len(of_U) * -(-channels // gc)
-    added = x_gradient if residual is None else residual
+    added, (turns, shares) = x_gradient if residual is None else residual, TILES.turns_of(x)
     return [
         Launch(
             kernels.thin_gradients_kernel,
@@ -150,11 +158,11 @@ def backward_launches(
         ),
         Launch(
             kernels.input_gradient_kernel,
-            -(-positions // im),
+            -(-positions // im) * shares,
             (x, coefficients, back, own_V, thin_gradient, added, x_gradient, positions),
             {
                 **{"W": width, "C": channels, "R": R, "RESIDUAL": residual is not None, "BM": im, "BC": ic},
-                "EVEN": _fits(x, im, ic),
+                **{"EVEN": _fits(x, im, ic * turns), "TURNS": turns},
                 **launching,
             },
         ),

@@ -48,9 +48,9 @@ def gradients(network, x):
 EQUAL = (
     START
     + """
-cases = [(2, 1, 0.3, 8, 3, False), (3, 1, 0.6, 9, 2, True), (2, 2, 0.2, 12, 1, True)]
-for blocks, width, ratio, size, batch, by_products in cases:
-    fused_launches.TILES = replace(fused_launches.TILES, sums_by_products=by_products)
+cases = [(2, 1, 0.3, 8, 3, False, 1), (3, 1, 0.6, 9, 2, True, 0), (2, 2, 0.2, 12, 1, True, 2)]
+for blocks, width, ratio, size, batch, by_products, turns in cases:
+    fused_launches.TILES = replace(fused_launches.TILES, sums_by_products=by_products, turns=turns)
     plain, fused = networks(blocks, width, ratio)
     assert fused.state_dict().keys() == plain.state_dict().keys()
     x = torch.randn(batch, 3, size, size)
