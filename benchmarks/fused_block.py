@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import fused_launches
-from benchmarks.fused_launches import backward_launches, forward_launches, positions_of_part
+from benchmarks.fused_launches import backward_launches, forward_launches
 from factorized._torch import is_exporting, is_known, is_traced, is_transformed
 from factorized.experiments.models.wide_resnet import WideBlock, WideResNet
 from factorized.formats.convolution import Geometry
@@ -64,11 +64,10 @@ def _empty_results(x: Tensor, parameters: Sequence[Tensor]) -> Any:
     batch, channels, height, width = x.shape
     layers = len(parameters) // 4
     R = max(16, 1 << (max(U.shape[1] for U in parameters[2::4]) - 1).bit_length())
-    programs = -(-batch * height * width // positions_of_part(x))
     norms = x.new_empty((layers, 2, channels), dtype=torch.float32)
     return (
         x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2),
-        x.new_empty((programs, 2, channels), dtype=torch.float32),
+        x.new_empty((fused_launches.TILES.walk(x).splits, 2, channels), dtype=torch.float32),
         x.new_empty((layers - 1, batch, height, width, channels)),
         x.new_empty((layers, batch, height, width, R)),
         x.new_empty((layers, 6 * channels, R)),
@@ -95,7 +94,7 @@ def _forward_launches(
         written = (target, own_parts, *(tensor[number] for tensor in others))
         given = parameters[4 * number : 4 * number + 4]
         launches += forward_launches(source, (parts, each), given, epsilon, residual, written)
-        parts, each = own_parts, positions_of_part(x)
+        parts, each = own_parts, fused_launches.TILES.walk(x).span
     return launches
 
 
@@ -134,7 +133,7 @@ def _traced_gradients(
 def _empty_gradients(x: Tensor, thin: Tensor, packed: Tensor, statistics: Tensor, coefficients: Tensor) -> Any:
     batch, channels, height, width = x.shape
     x_gradient = x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)
-    splits, R = fused_launches.TILES.splits(x), thin.shape[-1]
+    splits, R = fused_launches.TILES.walk(x).splits, thin.shape[-1]
     sums = x.new_empty((len(thin), 2, splits, 3 * channels, R), dtype=torch.float32)
     return x_gradient, sums, torch.empty_like(statistics)
 
@@ -224,6 +223,7 @@ def kernels_suit(x: Tensor, layers: Sequence[Layer]) -> bool:
         and x.dim() == 4
         and all(is_known(extent > 0) for extent in x.shape)
         and is_known(x.shape[0] * x.shape[2] * x.shape[3] * layers[0][0].num_features < 2**31)
+        and is_known(x.shape[3] <= fused_launches.TILES.positions)  # a row of an image is in one tile
         and computing_type(x) in DTYPES
         and torch.is_autocast_enabled(x.device.type)  # so that factors and norms may be float32
         and all(_is_plain_norm(norm) and norm.eps == layers[0][0].eps for norm, _ in layers)
@@ -283,7 +283,7 @@ def _run(
     positions = x.numel() // x.shape[1]
     for (norm, _), (mean, variance) in zip(layers, found.detach().unbind(), strict=True):
         _follow(norm, mean, variance * (positions / max(positions - 1, 1)))
-    return y, (parts, positions_of_part(y))
+    return y, (parts, fused_launches.TILES.walk(y).span)
 
 
 def _follow(norm: Any, mean: Tensor, variance: Tensor) -> None:

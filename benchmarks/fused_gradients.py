@@ -96,11 +96,12 @@ def _sum_of_U(
     total1 = tl.zeros((GC, R), dtype=tl.float32)
     total2 = tl.zeros((GC, R), dtype=tl.float32)
     end = tl.minimum((split + 1) * span, positions)
+    ahead = _tile(gradient, split * span, o, end, O, GM)
     for start in range(split * span, end, GM):
+        wide = tl.trans(ahead)
+        ahead = _tile(gradient, start + GM, o, end, O, GM)
         m = start + tl.arange(0, GM)
         h = m // W % H
-        known = (m < end)[:, None] & (o[None, :] < O)
-        wide = tl.trans(tl.load(gradient + m[:, None] * O + o[None, :], mask=known, other=0.0))
         place = thin + m[:, None] * R + r[None, :]
         above = tl.load(place - W * R, mask=((m < end) & (h > 0))[:, None], other=0.0)
         own = tl.load(place, mask=(m < end)[:, None], other=0.0)
@@ -130,6 +131,7 @@ def norm_sums_kernel(
     C: tl.constexpr,
     R: tl.constexpr,
     EVEN: tl.constexpr,
+    AHEAD: tl.constexpr,  # tiles that are read ahead
     GM: tl.constexpr,
     GC: tl.constexpr,
 ):
@@ -143,6 +145,7 @@ def norm_sums_kernel(
     V0 = tl.trans(read(taps, c[:, None] < C, EVEN))
     V1 = tl.trans(read(taps + R, c[:, None] < C, EVEN))
     V2 = tl.trans(read(taps + 2 * R, c[:, None] < C, EVEN))
+    scale, shift = read(coefficients + c, c < C, EVEN), read(coefficients + C + c, c < C, EVEN)
     mean = read(statistics + c, c < C, EVEN)
     inverse = 1.0 / tl.sqrt(read(statistics + C + c, c < C, EVEN) + epsilon)
     total0 = tl.zeros((GC, R), dtype=tl.float32)
@@ -151,11 +154,13 @@ def norm_sums_kernel(
     of_beta = tl.zeros((GM, GC), dtype=tl.float32)  # added up at the end: sums across threads take long
     of_gamma = tl.zeros((GM, GC), dtype=tl.float32)
     end = tl.minimum((split + 1) * span, positions)
-    for start in range(split * span, end, GM):
+    ahead = _tile(x, split * span, c, end, C, GM)  # the compiler reads ahead only what goes to products as it is
+    for start in tl.range(split * span, end, GM, num_stages=AHEAD):
+        values = ahead
+        ahead = _tile(x, start + GM, c, end, C, GM)
         m = start + tl.arange(0, GM)
         known = (m < end)[:, None] & (c[None, :] < C)
-        values = read(x + m[:, None] * C + c[None, :], known, EVEN)
-        active = activated(values, coefficients, c, known, C, EVEN)
+        active = activated(values, scale, shift, known, EVEN)
         right, own, left = _seen_back(thin_gradient, m, r, m < end, W, R, EVEN)
         g = tl.dot(right, V0)
         g = tl.dot(own, V1, g)
@@ -221,45 +226,57 @@ def input_gradient_kernel(
     residual,  # (positions, C), added to the result
     x_gradient,  # (positions, C), written
     positions,
+    span,  # positions of a split, a multiple of GM
     W: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-    TURNS: tl.constexpr,  # tiles of channels of a program
+    AHEAD: tl.constexpr,
+    GM: tl.constexpr,
+    GC: tl.constexpr,
 ):
     """Go back along the width, and through ReLU and batch normalization."""
-    shares: tl.constexpr = (C + BC * TURNS - 1) // (BC * TURNS)
-    program, share = tl.program_id(0) // shares, tl.program_id(0) % shares
-    m = program * BM + tl.arange(0, BM)
+    program = tl.program_id(0)
+    tiles: tl.constexpr = (C + GC - 1) // GC
+    split = program // tiles
+    c = (program % tiles) * GC + tl.arange(0, GC)
     r = tl.arange(0, R)
-    inside = m < positions
-    right, own, left = _seen_back(thin_gradient, m, r, inside, W, R, EVEN)
-    for turn in range(TURNS):
-        c = (share * TURNS + turn) * BC + tl.arange(0, BC)
+    taps = V + c[:, None] * (3 * R) + r[None, :]
+    V0 = tl.trans(read(taps, c[:, None] < C, EVEN))
+    V1 = tl.trans(read(taps + R, c[:, None] < C, EVEN))
+    V2 = tl.trans(read(taps + 2 * R, c[:, None] < C, EVEN))
+    scale, shift = read(coefficients + c, c < C, EVEN), read(coefficients + C + c, c < C, EVEN)
+    by_gradient = read(back + c, c < C, EVEN)
+    by_input = read(back + C + c, c < C, EVEN)
+    constant = read(back + 2 * C + c, c < C, EVEN)
+    end = tl.minimum((split + 1) * span, positions)
+    for start in tl.range(split * span, end, GM, num_stages=AHEAD):
+        m = start + tl.arange(0, GM)
         place = m[:, None] * C + c[None, :]
-        known = inside[:, None] & (c[None, :] < C)
+        known = (m < end)[:, None] & (c[None, :] < C)
         values = read(x + place, known, EVEN)
-        if RESIDUAL:  # asked for before the products, which it arrives during
-            added = read(residual + place, known, EVEN)
-        taps = V + c[:, None] * (3 * R) + r[None, :]
-        g = tl.dot(right, tl.trans(read(taps, c[:, None] < C, EVEN)))
-        g = tl.dot(own, tl.trans(read(taps + R, c[:, None] < C, EVEN)), g)
-        g = tl.dot(left, tl.trans(read(taps + 2 * R, c[:, None] < C, EVEN)), g)
-        g = tl.where(activated(values, coefficients, c, known, C, EVEN) > 0, g, 0.0)
-        by_gradient = read(back + c, c < C, EVEN)
-        by_input = read(back + C + c, c < C, EVEN)
-        constant = read(back + 2 * C + c, c < C, EVEN)
+        right, own, left = _seen_back(thin_gradient, m, r, m < end, W, R, EVEN)
+        g = tl.dot(right, V0)
+        g = tl.dot(own, V1, g)
+        g = tl.dot(left, V2, g)
+        g = tl.where(activated(values, scale, shift, known, EVEN) > 0, g, 0.0)
         total = g * by_gradient[None, :] + values.to(tl.float32) * by_input[None, :] + constant[None, :]
         if RESIDUAL:
-            total += added
+            total += read(residual + place, known, EVEN)
         total = total.to(x_gradient.dtype.element_ty)
         if EVEN:
             tl.store(x_gradient + place, total)
         else:
             tl.store(x_gradient + place, total, mask=known)
+
+
+@triton.jit
+def _tile(wide, start, channels, end, C: tl.constexpr, GM: tl.constexpr):
+    """Return GM positions of a wide tensor from ``start`` on, and zeros from ``end`` on."""
+    m = start + tl.arange(0, GM)
+    known = (m < end)[:, None] & (channels[None, :] < C)
+    return tl.load(wide + m[:, None] * C + channels[None, :], mask=known, other=0.0)
 
 
 @triton.jit

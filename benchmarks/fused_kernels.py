@@ -2,7 +2,7 @@
 
 All tensors of activations are channels-last, seen as (positions, channels), where a position is a pixel. The
 convolution is 3×3 with stride 1 and zeros around the image. *Thin* tensors have R channels: the rank, rounded up to a
-power of two. ``spread`` has three thin tensors side by side, one for each tap along the width.
+power of two. A split is a span of positions that one program walks through, for some of the channels.
 
 Sums over positions are stored per program and added up afterwards in a fixed order, so that results do not vary.
 """
@@ -18,101 +18,102 @@ def project_kernel(
     x,  # (positions, C)
     coefficients,  # (2, C): scale and shift
     V,  # (C·3, R)
-    spread,  # (positions, 3·R), written
+    thin,  # (positions, R), written
     positions,
+    W: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
     EVEN: tl.constexpr,
+    ROWS: tl.constexpr,  # of images, as many as BM positions hold
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Multiply relu(scale x + shift) by the three taps of V; inputs are read once, and shifted where they are used."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    """Convolve relu(scale x + shift) along the width. Inputs are read once: their products with the taps are moved."""
+    i = tl.arange(0, BM)
+    m = tl.program_id(0) * (ROWS * W) + i
+    inside = (i < ROWS * W) & (m < positions)
     r = tl.arange(0, R)
     total0 = tl.zeros((BM, R), dtype=tl.float32)
     total1 = tl.zeros((BM, R), dtype=tl.float32)
     total2 = tl.zeros((BM, R), dtype=tl.float32)
     for start in range(0, C, BC):
         c = start + tl.arange(0, BC)
-        known = (m[:, None] < positions) & (c[None, :] < C)
-        active = activated(read(x + m[:, None] * C + c[None, :], known, EVEN), coefficients, c, known, C, EVEN)
+        known = inside[:, None] & (c[None, :] < C)
+        scale, shift = read(coefficients + c, c < C, EVEN), read(coefficients + C + c, c < C, EVEN)
+        active = activated(read(x + m[:, None] * C + c[None, :], known, EVEN), scale, shift, known, EVEN)
         taps = V + c[:, None] * (3 * R) + r[None, :]
-        inside = c[:, None] < C
-        total0 = tl.dot(active, read(taps, inside, EVEN), total0)
-        total1 = tl.dot(active, read(taps + R, inside, EVEN), total1)
-        total2 = tl.dot(active, read(taps + 2 * R, inside, EVEN), total2)
-    place = spread + m[:, None] * (3 * R) + r[None, :]
-    inside = m[:, None] < positions
-    kind = spread.dtype.element_ty
-    tl.store(place, total0.to(kind), mask=inside)
-    tl.store(place + R, total1.to(kind), mask=inside)
-    tl.store(place + 2 * R, total2.to(kind), mask=inside)
+        rows = c[:, None] < C
+        total0 = tl.dot(active, read(taps, rows, EVEN), total0)
+        total1 = tl.dot(active, read(taps + R, rows, EVEN), total1)
+        total2 = tl.dot(active, read(taps + 2 * R, rows, EVEN), total2)
+    kind = thin.dtype.element_ty
+    w = i % W
+    from_left = ((i[:, None] - 1 == i[None, :]) & (w > 0)[:, None]).to(kind)  # a product with it moves rows by one
+    from_right = ((i[:, None] + 1 == i[None, :]) & (w < W - 1)[:, None]).to(kind)
+    total1 = tl.dot(from_left, total0.to(kind), total1)
+    total1 = tl.dot(from_right, total2.to(kind), total1)
+    tl.store(thin + m[:, None] * R + r[None, :], total1.to(kind), mask=inside[:, None])
 
 
 @triton.jit
 def expand_kernel(
-    spread,  # (positions, 3·R)
+    thin,  # (positions, R): the convolution along the width
     U,  # (O·3, R)
     residual,  # (positions, O), added to the result
-    thin,  # (positions, R), written: the convolution along the width
     y,  # (positions, O), written
-    parts,  # (programs, 2, O), written: means and sums of squared distances from them
+    parts,  # (splits, 2, O), written: means and sums of squared distances from them
     positions,
+    span,  # positions of a split, a multiple of GM
     H: tl.constexpr,
     W: tl.constexpr,
     O: tl.constexpr,  # noqa: E741
     R: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    BY_PRODUCTS: tl.constexpr,
     EVEN: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    TURNS: tl.constexpr,  # tiles of channels of a program
+    AHEAD: tl.constexpr,  # tiles that are read ahead
+    GM: tl.constexpr,
+    GC: tl.constexpr,
 ):
-    """Add up the taps along the width, convolve along the height, and describe what is written for the next norm."""
-    shares: tl.constexpr = (O + BN * TURNS - 1) // (BN * TURNS)
-    program, share = tl.program_id(0) // shares, tl.program_id(0) % shares
-    m = program * BM + tl.arange(0, BM)
+    """Convolve along the height, and describe what is written for the next norm."""
+    program = tl.program_id(0)
+    tiles: tl.constexpr = (O + GC - 1) // GC
+    split = program // tiles
+    o = (program % tiles) * GC + tl.arange(0, GC)
     r = tl.arange(0, R)
-    inside = m < positions
-    w, h = m % W, m // W % H
-    kind = y.dtype.element_ty
-    above = _along_width(spread, m - W, w, r, inside & (h > 0), W, R)
-    own = _along_width(spread, m, w, r, inside, W, R)
-    below = _along_width(spread, m + W, w, r, inside & (h < H - 1), W, R)
-    tl.store(thin + m[:, None] * R + r[None, :], own, mask=inside[:, None] & (share == 0))
-    count = tl.minimum(positions - program * BM, BM).to(tl.float32)
-    for turn in range(TURNS):
-        o = (share * TURNS + turn) * BN + tl.arange(0, BN)
+    taps = U + o[:, None] * (3 * R) + r[None, :]
+    U0 = tl.trans(read(taps, o[:, None] < O, EVEN))
+    U1 = tl.trans(read(taps + R, o[:, None] < O, EVEN))
+    U2 = tl.trans(read(taps + 2 * R, o[:, None] < O, EVEN))
+    sums = tl.zeros((GM, GC), dtype=tl.float32)  # added up at the end: sums across threads take long
+    squares = tl.zeros((GM, GC), dtype=tl.float32)
+    end = tl.minimum((split + 1) * span, positions)
+    for start in tl.range(split * span, end, GM, num_stages=AHEAD):
+        m = start + tl.arange(0, GM)
+        h = m // W % H
+        inside = m < end
         place = m[:, None] * O + o[None, :]
-        both = inside[:, None] & (o[None, :] < O)
-        if RESIDUAL:  # asked for before the products, which it arrives during
-            added = read(residual + place, both, EVEN)
-        taps = U + o[:, None] * (3 * R) + r[None, :]
-        known = o[:, None] < O
-        total = tl.dot(above, tl.trans(read(taps, known, EVEN)))
-        total = tl.dot(own, tl.trans(read(taps + R, known, EVEN)), total)
-        total = tl.dot(below, tl.trans(read(taps + 2 * R, known, EVEN)), total)
+        known = inside[:, None] & (o[None, :] < O)
+        thins = thin + m[:, None] * R + r[None, :]
+        above = tl.load(thins - W * R, mask=(inside & (h > 0))[:, None], other=0.0)
+        own = read(thins, inside[:, None], EVEN)
+        below = tl.load(thins + W * R, mask=(inside & (h < H - 1))[:, None], other=0.0)
+        total = tl.dot(above, U0)
+        total = tl.dot(own, U1, total)
+        total = tl.dot(below, U2, total)
         if RESIDUAL:
-            total += added
-        rounded = total.to(kind)
+            total += read(residual + place, known, EVEN)
+        rounded = total.to(y.dtype.element_ty)
         if EVEN:
             tl.store(y + place, rounded)
         else:
-            tl.store(y + place, rounded, mask=both)
-        values = rounded.to(tl.float32)
-        squares = values * values
-        if BY_PRODUCTS:  # what is outside is zero: so are the taps and the residual there
-            ones = tl.full((16, BM), 1.0, kind)
-            high = squares.to(kind)
-            low = (squares - high.to(tl.float32)).to(kind)
-            sums = tl.sum(tl.dot(ones, rounded), 0) / 16
-            square_sums = tl.sum(tl.dot(ones, low, tl.dot(ones, high)), 0) / 16
-        else:
-            sums, square_sums = tl.sum(values, 0), tl.sum(squares, 0)
-        mean = sums / count
-        tl.store(parts + program * 2 * O + o, mean, mask=o < O)
-        tl.store(parts + program * 2 * O + O + o, square_sums - sums * mean, mask=o < O)
+            tl.store(y + place, rounded, mask=known)
+        values = rounded.to(tl.float32)  # zero where it is not known
+        sums += values
+        squares += values * values
+    total_sums = tl.sum(sums, 0)
+    mean = total_sums / tl.maximum(end - split * span, 1).to(tl.float32)
+    tl.store(parts + split * 2 * O + o, mean, mask=o < O)
+    tl.store(parts + split * 2 * O + O + o, tl.sum(squares, 0) - total_sums * mean, mask=o < O)
 
 
 @triton.jit(do_not_specialize=["programs", "positions", "each"])
@@ -161,21 +162,9 @@ def read(pointers, known, EVEN: tl.constexpr):
 
 
 @triton.jit
-def activated(values, coefficients, c, known, C: tl.constexpr, EVEN: tl.constexpr):
+def activated(values, scale, shift, known, EVEN: tl.constexpr):
     """Return relu(scale x + shift) in the type of x, and zero where x is not known."""
-    scale = read(coefficients + c, c < C, EVEN)
-    shift = read(coefficients + C + c, c < C, EVEN)
     active = tl.maximum(values.to(tl.float32) * scale[None, :] + shift[None, :], 0.0)
     if not EVEN:
         active = tl.where(known, active, 0.0)
     return active.to(values.dtype)
-
-
-@triton.jit
-def _along_width(spread, m, w, r, inside, W: tl.constexpr, R: tl.constexpr):
-    """Return the sum of the three taps at the positions m, in the type of what is added."""
-    place = spread + m[:, None] * (3 * R) + r[None, :]
-    left = tl.load(place - 3 * R, mask=(inside & (w > 0))[:, None], other=0.0)
-    own = tl.load(place + R, mask=inside[:, None], other=0.0)
-    right = tl.load(place + 5 * R, mask=(inside & (w < W - 1))[:, None], other=0.0)
-    return (left.to(tl.float32) + own.to(tl.float32) + right.to(tl.float32)).to(left.dtype)

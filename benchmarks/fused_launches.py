@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,44 +18,56 @@ AT_ONCE = 1024  # numbers that a program packs
 class Tiles:
     """What one program of the kernels handles: positions, and channels at a time."""
 
-    positions: int = 128
+    positions: int = 128  # where channels are summed up
     channels: int = 128  # at most; the largest power of two that divides those of a tensor
     programs: int = 128  # at least, where possible
-    turns: int = 0  # tiles of channels of one program where a wide tensor is written; 0: all
-    sum_channels: int = 64  # at most, where positions are summed up
-    sum_size: int = 2048  # of a tile there, at most: more would not fit into registers
-    sum_programs: int = 264
-    sums_by_products: bool = False  # of what is written, by tensor cores in place of sums across threads
+    walk_channels: int = 64  # at most, where a program walks through positions
+    walk_size: int = 2048  # of a tile there, at most: more would not fit into registers
+    walk_programs: int = 264
+    ahead: int = 3  # tiles there that are read ahead
     warps: int = 4
     stages: int = 3
 
     def tile(self, x: Tensor) -> tuple[int, int]:
-        """Return the positions and channels of a tile."""
+        """Return the positions and channels of a tile where channels are summed up."""
         rows, positions = self.positions, x.numel() // x.shape[1]
-        while rows > 16 and positions < rows * self.programs:
+        while rows > max(16, x.shape[3]) and positions < rows * self.programs:
             rows //= 2
         return rows, _divisor(x.shape[1], self.channels)
 
-    def turns_of(self, x: Tensor) -> tuple[int, int]:
-        """Return how many tiles of channels a program writes, and how many programs share the channels."""
-        tiles = -(-x.shape[1] // self.tile(x)[1])
-        turns = min(self.turns or tiles, tiles)
-        return turns, -(-tiles // turns)
-
-    def sum_tile(self, x: Tensor) -> tuple[int, int]:
-        """Return the positions and channels of a tile where positions are summed up."""
-        channels = _divisor(x.shape[1], self.sum_channels)
-        return min(self.positions, self.sum_size // channels), channels
-
-    def splits(self, x: Tensor) -> int:
-        """Return into how many parts positions are split for sums."""
-        rows, channels = self.sum_tile(x)
-        return max(1, min(self.sum_programs // -(-x.shape[1] // channels), x.numel() // x.shape[1] // rows))
+    def walk(self, x: Tensor) -> Walk:
+        """Return how programs walk through the positions of a tensor."""
+        positions, channels = x.numel() // x.shape[1], _divisor(x.shape[1], self.walk_channels)
+        tiles, rows = -(-x.shape[1] // channels), min(self.positions, self.walk_size // channels)
+        splits = max(1, min(self.walk_programs // tiles, positions // rows))
+        span = -(-positions // (splits * rows)) * rows
+        return Walk(rows, channels, span, -(-positions // span), tiles)
 
     @property
     def launching(self) -> dict[str, int]:
         """What every launch is told."""
         return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+class Walk(NamedTuple):
+    """Programs that each walk through a span of positions, for some channels, one tile after another."""
+
+    positions: int  # of a tile
+    channels: int
+    span: int
+    splits: int  # spans
+    tiles: int  # of channels
+
+    @property
+    def programs(self) -> int:
+        """How many there are."""
+        return self.splits * self.tiles
+
+    def constants(self, x: Tensor) -> dict[str, Any]:
+        """What a launch is told."""
+        even = x.numel() // x.shape[1] % self.positions == 0 and x.shape[1] % self.channels == 0
+        ahead = {"AHEAD": TILES.ahead, "EVEN": even, "GM": self.positions, "GC": self.channels}
+        return {**ahead, **TILES.launching}
 
 
 def _divisor(extent: int, largest: int) -> int:
@@ -63,16 +76,6 @@ def _divisor(extent: int, largest: int) -> int:
 
 
 TILES = Tiles()
-
-
-def positions_of_part(x: Tensor) -> int:
-    """Return of how many positions a part of statistics is."""
-    return TILES.tile(x)[0]
-
-
-def _fits(x: Tensor, positions: int, channels: int) -> bool:
-    """Return whether tiles of this size cover the tensor exactly."""
-    return x.numel() // x.shape[1] % positions == 0 and x.shape[1] % channels == 0
 
 
 def forward_launches(
@@ -91,28 +94,26 @@ def forward_launches(
     y, parts, thin, packed, statistics, coefficients = results
     (channels, height, width), R = x.shape[1:], packed.shape[1]
     positions, own_U, own_V = x.numel() // channels, packed[: len(U)], packed[len(U) :]
-    spread = thin.new_empty((positions, 3 * R))
     packing = (U.contiguous(), V.contiguous(), packed, len(U), len(packed), U.shape[1], R)
     norm = (known[0], gamma, beta, statistics, coefficients, len(known[0]), positions, known[1], epsilon)
-    (bm, bc), (em, en), launching = TILES.tile(x), TILES.tile(y), TILES.launching
-    sizes = {"H": height, "W": width, "O": channels, "R": R, "RESIDUAL": residual is not None, "BM": em, "BN": en}
-    turns, shares = TILES.turns_of(y)
-    sizes |= {"BY_PRODUCTS": TILES.sums_by_products, "EVEN": _fits(y, em, en * turns), "TURNS": turns}
-    added = y if residual is None else residual
+    (bm, bc), walk = TILES.tile(x), TILES.walk(y)
+    each = bm // width * width  # positions of a program: whole rows of images
+    even = bm == each and positions % bm == 0 and channels % bc == 0
+    sizes = {"W": width, "R": R}
     return [
         Launch(pack_kernel, -(-packed.numel() // AT_ONCE), packing, {"SIZE": AT_ONCE}),
         Launch(kernels.statistics_kernel, -(-channels // 8), norm, {"C": channels, "BP": 256, "BC": 8}),
         Launch(
             kernels.project_kernel,
-            -(-positions // bm),
-            (x, coefficients, own_V, spread, positions),
-            {"C": channels, "R": R, "EVEN": _fits(x, bm, bc), "BM": bm, "BC": bc, **launching},
+            -(-positions // each),
+            (x, coefficients, own_V, thin, positions),
+            {**sizes, "C": channels, "EVEN": even, "ROWS": bm // width, "BM": bm, "BC": bc, **TILES.launching},
         ),
         Launch(
             kernels.expand_kernel,
-            len(parts) * shares,
-            (spread, own_U, added, thin, y, parts, positions),
-            {**sizes, **launching},
+            walk.programs,
+            (thin, own_U, y if residual is None else residual, y, parts, positions, walk.span),
+            {**sizes, "H": height, "O": channels, "RESIDUAL": residual is not None, **walk.constants(y)},
         ),
     ]
 
@@ -134,21 +135,21 @@ def backward_launches(
     positions, own_U, own_V = x.numel() // channels, packed[: 3 * channels], packed[3 * channels :]
     thin_gradient, back = torch.empty_like(thin), statistics.new_empty((3, channels))
     parts = statistics.new_empty((len(of_V), 2, channels))
-    (bm, bc), (im, ic), (gm, gc), launching = TILES.tile(gradient), TILES.tile(x), TILES.sum_tile(x), TILES.launching
-    span, summing = -(-positions // (len(of_U) * gm)) * gm, len(of_U) * -(-channels // gc)
-    added, (turns, shares) = x_gradient if residual is None else residual, TILES.turns_of(x)
+    (bm, bc), walk = TILES.tile(gradient), TILES.walk(x)
+    sizes, walking = {"W": width, "C": channels, "R": R}, walk.constants(x)
+    tiles = {"BM": bm, "BC": bc, "GM": walk.positions, "GC": walk.channels}
     return [
         Launch(
             kernels.thin_gradients_kernel,
-            summing - (-positions // bm),
-            (gradient, thin, own_U, thin_gradient, of_U, positions, span, summing),
-            {"H": height, "W": width, "O": channels, "R": R, "BM": bm, "BC": bc, "GM": gm, "GC": gc, **launching},
+            walk.programs - (-positions // bm),
+            (gradient, thin, own_U, thin_gradient, of_U, positions, walk.span, walk.programs),
+            {"H": height, "W": width, "O": channels, "R": R, **tiles, **TILES.launching},
         ),
         Launch(
             kernels.norm_sums_kernel,
-            summing,
-            (x, coefficients, statistics, own_V, thin_gradient, of_V, parts, positions, span, epsilon),
-            {"W": width, "C": channels, "R": R, "EVEN": _fits(x, gm, gc), "GM": gm, "GC": gc, **launching},
+            walk.programs,
+            (x, coefficients, statistics, own_V, thin_gradient, of_V, parts, positions, walk.span, epsilon),
+            {**sizes, **walking},
         ),
         Launch(
             kernels.norm_coefficients_kernel,
@@ -158,12 +159,11 @@ def backward_launches(
         ),
         Launch(
             kernels.input_gradient_kernel,
-            -(-positions // im) * shares,
-            (x, coefficients, back, own_V, thin_gradient, added, x_gradient, positions),
-            {
-                **{"W": width, "C": channels, "R": R, "RESIDUAL": residual is not None, "BM": im, "BC": ic},
-                **{"EVEN": _fits(x, im, ic * turns), "TURNS": turns},
-                **launching,
-            },
+            walk.programs,
+            (
+                *(x, coefficients, back, own_V, thin_gradient),
+                *(x_gradient if residual is None else residual, x_gradient, positions, walk.span),
+            ),
+            {**sizes, "RESIDUAL": residual is not None, **walking},
         ),
     ]

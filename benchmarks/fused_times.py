@@ -46,22 +46,24 @@ LAUNCHES = 10  # of a kernel in one graph
 SETTINGS: Mapping[str, Tiles] = {
     "own": TILES,
     "64 positions": replace(TILES, positions=64, programs=1),
+    "64 positions, walks of 32 channels": replace(TILES, positions=64, programs=1, walk_channels=32),
     "256 positions, 8 warps": replace(TILES, positions=256, warps=8),
+    "8 warps": replace(TILES, warps=8),
     "64 channels": replace(TILES, channels=64),
     "32 channels": replace(TILES, channels=32),
-    "8 warps": replace(TILES, warps=8),
-    "one tile a program": replace(TILES, turns=1),
-    "one tile a program, 64 positions": replace(TILES, turns=1, positions=64),
-    "one tile a program, 256 positions, 8 warps": replace(TILES, turns=1, positions=256, warps=8),
-    "two tiles a program": replace(TILES, turns=2),
     "2 stages": replace(TILES, stages=2),
     "4 stages": replace(TILES, stages=4),
-    "32 channels in sums": replace(TILES, sum_channels=32),
-    "sums of half the size": replace(TILES, sum_size=1024),
-    "sums of twice the size": replace(TILES, sum_size=4096),
-    "half the sums": replace(TILES, sum_programs=132),
-    "twice the sums": replace(TILES, sum_programs=528),
-    "sums by products": replace(TILES, sums_by_products=True),
+    "walks of 32 channels": replace(TILES, walk_channels=32),
+    "walks of 32 channels, 128 positions": replace(TILES, walk_channels=32, walk_size=4096),
+    "walks of half the size": replace(TILES, walk_size=1024),
+    "walks of twice the size": replace(TILES, walk_size=4096),
+    "twice the size, 8 warps": replace(TILES, walk_size=4096, warps=8),
+    "twice the walks": replace(TILES, walk_programs=528),
+    "four times the walks": replace(TILES, walk_programs=1056),
+    "1 tile ahead": replace(TILES, ahead=1),
+    "2 tiles ahead": replace(TILES, ahead=2),
+    "4 tiles ahead": replace(TILES, ahead=4),
+    "2 tiles ahead, twice the walks": replace(TILES, ahead=2, walk_programs=528),
 }
 
 
@@ -77,15 +79,15 @@ def launches_of(stage: tuple[int, int, int], batch: int, tiles: Tiles, device: t
 
     x, gradient, residual, y = (drawn(batch, size, size, channels).permute(0, 3, 1, 2) for _ in range(4))
     R = max(16, 1 << (rank - 1).bit_length())
-    each = tiles.tile(x)[0]
+    walk = tiles.walk(x)
     norm = [drawn(channels, dtype=torch.float32) for _ in range(2)]
     factors = [drawn(3 * channels, rank, dtype=torch.float32) / (3 * channels) ** 0.5 for _ in range(2)]
-    parts = drawn(-(-x.numel() // channels // each), 2, channels, dtype=torch.float32).square()
+    parts = drawn(walk.splits, 2, channels, dtype=torch.float32).square()
     thin, packed = drawn(batch, size, size, R), drawn(6 * channels, R)
     statistics, coefficients = (drawn(2, channels, dtype=torch.float32).square() for _ in range(2))
-    sums = drawn(2, tiles.splits(x), 3 * channels, R, dtype=torch.float32)
+    sums = drawn(2, walk.splits, 3 * channels, R, dtype=torch.float32)
     written = (y, parts, thin, packed, statistics, coefficients)
-    found = forward_launches(x, (parts, each), (*norm, *factors), 1e-5, residual, written)
+    found = forward_launches(x, (parts, walk.span), (*norm, *factors), 1e-5, residual, written)
     kept = (thin, packed, statistics, coefficients)
     found += backward_launches(gradient, x, kept, 1e-5, residual, (y, *sums, torch.empty_like(statistics)))
     return {launch.kernel.__name__.removesuffix("_kernel"): launch for launch in found}

@@ -26,7 +26,7 @@ from factorized.experiments.models.wide_resnet import wide_resnet
 torch.manual_seed(0)
 fused_block.kernels_apply = lambda x, layers: layers[0][0].training
 fused_launches.TILES = replace(
-    fused_launches.TILES, positions=16, channels=16, programs=4, sum_channels=16, sum_size=256, sum_programs=4
+    fused_launches.TILES, positions=16, channels=16, programs=4, walk_channels=16, walk_size=256, walk_programs=4
 )
 
 
@@ -48,9 +48,7 @@ def gradients(network, x):
 EQUAL = (
     START
     + """
-cases = [(2, 1, 0.3, 8, 3, False, 1), (3, 1, 0.6, 9, 2, True, 0), (2, 2, 0.2, 12, 1, True, 2)]
-for blocks, width, ratio, size, batch, by_products, turns in cases:
-    fused_launches.TILES = replace(fused_launches.TILES, sums_by_products=by_products, turns=turns)
+for blocks, width, ratio, size, batch in [(2, 1, 0.3, 8, 3), (3, 1, 0.6, 9, 2), (2, 2, 0.2, 12, 1)]:
     plain, fused = networks(blocks, width, ratio)
     assert fused.state_dict().keys() == plain.state_dict().keys()
     x = torch.randn(batch, 3, size, size)
