@@ -22,6 +22,7 @@ class Tiles:
     channels: int = 128  # at most; the largest power of two that divides those of a tensor
     programs: int = 128  # at least, where possible
     walk_channels: int = 64  # at most, where a program walks through positions
+    walks_fit: bool = True  # whether those channels divide the tensor's; else some tiles are masked
     walk_size: int = 2048  # of a tile there, at most: more would not fit into registers
     walk_programs: int = 264
     ahead: int = 3  # tiles there that are read ahead
@@ -37,7 +38,9 @@ class Tiles:
 
     def walk(self, x: Tensor) -> Walk:
         """Return how programs walk through the positions of a tensor."""
-        positions, channels = x.numel() // x.shape[1], _divisor(x.shape[1], self.walk_channels)
+        positions, channels = x.numel() // x.shape[1], self.walk_channels
+        if self.walks_fit or x.shape[1] < channels:
+            channels = _divisor(x.shape[1], channels)
         tiles, rows = -(-x.shape[1] // channels), min(self.positions, self.walk_size // channels)
         splits = max(1, min(self.walk_programs // tiles, positions // rows))
         span = -(-positions // (splits * rows)) * rows

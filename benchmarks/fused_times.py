@@ -55,6 +55,8 @@ SETTINGS: Mapping[str, Tiles] = {
     "4 stages": replace(TILES, stages=4),
     "walks of 32 channels": replace(TILES, walk_channels=32),
     "walks of 32 channels, 128 positions": replace(TILES, walk_channels=32, walk_size=4096),
+    "masked walks": replace(TILES, walks_fit=False),
+    "masked walks, twice the size, 8 warps": replace(TILES, walks_fit=False, walk_size=4096, warps=8),
     "walks of half the size": replace(TILES, walk_size=1024),
     "walks of twice the size": replace(TILES, walk_size=4096),
     "twice the size, 8 warps": replace(TILES, walk_size=4096, warps=8),
