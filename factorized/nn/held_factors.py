@@ -79,7 +79,8 @@ class FactorizedWeight(FactorizedLayer):
         weight: Tensor,  # in the dense shape
     ) -> None:
         """Make the product the best approximation of ``weight`` at this rank (section 3.1)."""
-        super().set_weight(weight.reshape(self.shape.weight_shape))
+        fits = isinstance(weight, Tensor) and tuple(weight.shape) == self.dense_shape
+        super().set_weight(weight.reshape(self.shape.weight_shape) if fits else weight)
 
     def forward(self) -> Tensor:
         """Return the weight in the dense shape, with drop-connect and decay applied."""

@@ -278,8 +278,8 @@ class FactorizedLayer(nn.Module):
             got = str(weight.dtype).removeprefix("torch.")
             raise ValueError(f"weight must be floating point, got {got}; nothing was changed")
         if tuple(weight.shape) != self.shape.weight_shape:
-            got = "x".join(map(str, weight.shape))
-            raise ValueError(f"weight must be {self.shape} for this layer, got {got}; nothing was changed")
+            expected, got = ("x".join(map(str, extents)) for extents in (self.dense_shape, weight.shape))
+            raise ValueError(f"weight must be {expected} for this layer, got {got}; nothing was changed")
         if any(isinstance(factor, DTensor) for factor in self.factors):
             raise ValueError(
                 "the factors are sharded over processes and cannot be set as a whole; do this before fully_shard"

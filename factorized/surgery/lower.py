@@ -102,9 +102,10 @@ class _Lowering:
         self.grown: list[str] = []
         self._counted: set[nn.Parameter] = set()
         # Layers that share factors are composed together: else the model would hold the dense weight and the pair.
-        names = {layer: name for name, layer in model.named_modules() if isinstance(layer, FactorizedLayer)}
-        reasons = {layer.factors: composed[name] for layer, name in names.items() if name in composed}
-        self._reasons = {names[layer]: reasons[layer.factors] for layer in names if layer.factors in reasons}
+        modules = model.named_modules(remove_duplicate=False)
+        factors = {name: layer.factors for name, layer in modules if isinstance(layer, FactorizedLayer)}
+        reasons = {factors[name]: reason for name, reason in composed.items() if name in factors}
+        self._reasons = {name: reasons[held] for name, held in factors.items() if held in reasons}
         self._chains: dict[str, nn.Sequential] = {}
 
     def layer(self, names: list[str], layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:

@@ -161,6 +161,21 @@ def test_inside_the_backward_pass_what_maximizes_is_refused_and_nothing_attached
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_a_decoupled_decay_adds_nothing_to_the_losses_of_a_line_search() -> None:
+    model, reference = small_twins(bias=True)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    fz.decoupled_frobenius(optimizer, model, STRENGTH)
+    x = torch.randn(5, 7, dtype=torch.float64)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == (reference(x) - 1).square().mean()
+
+
 @pytest.mark.parametrize("penalty", ["frobenius", "product"])
 def test_a_line_search_compares_losses_with_the_penalty_in_them(penalty: str) -> None:
     def run(model: nn.Module, decayed: bool) -> float:

@@ -267,6 +267,15 @@ class TestAttached:
         shrink_by_hand(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
         assert difference(model, reference) < 1e-12
 
+    def test_by_hand_it_leaves_frozen_factors_as_they_are(self) -> None:
+        model, before = twins()
+        for layer in layers(model).values():
+            layer.U.requires_grad_(False)
+        fz.FrobeniusDecay(model, STRENGTH, decoupled=True).apply_(lr=0.1)
+        for name, layer in layers(model).items():
+            assert torch.equal(layer.U, layers(before)[name].U)
+            assert not torch.allclose(layer.V, layers(before)[name].V)
+
     @pytest.mark.parametrize("by_hand", [False, True])
     def test_a_learning_rate_of_a_wider_type_is_a_number_like_any_other(self, by_hand: bool) -> None:
         model = mixed().float()

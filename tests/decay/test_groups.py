@@ -64,6 +64,12 @@ def test_flags_say_what_is_decayed_and_factors_never_are(flags: dict[str, bool],
     assert found == {name: 0.25 if name in decayed else 0.0 for name in everything}
 
 
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.MultiheadAttention(4, 2, add_bias_kv=True), nn.LSTM(4, 3)])
+def test_biases_are_known_by_their_names_whatever_module_holds_them(model: nn.Module) -> None:
+    found = strengths(model, fz.parameter_groups(model, 0.25, attention=()))
+    assert {name for name, number in found.items() if number == 0} == {name for name in found if "bias" in name}
+
+
 def test_frozen_parameters_are_left_out() -> None:
     model = Parts()
     for parameter in (model.product.U, model.dense.weight, model.own.gain, model.wide.bias):

@@ -63,6 +63,25 @@ def test_adafactor_takes_the_decay_of_the_rest_off_the_parameters(decoupled: boo
     torch.testing.assert_close(weight[:, :48], before[:, :48] * (1 - 0.1 * 0.05), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("left_out", ["without gradient", "frozen"])
+def test_a_packed_weight_that_is_not_trained_stays_as_it_is(left_out: str, decoupled: bool) -> None:
+    model = GPT2.make()
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, 0.05), lr=0.1)
+    fz.FrobeniusDecay(model, 0.37, decoupled=decoupled).attach(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    first, second = (block.attn.c_attn.weight for block in model.transformer.h)
+    if left_out == "frozen":
+        first.requires_grad_(False)
+    else:
+        first.grad = None
+    before = [weight.detach().clone() for weight in (first, second)]
+    optimizer.step()
+    assert torch.equal(first, before[0])
+    assert not torch.allclose(second[:, :48], before[1][:, :48])
+
+
 def test_flambe_of_strength_zero_decays_the_rest_as_of_any_other() -> None:
     models = []
     for strength in (0.0, 1e-30):

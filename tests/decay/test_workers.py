@@ -186,3 +186,17 @@ def test_a_layer_that_changes_its_type_later_is_decayed_in_that_type() -> None:
     expected = torch.autograd.grad(by_weights(model[2], 0.3), [model[2].U, model[2].V])
     for parameter, reference in zip((model[2].U, model[2].V), expected, strict=True):
         assert error(parameter.grad, reference) < 1e-14
+
+
+def test_a_model_that_becomes_half_precision_later_is_decayed_in_single_precision() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(fz.FactorizedLinear(12, 12, 3) for _ in range(2)))
+    decay = fz.FrobeniusDecay(model, 0.3)
+    model.bfloat16()
+    exact = deepcopy(model).double()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    decay.apply_()
+    expected = torch.autograd.grad(by_weights(exact, 0.3), [factor for layer in exact for factor in layer.factors])
+    for factor, reference in zip([factor for layer in model for factor in layer.factors], expected, strict=True):
+        assert error(factor.grad, reference.bfloat16()) < 1e-4  # rounded once

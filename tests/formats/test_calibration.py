@@ -74,6 +74,24 @@ def test_products_of_any_depth_and_groups_reach_the_optimum(depth: int, groups: 
     torch.testing.assert_close(error, optimum(W.view(groups, 8, 10), moment.sums, 3), rtol=1e-4, atol=0)
 
 
+def test_kernels_split_over_both_factors_get_balanced_ones() -> None:
+    format, W = Product(KernelShape.of((8, 6, 3, 3)), 5), draw(8, 6, 3, 3)
+    U, V = format.calibrate(W, [moment_of(54)])
+    torch.testing.assert_close(U.mT @ U, V.mT @ V)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_before_any_sweep_it_is_as_good_as_the_decomposition(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    format, W = Product(KernelShape.of((4, 2, 3, 3)), 1, depth), draw(4, 2, 3, 3, seed=132)
+    order = torch.randperm(18, generator=torch.Generator().manual_seed(132))
+    x = draw(1, 3, 18, seed=1132) * torch.logspace(0, -3, 18, dtype=torch.float64)[order]
+    moment = Moment(x.mT @ x)
+    monkeypatch.setattr("factorized.formats.calibration.SWEEPS", 0)  # which would lower the error of any start
+    found, plain = (format.compose(cores) for cores in (format.calibrate(W, [moment]), format.decompose(W)))
+    errors = [output_error(W - weight, [moment], format.shape) for weight in (found, plain)]
+    assert errors[0] <= 1.001 * errors[1]
+
+
 def test_a_table_of_rows_reaches_the_optimum_for_counts_and_for_a_transposed_weight() -> None:
     format, W = Product(KernelShape.of((40, 6)), 2), draw(40, 6)
     counts = torch.arange(40, dtype=torch.float64).unsqueeze(0)

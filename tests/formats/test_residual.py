@@ -61,12 +61,19 @@ def test_the_larger_part_of_a_weight_is_kept_out_of_the_quantized_rest() -> None
     assert relative(many.weight, dense.weight) < relative(few.weight, dense.weight)
 
 
-def test_a_row_of_zeros_stays_one() -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_of_zeros_stay_zero(dtype: str) -> None:
     dense = nn.Linear(8, 4)
     with torch.no_grad():
         dense.weight.zero_()
-    layer = fz.FactorizedLinear.from_dense(dense, fz.Residual(dtype="int8").at_rank(fz.LowRank().kernel((4, 8)), 2))
+    layer = fz.FactorizedLinear.from_dense(dense, fz.Residual(dtype=dtype).at_rank(fz.LowRank().kernel((4, 8)), 2))
     assert torch.equal(layer.weight, dense.weight)
+
+
+def test_bytes_are_rounded_to_the_nearest() -> None:
+    dense = net()[2]
+    layer = residual("int8")[2]
+    assert ((layer.weight - dense.weight).abs() <= 0.501 * layer.residual_scale).all()
 
 
 @pytest.mark.parametrize("dtype", [None, *TYPES])

@@ -47,6 +47,14 @@ def test_weights_that_are_zero_still_receive_a_gradient(scheme: type[TensorSchem
     assert max(gradient.abs().max() for gradient in gradients(layer, x, list(layer.factors))) > 0
 
 
+def test_drawn_cores_give_the_mean_square_of_a_dense_weight() -> None:
+    torch.manual_seed(0)
+    layer = fz.FactorizedConv2d(64, 48, 3, fz.TensorTrain(separable=True).at_rank(KernelShape.of((48, 64, 3, 3)), 8))
+    layer.reset_parameters("normal")
+    expected = 2 / (48 * 9)  # of the paper's initialization
+    assert 0.7 * expected < layer.weight.square().mean().item() < 1.4 * expected
+
+
 def test_a_decay_and_the_ranks_are_those_of_the_pointwise_part() -> None:
     format = fz.Tucker(separable=True).at_rank(SHAPE, 2)
     assert isinstance(format, Separable)

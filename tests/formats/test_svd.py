@@ -183,6 +183,14 @@ def test_surplus_columns_of_v_are_about_as_long_as_the_smallest_kept_one() -> No
     assert ((lengths > 2 * 0.8) & (lengths < 2 * 1.2)).all()  # √4 is the smallest
 
 
+def test_surplus_columns_of_v_can_learn_even_if_the_smallest_kept_one_is_zero() -> None:
+    W = gaussian(6, 4)
+    W[:, 3] = 0
+    U, V = spectral_factors(W, 7, "exact")
+    torch.testing.assert_close(U @ V.mT, W, rtol=1e-12, atol=1e-12)
+    assert (V[:, 4:].norm(dim=0) > 1e-5).all()
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rank", [3, 6])
 def test_a_zero_matrix_stays_zero_and_can_learn(rank: int, method: str) -> None:
@@ -268,6 +276,16 @@ def test_singular_values_and_nuclear_gradients_come_from_the_factors_alone(depth
     dU, dV, d_inner = nuclear_gradients(U.detach(), V.detach(), [M.detach() for M in inner])
     for got, wanted in zip([dU, dV, *d_inner], expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_nuclear_gradients_leave_out_directions_that_the_product_does_not_have() -> None:
+    U, V = gaussian(9, 4, seed=1), gaussian(7, 4, seed=2)
+    U[:, 2:] = 0  # the product has rank 2
+    A, _, Bh = torch.linalg.svd(U @ V.mT)
+    direction = A[:, :2] @ Bh[:2]
+    dU, dV, _ = nuclear_gradients(U, V)
+    torch.testing.assert_close(dU, direction @ V, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(dV, direction.mT @ U, rtol=1e-8, atol=1e-10)
 
 
 SPECTRA = {

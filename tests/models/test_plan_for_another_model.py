@@ -61,6 +61,12 @@ def test_a_plan_for_another_model_says_what_differs_and_changes_nothing(
     assert "nothing was changed" in str(caught.value)
 
 
+def test_a_plan_that_has_a_layer_twice_is_refused() -> None:
+    plan, model = fz.plan(stack(), rank=2), stack()
+    with unchanged(model), pytest.raises(ValueError, match=r"another model \(Sequential\): 2 is in the plan twice"):
+        fz.factorize(model, replace(plan, entries=(*plan.entries, *plan.layers[:1])))
+
+
 def test_a_plan_that_ties_a_layer_to_one_it_leaves_alone_is_refused() -> None:
     model = shared_weight()
     plan = fz.plan(model, rank=2)

@@ -272,3 +272,42 @@ def test_a_write_to_a_gate_is_refused_and_a_gate_that_is_set_is_decomposed() -> 
         layer.weight_ih_l0 = value
         assert error(layer.weight_ih_l0, value) < 1e-10
     assert "weight_ih_l0" not in dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(INPUTS, 4 * HIDDEN), r"weight must be 32x6 for this layer, got 6x32; nothing was changed"),
+        (torch.ones(4 * HIDDEN, 1), r"weight must be 32x6 for this layer, got 32x1; nothing was changed"),
+        (None, r"weight must be a tensor, got NoneType; nothing was changed"),
+    ],
+)
+def test_a_gate_that_is_set_must_have_the_shape_of_the_dense_one(weight: Any, message: str) -> None:
+    layer = low_rank(nn.LSTM(INPUTS, HIDDEN))
+    before = layer.weight_ih_l0.clone()
+    with pytest.raises(ValueError, match=message):
+        layer.weight_ih_l0 = weight
+    assert torch.equal(layer.weight_ih_l0, before)
+
+
+def test_a_composed_network_lets_its_weights_be_set_before_it_runs() -> None:
+    dense = fz.compose(nn.Sequential(low_rank(nn.LSTM(INPUTS, HIDDEN))))[0]  # type: ignore[index]
+    x, other = torch.randn(5, 4, INPUTS), nn.LSTM(INPUTS, HIDDEN)
+    for name, parameter in other.named_parameters():
+        setattr(dense, name, nn.Parameter(parameter.detach().clone()))
+    assert torch.equal(dense(x)[0], other(x)[0])
+
+
+def test_under_autocast_its_weights_keep_the_type_of_their_factors() -> None:
+    layer = low_rank(nn.LSTM(INPUTS, HIDDEN))
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = layer.composed_weights()
+        outputs = layer(torch.randn(5, 4, INPUTS))[0]
+        expected = fz.compose(nn.Sequential(layer))[0](torch.randn(5, 4, INPUTS))[0]  # type: ignore[index]
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert outputs.dtype == expected.dtype
+
+
+def test_factors_are_in_the_mode_of_the_network_that_holds_them() -> None:
+    model = fz.factorize(nn.Sequential(nn.LSTM(INPUTS, HIDDEN)).eval(), rank=2)
+    assert not any(module.training for module in model.modules())

@@ -168,6 +168,8 @@ def test_it_answers_what_a_plain_tensor_does(layer: fz.FactorizedLinear) -> None
     stored.seek(0)
     read = (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), torch.load(stored), weight.clone(), weight + 0)
     assert all(type(tensor) is Tensor and torch.equal(tensor, expected) for tensor in read)
+    assert read[0].requires_grad
+    assert not copy.deepcopy(layer.requires_grad_(False).weight).requires_grad
     assert torch.equal(weight, expected)
     assert torch.equal(weight.T, expected.T)
     assert torch.equal(weight[(1, 2)], expected[1, 2])

@@ -135,8 +135,9 @@ def test_a_plan_for_other_heads_is_refused() -> None:
         fz.factorize(fz.factorize(BERT.make(), plan), plan)
 
 
-def test_excluded_attention_stays_as_it_is() -> None:
-    plan = fz.plan(MARIAN.make(), rank_scale=0.5, attention="heads", exclude=["*.encoder_attn"])
+@pytest.mark.parametrize("pattern", ["*.encoder_attn", "*.encoder_attn.k_proj"])
+def test_excluded_attention_stays_as_it_is(pattern: str) -> None:
+    plan = fz.plan(MARIAN.make(), rank_scale=0.5, attention="heads", exclude=[pattern])
     reasons = {entry.name: entry.reason for entry in plan.entries if entry.is_attention}
     assert reasons["model.decoder.layers.0.encoder_attn"] == "in exclude="
     assert reasons["model.decoder.layers.0.self_attn"] is None

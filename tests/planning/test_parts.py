@@ -81,6 +81,14 @@ def test_parts_say_where_the_parameters_are(model: nn.Module, arguments: Any, ex
     assert fz.Plan.from_dict(json.loads(json.dumps(made.to_dict()))).parts == made.parts
 
 
+def test_a_layer_whose_name_begins_like_attention_does_not_belong_to_it() -> None:
+    model = Attends()
+    model.attention_head = nn.Linear(16, 16)
+    before, after = ({part.name: part.params for part in fz.plan(one, ratio=0.95).parts} for one in (Attends(), model))
+    assert after["attention"] == before["attention"]
+    assert after["other layers"] == before["other layers"] + 16 * 16
+
+
 @pytest.mark.parametrize("attention", ["layers", "heads", False])
 def test_strange_attention_and_its_layers_belong_to_attention(attention: Any) -> None:
     made = fz.plan(real_size("qwen2"), ratio=0.9, attention=attention)

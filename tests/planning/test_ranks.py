@@ -17,6 +17,7 @@ from factorized.formats.product import LowRank, Overcomplete, Product
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan
 from factorized.planning.ranks import Choices, Item, lowest_cost, spend_by_spectrum, spend_uniformly, total_cost
+from factorized.planning.spectrum import rank_for_energy
 from tests.planning.models_for_planning import EXAMPLES, ConvNet, Mlp, Reader, TiedReader, with_singular_values
 
 MODELS = {model_type: model_type() for model_type in (ConvNet, Mlp, Reader, TiedReader)}
@@ -193,6 +194,12 @@ def test_spectrum_gives_way_to_uniform_where_whole_steps_mislead_it() -> None:
     assert spend_by_spectrum(items, energies, 26) == [1, 2]
 
 
+def test_a_layer_that_stays_dense_loses_nothing() -> None:
+    items, energies = [priced(4, 4, dense=10), priced(4, 12)], [[10.0] * 4, [5.0] + [1.0] * 11]
+    assert spend_uniformly(items, 18) == [1, 3]
+    assert spend_by_spectrum(items, energies, 18) == [None, 2]
+
+
 def lost(energies: list[list[float]], ranks: Choices) -> float:
     return sum(sum(energy[rank:]) for energy, rank in zip(energies, ranks, strict=True) if rank is not None)
 
@@ -212,3 +219,30 @@ def problems(draw: st.DrawFn) -> tuple[list[Item], list[list[float]], int]:
     energies = [sorted(draw(values), reverse=True)[: shape.full_rank] for shape in shapes]
     low, high = lowest_cost(items), total_cost(items, [None] * len(items))
     return items, energies, draw(st.integers(low, high))
+
+
+@pytest.mark.parametrize(
+    ("energies", "share", "rank"),
+    [([4.0, 1.0, 0.0], 0.7, 1), ([4.0, 1.0, 0.0], 0.8, 1), ([4.0, 1.0, 0.0], 0.9, 2), ([4.0, 1.0, 0.0], 1.0, 2)],
+)
+def test_an_energy_is_kept_by_the_smallest_rank_that_reaches_it(energies: list[float], share: float, rank: int) -> None:
+    assert rank_for_energy(energies, share) == rank
+    assert rank_for_energy([0.0, 0.0], share) == 1
+
+
+def test_an_energy_is_measured_more_precisely_than_float32() -> None:
+    model = nn.Sequential(nn.Linear(1000, 200))
+    with_singular_values(model[0], [1.0] * 40 + [1e-4] * 160)
+    (entry,) = plan(model, energy=1 - 2.0125e-8, keep_first_and_last=False).selected
+    assert entry.rank == 120  # of an energy of 40 and 160e-8, 80.5e-8 may be lost
+
+
+def test_the_energies_of_groups_are_added() -> None:
+    model = nn.Sequential(nn.Conv1d(64, 64, 1, groups=2).double())
+    U, S, Vh = torch.linalg.svd(torch.randn(2, 32, 32, dtype=torch.float64))
+    S = torch.zeros_like(S)
+    S[0, :1], S[1, :9] = 3, 1
+    with torch.no_grad():
+        model[0].weight.copy_((U * S.unsqueeze(-2) @ Vh).reshape(64, 32, 1))
+    (entry,) = plan(model, energy=0.75, keep_first_and_last=False).selected
+    assert entry.rank == 5  # 9 + 1, and then 1 for each, of 18

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from factorized.formats.kernel import KernelShape
 from factorized.formats.monarch import Monarch
@@ -54,6 +55,13 @@ def test_only_low_rank_stops_at_full_rank(weight: tuple[int, ...], scale: float,
     shape = KernelShape.of(weight)
     assert LowRank().at_scale(shape, scale).rank == full
     assert Overcomplete("wide").at_scale(shape, scale).rank == asked
+
+
+def test_a_rank_that_is_not_overcomplete_for_every_layer_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 16))
+    expected = r"^2: rank must be at least 16, full rank, .* got 12; use LowRank\(\) for less"
+    with pytest.raises(ValueError, match=expected):
+        plan(model, Overcomplete("wide"), rank=12, keep_first_and_last=False)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from transformers.pytorch_utils import Conv1D
 
 from factorized.nn.linear import FactorizedLinear
 from factorized.planning.plan import Plan
@@ -134,6 +135,16 @@ def test_the_first_and_last_layer_stay_dense_unless_asked_for() -> None:
     assert not plan(Mlp(), rank=1, keep_first_and_last=False).skipped
 
 
+def test_the_first_and_last_layer_may_be_of_gpt2s_class() -> None:
+    model = nn.Sequential(*(Conv1D(64, 64) for _ in range(3)))
+    assert [entry.name for entry in plan(model, rank=2).selected] == ["1"]
+
+
+def test_a_convolution_of_one_input_channel_is_not_depthwise() -> None:
+    made = plan(nn.Sequential(nn.Conv2d(1, 64, 5), nn.ConvTranspose2d(1, 64, 5)), rank=2, keep_first_and_last=False)
+    assert [entry.name for entry in made.selected] == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "selected"),
     [
@@ -239,6 +250,14 @@ def test_tied_layers_of_which_one_stays_dense_both_do(arguments: dict[str, Any],
     for name, part in reason.items():
         assert part in reasons(made)[name]
     assert [entry.params for entry in made.entries] == [200 * 32, 32 * 32, 0]
+
+
+def test_layers_that_read_one_weight_in_two_shapes_stay_dense() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(32, 64, 1), nn.Conv1d(64, 64, 1, groups=2), nn.Linear(64, 64))
+    model[2].weight = model[1].weight
+    made = plan(model, rank=2, keep_first_and_last=False)
+    expected = "weight is tied to a layer that reads it in another shape, which stays dense"
+    assert {name: text for name, text in reasons(made).items() if name in "12"} == {"1": expected, "2": expected}
 
 
 class KeepsOwnWeight(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -323,14 +323,15 @@ def test_several_passes_give_what_one_pass_gives_and_hold_few_moments(monkeypatc
     torch.testing.assert_close(one.state_dict(), several.state_dict())
 
 
-def test_samples_bound_an_iterator_that_never_ends() -> None:
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: (x,), lambda x: {"input": x}], ids=["tensor", "tuple", "dict"])
+def test_samples_bound_an_iterator_that_never_ends(form: Callable[[Tensor], Any]) -> None:
     taken = 0
 
-    def endless() -> Iterator[Tensor]:
+    def endless() -> Iterator[Any]:
         nonlocal taken
         for _ in itertools.count():
             taken += 1
-            yield torch.randn(16, 20)
+            yield form(torch.randn(16, 20))
 
     fz.factorize(
         nn.Sequential(nn.Linear(20, 16)), rank=3, keep_first_and_last=False, init=fz.Calibrated(endless(), samples=40)

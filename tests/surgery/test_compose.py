@@ -103,6 +103,15 @@ def test_a_shared_module_stays_shared(convert: Convert) -> None:
     assert not isinstance(plain[1], FactorizedLayer)
 
 
+@pytest.mark.parametrize("convert", [fz.compose, fz.lower])
+def test_a_shared_bias_stays_shared(convert: Convert) -> None:
+    model = fz.factorize(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), rank=2)
+    model[2].bias = model[1].bias
+    plain = convert(model)
+    first, second = ([p for name, p in layer.named_parameters() if "bias" in name] for layer in plain[1:3])
+    assert first[0] is second[0]
+
+
 def test_layers_that_share_one_factor_only_keep_their_own_weights() -> None:
     model = fz.factorize(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), rank=2)
     model[2].U = model[1].U

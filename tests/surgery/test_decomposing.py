@@ -123,6 +123,27 @@ def test_exact_decompositions_can_be_asked_for(name: str, monkeypatch: pytest.Mo
         assert set(methods) == {method}
 
 
+class Idle(nn.Module):
+    """A layer that runs, and one that never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(8, 8), nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.filterwarnings("ignore:init=Calibrated. no batch reaches idle")
+def test_exact_decompositions_of_layers_that_data_do_not_reach_can_be_asked_for() -> None:
+    torch.manual_seed(0)
+    dense, calibrated = Idle(), fz.Calibrated([torch.randn(16, 8)])
+    expected = fz.factorize(copy.deepcopy(dense), rank=3, keep_first_and_last=False, exact=True)
+    for exact in (True, False):
+        model = fz.factorize(copy.deepcopy(dense), rank=3, init=calibrated, keep_first_and_last=False, exact=exact)
+        assert torch.equal(model.idle.U, expected.idle.U) == exact
+
+
 def test_exact_factors_are_those_of_torchs_own_decomposition() -> None:
     torch.manual_seed(0)
     dense = nn.Linear(300, 280, bias=False)

@@ -127,6 +127,18 @@ def test_a_lowered_overcomplete_model_is_the_composed_one() -> None:
         assert torch.equal(lowered.state_dict()[key], value), key
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("include", ["layers.0.linear*", "layers.1.linear*"])
+@torch.no_grad()
+def test_a_lowered_encoder_takes_padding(include: str) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dtype=torch.float64)
+    model = fz.factorize(nn.TransformerEncoder(layer, 2).eval(), rank=2, include=[include], keep_first_and_last=False)
+    x, padding = torch.randn(2, 5, 16, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    expected, actual = (one(x, src_key_padding_mask=padding) for one in (model, fz.lower(model)))
+    torch.testing.assert_close(actual[~padding], expected[~padding])
+
+
 def test_tied_layers_of_one_kind_share_both_plain_weights() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     model[2].weight = model[1].weight

@@ -198,6 +198,14 @@ def test_a_model_that_does_not_run_lowered_is_refused_and_exclude_helps() -> Non
     assert type(lowered.second) is nn.Sequential
 
 
+def test_exclude_takes_containers() -> None:
+    model = fz.factorize(nn.ModuleDict({"one": Strict(), "two": Strict()}), rank=2, keep_first_and_last=False)
+    with pytest.warns(UserWarning, match=r"one\.first 32 → 64 \(in exclude=\)"):
+        lowered = fz.lower(model, exclude=["one"])
+    assert {type(layer) for layer in lowered["one"].children()} == {nn.Linear}
+    assert {type(layer) for layer in lowered["two"].children()} == {nn.Sequential}
+
+
 def test_what_exclude_names_must_be_there() -> None:
     model = fz.factorize(Strict(), rank=2, keep_first_and_last=False)
     with pytest.raises(
@@ -243,6 +251,27 @@ def test_layers_that_share_their_factors_are_composed_together() -> None:
             return self.second(x) @ self.first.weight
 
     model = fz.factorize(Tied(), rank=2, keep_first_and_last=False)
-    with pytest.warns(UserWarning, match="lowered, Tied has 80 parameters, more than the factorized 48: first 32 → 64"):
+    grows = "lowered, Tied has 80 parameters, more than the factorized 48: first 32 → 64"
+    with pytest.warns(UserWarning, match=grows) as caught:
         lowered = fz.lower(model)
+    assert "second" not in str(caught[0].message)  # it is the same weight, which is counted once
     assert lowered.first.weight is lowered.second.weight
+
+
+@pytest.mark.parametrize("exclude", [(), ("second",)])
+def test_a_layer_is_known_by_all_of_its_names(exclude: tuple[str, ...]) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.second.weight) if not exclude else self.first(x)
+
+    model = fz.factorize(Twice(), rank=2, keep_first_and_last=False)
+    with pytest.warns(UserWarning, match="first 32 → 64"):
+        lowered = fz.lower(model, exclude=exclude)
+    assert type(lowered.first) is nn.Linear
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(lowered(x), model(x))

@@ -127,6 +127,12 @@ def test_equal_ranks_leave_plain_layers_of_the_familys_own_class() -> None:
             assert type(model.get_submodule(name)) is type(kind.make().get_submodule(name))
 
 
+@pytest.mark.parametrize(("scale", "size"), [(0.45, 7), (0.5, 8), (0.54, 9)])
+def test_heads_are_rounded_to_the_nearest_size(scale: float, size: int) -> None:
+    model = fz.factorize_attention(nn.TransformerEncoderLayer(32, nhead=2, batch_first=True), rank_scale=scale)
+    assert model.self_attn.q_proj.out_features == model.self_attn.out_proj.in_features == 2 * size
+
+
 def test_the_softmax_scale_stays_that_of_the_dense_heads() -> None:
     assert fz.factorize_attention(BERT.make()).encoder.layer[0].attention.self.scaling == 8**-0.5
     assert fz.factorize_attention(TORCH[0].make()).attn.scale == 8**-0.5
