@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, prune
 
 from factorized.nn.linear import FactorizedLinear
@@ -249,7 +251,9 @@ class KeepsOwnWeight(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "keep", [lambda w: w, lambda w: [w], lambda w: (0, w), lambda w: {"w": w}], ids=["itself", "list", "tuple", "dict"]
+    "keep",
+    [lambda w: w, lambda w: [w], lambda w: (0, w), lambda w: {"w": w}, lambda w: partial(linear, weight=w)],
+    ids=["itself", "list", "tuple", "dict", "partial"],
 )
 def test_a_weight_that_the_model_also_holds_itself_stays_dense(keep: Callable[[nn.Parameter], object]) -> None:
     made = plan(KeepsOwnWeight(keep), rank=2)
