@@ -15,15 +15,16 @@ from factorized.attention.heads import is_around_heads
 from factorized.attention.multihead import is_shrunk_multihead
 from factorized.attention.register import Found, find_attention
 from factorized.formats.kernel import KernelShape
-from factorized.nn.dense import why_not_plain
+from factorized.nn.dense import dense_weight, why_not_plain
 from factorized.nn.held_factors import HoldsFactors
 from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import sharing_memory
 from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
 from factorized.planning.pattern import Modules, Pattern, check_matches, check_patterns, matches, names_part
 from factorized.planning.projections import ALREADY, Attention, attention_candidate, choose_forms, opens
-from factorized.planning.replaceable import why_not_replaced
+from factorized.planning.replaceable import shares_memory, why_not_replaced
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -59,6 +60,7 @@ def find_candidates(
         check_matches(argument, patterns, model, modules, names, parts)
     if keep_first_and_last:
         _keep_ends(candidates, include)
+    shared = sharing_memory(model)
     for candidate in candidates:
         if candidate.reason is not None:
             continue
@@ -69,6 +71,8 @@ def find_candidates(
             candidate.reason = "in exclude="
         elif isinstance(candidate, LayerCandidate):
             candidate.reason = refuse(candidate.module, candidate.shape)
+            if candidate.reason is None and (other := shared.get(dense_weight(candidate.module))) is not None:
+                candidate.reason = shares_memory(other)
     _join_tied(model, candidates)
     if attention != "layers":
         whole_modules = [candidate for candidate in candidates if isinstance(candidate, AttentionCandidate)]

@@ -123,6 +123,14 @@ def test_what_was_put_on_a_layer_after_planning_and_would_be_lost_is_refused(put
         fz.factorize(model, plan)
 
 
+def test_a_weight_in_the_memory_of_another_parameter_is_refused_if_the_plan_knew_of_none() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    plan = fz.plan(model, rank=2)
+    model[2].weight.data = model[1].weight.data
+    with unchanged(model), pytest.raises(ValueError, match=r"^1: its weight shares memory with 2\.weight.*Nothing was"):
+        fz.factorize(model, plan)
+
+
 def test_factorizing_twice_says_how_to_start_anew() -> None:
     model = fz.factorize(stack(), rank=2)
     with pytest.raises(ValueError, match=r"already factorized; fz\.truncate lowers its rank"):
