@@ -141,14 +141,6 @@ def test_weights_of_another_plan_are_refused(tmp_path: Path) -> None:
         fz.from_pretrained(type(model), tmp_path)
 
 
-def test_a_folder_that_transformers_writes_after_us_holds_its_weights_alone(tmp_path: Path) -> None:
-    model = fz.factorize(BERT.make(torch.float32), rank=4)
-    fz.save_pretrained(model, tmp_path)
-    model.save_pretrained(tmp_path)
-    fz.save_plan(model, tmp_path)
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
-
-
 def test_a_config_with_code_of_its_own_is_refused_for_auto_classes(tmp_path: Path) -> None:
     from transformers import AutoModel, BertModel
 
