@@ -133,4 +133,5 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8).numpy().data
+    flat = plain.as_strided((plain.numel(),), (1,))  # a single entry may have any stride, which view(-1) would keep
+    return flat.view(torch.uint8).numpy().data

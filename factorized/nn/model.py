@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -74,3 +75,20 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
+
+
+def sharing_memory(model: nn.Module) -> dict[Tensor, str]:
+    """Return the parameters that begin at the same address as another one, with the name of that one.
+
+    Parts of one buffer, such as the flattened weights of a recurrent network, begin at different addresses.
+    """
+    held: dict[tuple[torch.device, int], dict[Tensor, str]] = {}
+    for parameter, (name, *_) in parameter_names(model).items():
+        if type(parameter) is nn.Parameter and not parameter.is_meta and (address := parameter.data_ptr()):
+            held.setdefault((parameter.device, address), {})[parameter] = name
+    together = [names for names in held.values() if len(names) > 1]
+    return {
+        parameter: next(name for other, name in names.items() if other is not parameter)
+        for names in together
+        for parameter in names
+    }

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from factorized.attention.unit import AttentionUnit
-from factorized.nn.model import module_names, parameter_names
+from factorized.nn.model import module_names, parameter_names, sharing_memory
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # around a call
 # Around reading and writing state dicts; torch itself adds some to attention and lazy layers, never to plain ones.
@@ -113,12 +113,17 @@ def _places_on_the_way(paths: Iterable[str]) -> list[str]:
     return sorted(places)
 
 
+def shares_memory(other: str) -> str:
+    """Return why a weight stays whose values are also those of another parameter."""
+    return f"its weight shares memory with {other}, a tie that would be lost; make them one parameter, or copy one"
+
+
 def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module, str]:
     """Return, by module, why it cannot get new matrices: one of its parameters is used elsewhere in ``model``.
 
     A unit that is itself in several places is changed in all of them.
     """
-    places, names = module_names(model), parameter_names(model)
+    places, names, shared = module_names(model), parameter_names(model), sharing_memory(model)
     reasons = {}
     for unit in units:
         inside = parameter_names(unit.module)
@@ -126,5 +131,8 @@ def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module
             own = {f"{place}.{inside[parameter][0]}".removeprefix(".") for place in places[unit.module]}
             if set(names[parameter]) != own:
                 reasons[unit.module] = f"its weights are tied: {' and '.join(names[parameter])} are one parameter"
+                break
+            if parameter in shared:
+                reasons[unit.module] = f"of its projections, {shares_memory(shared[parameter])}"
                 break
     return reasons

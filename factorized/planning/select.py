@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -14,15 +15,16 @@ from factorized.attention.heads import is_around_heads
 from factorized.attention.multihead import is_shrunk_multihead
 from factorized.attention.register import Found, find_attention
 from factorized.formats.kernel import KernelShape
-from factorized.nn.dense import why_not_plain
+from factorized.nn.dense import dense_weight, why_not_plain
 from factorized.nn.held_factors import HoldsFactors
 from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import sharing_memory
 from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
 from factorized.planning.pattern import Modules, Pattern, check_matches, check_patterns, matches, names_part
 from factorized.planning.projections import ALREADY, Attention, attention_candidate, choose_forms, opens
-from factorized.planning.replaceable import why_not_replaced
+from factorized.planning.replaceable import shares_memory, why_not_replaced
 
 DENSE_TYPES: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -58,6 +60,7 @@ def find_candidates(
         check_matches(argument, patterns, model, modules, names, parts)
     if keep_first_and_last:
         _keep_ends(candidates, include)
+    shared = sharing_memory(model)
     for candidate in candidates:
         if candidate.reason is not None:
             continue
@@ -68,6 +71,8 @@ def find_candidates(
             candidate.reason = "in exclude="
         elif isinstance(candidate, LayerCandidate):
             candidate.reason = refuse(candidate.module, candidate.shape)
+            if candidate.reason is None and (other := shared.get(dense_weight(candidate.module))) is not None:
+                candidate.reason = shares_memory(other)
     _join_tied(model, candidates)
     if attention != "layers":
         whole_modules = [candidate for candidate in candidates if isinstance(candidate, AttentionCandidate)]
@@ -181,7 +186,8 @@ def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
 def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Return (module name, attribute) of every place that holds a parameter shared with another module.
 
-    Plain attributes, lists, tuples and dicts count too: code that reads a weight there would keep the old one.
+    Plain attributes, lists, tuples, dicts and partials count too: code that reads a weight there would keep the old
+    one.
     """
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     held = {name for name, module in named_layers(model).items() if isinstance(module, HeldWeight)}
@@ -194,8 +200,16 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
             continue
         own = set(module._parameters.values())  # a recurrent network also lists its own weights
         for key, value in vars(module).items():
-            several = value.values() if isinstance(value, dict) else value
-            for part in several if isinstance(value, (dict, list, tuple)) else [value]:
+            for part in _parts(value):
                 if isinstance(part, nn.Parameter) and part not in own:
                     owners.setdefault(part, []).append((name, key))
     return [places for places in owners.values() if len(places) > 1]
+
+
+def _parts(value: object) -> Iterable[object]:
+    """Return what a list, tuple, dict or partial holds, and of any other value, itself."""
+    if isinstance(value, partial):
+        return [*value.args, *value.keywords.values()]
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else [value]

@@ -29,13 +29,13 @@ from factorized.nn.held_weight import ExpertWeights, RecurrentWeight, named_laye
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
-from factorized.nn.model import Model, check_model, listed, named
+from factorized.nn.model import Model, check_model, listed, named, sharing_memory
 from factorized.planning.budget import BUDGETS
 from factorized.planning.calibration import Calibrated
 from factorized.planning.plan import Entry, Plan
 from factorized.planning.planner import PlanOptions
 from factorized.planning.planner import plan as make_plan
-from factorized.planning.replaceable import why_not_replaced, why_not_shrunk
+from factorized.planning.replaceable import shares_memory, why_not_replaced, why_not_shrunk
 from factorized.surgery.calibrate import calibrate_all
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.heads import attention_difference, build_attention, refuse_unregistered
@@ -247,16 +247,22 @@ def _matching_layers(model: nn.Module, plan: Plan, same_ties: bool) -> dict[str,
             f"{sharded[0]}: its weight is sharded over processes and cannot be decomposed; factorize the model before "
             "fully_shard. Nothing was changed"
         )
+    shared = sharing_memory(model) if same_ties else {}
     for entry in plan.selected:
         with named(entry.name):
-            _refuse_loss(modules[entry.name])
+            _refuse_loss(modules[entry.name], shared)
     return {entry.name: modules[entry.name] for entry in plan.selected}
 
 
-def _refuse_loss(module: nn.Module) -> None:
+def _refuse_loss(module: nn.Module, shared: Mapping[Tensor, str]) -> None:
     """Raise if a replacement would lose something that was put on ``module`` after the plan was made."""
     found = read_attention("", module)
-    lost = why_not_replaced(module) if found is None or found.unit is None else why_not_shrunk(found.unit)
+    unit = None if found is None else found.unit
+    lost = why_not_replaced(module) if unit is None else why_not_shrunk(unit)
+    weights = [dense_weight(module)] if unit is None else unit.parameters
+    others = [shared[weight] for weight in weights if weight in shared]
+    if lost is None and others:
+        lost = shares_memory(others[0])
     if lost is not None:
         raise ValueError(f"{lost}. Nothing was changed")
 

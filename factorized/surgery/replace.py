@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -38,8 +39,9 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Replace the modules that are keys of ``new`` wherever ``model`` holds them; return the model or its replacement.
 
-    That is under all of their names, and in plain attributes, lists, tuples and dicts of any module, which torch does
-    not register: a model that calls its layers, or methods of them, from such a list would keep calling the old ones.
+    That is under all of their names, and in plain attributes, lists, tuples, dicts and partials of any module, which
+    torch does not register: a model that calls its layers, or methods of them, from there would keep calling the old
+    ones.
     """
     for old, names in module_names(model).items():
         if old in new:
@@ -59,6 +61,10 @@ def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) ->
         return new.get(value, value)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in new:
         return getattr(new[value.__self__], value.__name__, value)  # such as layer.forward
+    if type(value) is partial:
+        parts = (value.func, value.args, value.keywords)
+        func, arguments, keywords = followed = _followed(parts, new, seen)
+        return value if followed is parts else partial(func, *arguments, **keywords)
     if isinstance(value, (list, dict)) and id(value) not in seen:
         seen.add(id(value))
         for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):

@@ -146,7 +146,7 @@ def test_two_tensors_in_the_file_are_not_squeezed_into_one_of_the_model(tmp_path
         fz.load(tmp_path, fresh)
 
 
-@pytest.mark.parametrize("view", [lambda weight: weight.mT, lambda weight: weight[1:3], lambda weight: weight.view(-1)])
+@pytest.mark.parametrize("view", [lambda w: w.mT, lambda w: w[1:3], lambda w: w.view(-1), lambda w: w[1:2, 3]])
 def test_a_buffer_that_views_a_weight_is_saved(tmp_path: Path, view: Callable[[Tensor], Tensor]) -> None:
     model, fresh = small(), small(seed=5)
     for each in (model, fresh):
@@ -154,6 +154,18 @@ def test_a_buffer_that_views_a_weight_is_saved(tmp_path: Path, view: Callable[[T
     fz.save(fz.factorize(model, rank=2), tmp_path)
     fresh.head.seen = fresh.head.seen.clone()
     assert torch.equal(fz.load(tmp_path, fresh).head.seen, view(model.head.weight))
+
+
+def test_buffers_that_torch_conjugates_or_negates_when_they_are_read_are_saved(tmp_path: Path) -> None:
+    model, fresh = small(), small(seed=5)
+    phase = torch.tensor([1 + 2j]).conj()
+    for each in (model, fresh):
+        each.head.register_buffer("phase", phase)
+        each.head.register_buffer("angle", phase.imag)
+    fz.save(fz.factorize(model, rank=2), tmp_path)
+    fresh.head.phase, fresh.head.angle = torch.zeros(1, dtype=phase.dtype), torch.zeros(1)
+    head = fz.load(tmp_path, fresh).head
+    assert (head.phase.tolist(), head.angle.tolist()) == ([1 - 2j], [-2.0])
 
 
 WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -185,6 +197,14 @@ def test_compiled_models_are_saved_and_loaded_as_what_they_wrap(tmp_path: Path, 
     assert type(loaded) is type(target)
     torch.testing.assert_close(loaded(images()), expected)
     assert not any("_orig_mod" in entry["name"] for entry in read_plan(tmp_path)["entries"])
+
+
+def test_layers_stay_tied_to_one_that_is_compiled(tmp_path: Path) -> None:
+    model = fz.factorize(TIED.trained(), rank=4, keep_first_and_last=False)
+    fz.save(model, tmp_path)
+    loaded = fz.load(tmp_path, with_compiled(TIED.fresh(), "embed"))
+    assert loaded.decoder.U is loaded.embed.U
+    assert torch.equal(loaded.decoder.U, model.decoder.U)
 
 
 @torch.no_grad()

@@ -127,7 +127,18 @@ def test_a_folder_that_transformers_wrote_alone_says_how_to_add_the_plan(tmp_pat
     with pytest.raises(ValueError, match=r"holds no plan.json. .*fz.save_plan\(.*opened by Bert\w+.from_pretrained"):
         fz.from_pretrained(type(model), tmp_path)
     fz.save_plan(model, tmp_path)
-    fz.from_pretrained(type(model), tmp_path)
+    assert not fz.from_pretrained(type(model), tmp_path).training
+
+
+def test_weights_of_another_plan_are_refused(tmp_path: Path) -> None:
+    model, other = (fz.factorize(BERT.make(torch.float32), rank=rank, keep_first_and_last=False) for rank in (4, 2))
+    model.save_pretrained(tmp_path)
+    fz.save_plan(other, tmp_path)
+    with pytest.raises(ValueError, match=r"the weights in .* do not fit its plan\.json: mismatched keys: .*Save"):
+        fz.from_pretrained(type(model), tmp_path)
+    fz.save_plan(fz.factorize(BERT.make(torch.float32), rank=4, include=["encoder"]), tmp_path)
+    with pytest.raises(ValueError, match=r"do not fit its plan\.json: missing keys: "):
+        fz.from_pretrained(type(model), tmp_path)
 
 
 def test_a_config_with_code_of_its_own_is_refused_for_auto_classes(tmp_path: Path) -> None:

@@ -86,6 +86,21 @@ def test_a_merge_is_exact_and_leaves_a_wider_factorized_layer(options: dict[str,
     torch.testing.assert_close(fz.compose(merged)(x()), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Already following adapters were merged")
+def test_unmerging_takes_out_all_adapters_also_if_they_were_merged_one_by_one() -> None:
+    model = adapted()
+    model.add_adapter("second", config())
+    layer = model.double().base_model.model.up
+    before = layer.get_base_layer()
+    for name in ("default", "second"):
+        nn.init.normal_(layer.lora_B[name].weight)
+        layer.merge(adapter_names=[name])
+    assert layer.get_base_layer().rank == 4 + 2 + 2
+    layer.unmerge()
+    assert layer.get_base_layer() is before
+    assert not layer.merged
+
+
 def test_a_merge_keeps_hooks_attributes_and_the_way_a_layer_runs() -> None:
     base = net()
     base.up.execution, base.up.drop_connect = "composed", 0.25

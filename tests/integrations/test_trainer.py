@@ -13,7 +13,7 @@ from torch import nn
 
 import factorized as fz
 from factorized.integrations.transformers import FactorizedTrainerMixin, resize_token_embeddings
-from tests.models.zoo import BERT, LLAMA_TIED, VOCABULARY, logits
+from tests.models.zoo import BERT, LLAMA, LLAMA_TIED, VOCABULARY, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")  # accelerate, without a GPU
 TOKENS = torch.randint(3, VOCABULARY, (16, 9), generator=torch.Generator().manual_seed(0))
@@ -104,6 +104,7 @@ def test_the_trainer_does_what_frobenius_decay_by_hand_does(tmp_path: Path) -> N
 def test_flambe_is_had_by_name(tmp_path: Path) -> None:
     trainer = trained(FlambeTrainer, tmp_path)
     assert type(trainer.optimizer.optimizer) is fz.Flambe
+    assert trainer.optimizer.optimizer.max_grad_norm is None  # the trainer clips, at its own norm or not at all
     assert trainer.decay is None
 
     def flambe(net: nn.Module, groups: Any) -> torch.optim.Optimizer:
@@ -327,6 +328,12 @@ def test_tokens_are_padded_to_a_multiple_and_drawn_as_asked() -> None:
     drawn = embedding.weight[VOCABULARY:].detach()
     assert 0.05 < drawn.std() < 0.25  # initializer_range is 0.2, less what lies outside of the span
     assert resize_token_embeddings(net) is embedding
+
+
+def test_rows_of_a_dense_head_beside_a_factorized_embedding_are_drawn_as_asked() -> None:
+    net = fz.factorize(LLAMA.fresh(), rank=4, include=["*embed_tokens"], keep_first_and_last=False)
+    resize_token_embeddings(net, VOCABULARY + 16, mean_resizing=False)
+    assert net.lm_head.weight[VOCABULARY:].std(dim=0).min() > 0.05  # around the mean, they would be nearly the same
 
 
 class Table(nn.Embedding):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.optim.finite import StepGuard
 from tests.optim.lamb_reference import Settings, draws, lamb, run
 
 SHAPES = ((5, 3), (4,), (2, 3, 2))
@@ -263,6 +264,23 @@ def test_skipped_steps_are_counted_and_leave_no_trace(bad: float, place: int, ca
     assert plain.skipped == 0
     assert equal(weights, undisturbed)
     assert equal(optimizer.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("settings", [SETTINGS["all"], SETTINGS["gradients-too-small-to-clip"]], ids=["clip", "small"])
+def test_a_step_that_does_not_wait_for_its_norm_clips_and_skips_alike(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, undisturbed = parameters(), parameters()
+    plain = fz.Lamb(undisturbed, **asdict(settings))
+    run(plain, undisturbed, GRADIENTS[:6])
+    monkeypatch.setattr(StepGuard, "finite", lambda guard, norm: torch.isfinite(norm).float())  # as on a GPU
+    optimizer = fz.Lamb(weights, **asdict(settings), capturable=True)
+    spoiled = [torch.full_like(gradient, torch.nan) for gradient in GRADIENTS[0]]
+    run(optimizer, weights, [*GRADIENTS[:2], spoiled, *GRADIENTS[2:6]])
+    assert optimizer.skipped == 1
+    assert [int(state["step"]) for state in optimizer.state.values()] == [6, 6, 6]
+    for weight, expected in zip(weights, undisturbed, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

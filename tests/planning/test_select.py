@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
 
@@ -268,11 +270,48 @@ class KeepsOwnWeight(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "keep", [lambda w: w, lambda w: [w], lambda w: (0, w), lambda w: {"w": w}], ids=["itself", "list", "tuple", "dict"]
+    "keep",
+    [lambda w: w, lambda w: [w], lambda w: (0, w), lambda w: {"w": w}, lambda w: partial(linear, weight=w)],
+    ids=["itself", "list", "tuple", "dict", "partial"],
 )
 def test_a_weight_that_the_model_also_holds_itself_stays_dense(keep: Callable[[nn.Parameter], object]) -> None:
     made = plan(KeepsOwnWeight(keep), rank=2)
     assert reasons(made)["layers.2"] == "weight is tied to mine, which stays dense"
+
+
+def one_memory(model: nn.Sequential) -> None:
+    model[2].weight.data = model[1].weight.data
+
+
+def one_memory_transposed(model: nn.Sequential) -> None:
+    model[2].weight = nn.Parameter(model[1].weight.data.T)
+
+
+@pytest.mark.parametrize("share", [one_memory, one_memory_transposed])
+def test_weights_of_two_parameters_in_one_memory_stay_dense(share: Callable[[nn.Sequential], None]) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+    share(model)
+    made = plan(model, rank=2)
+    assert [entry.name for entry in made.selected] == ["3"]
+    assert reasons(made)["1"].startswith("its weight shares memory with 2.weight, a tie that would be lost; make them")
+    assert reasons(made)["2"].startswith("its weight shares memory with 1.weight")
+
+
+def test_parts_of_one_buffer_share_no_memory() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+    buffer = torch.zeros(128, 64)
+    model[1].weight.data, model[2].weight.data = buffer[:64], buffer[64:]
+    columns = torch.zeros(64, 128)
+    model[3].weight.data, model[4].weight.data = columns[:, :64], columns[:, 64:]
+    assert [entry.name for entry in plan(model, rank=2).selected] == ["1", "2", "3"]
+
+
+def test_attention_in_the_memory_of_another_keeps_its_heads() -> None:
+    model = nn.ModuleList(nn.MultiheadAttention(32, 4) for _ in range(3))
+    model[1].in_proj_weight.data = model[0].in_proj_weight.data
+    made = plan(model, rank=2, attention="heads")
+    assert [entry.name for entry in made.selected] == ["2"]
+    assert "its weight shares memory with 1.in_proj_weight" in reasons(made)["0"]
 
 
 def test_a_shared_bias_does_not_keep_a_layer_dense() -> None:

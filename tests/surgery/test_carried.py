@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,10 @@ def test_hooks_around_a_factorized_layer_go_on_in_what_it_is_composed_to() -> No
         seen.clear()
 
 
+def called(layer: nn.Module, x: torch.Tensor, then: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return then(layer(x))
+
+
 class CallsFromPlainContainers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -52,16 +58,17 @@ class CallsFromPlainContainers(nn.Module):
         self.by_name = {"second": (self.second, "relu")}
         self.__dict__["hidden"] = self.third
         self.call = [self.third.forward]
+        self.again = partial(partial(called, self.third), then=self.second.forward)
         self.attention = {"self": [self.attend.self_attn]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.call[0](self.hidden(self.by_name["second"][0](self.order[0](x))))
+        x = self.again(self.call[0](self.hidden(self.by_name["second"][0](self.order[0](x)))))
         return self.attention["self"][0](x, x, x, need_weights=False)[0]
 
 
 @pytest.mark.filterwarnings("ignore:lowered")  # attention, which torch cannot hold smaller
 @pytest.mark.parametrize("attention", ["layers", "heads"])
-def test_layers_that_a_model_calls_from_plain_lists_dicts_and_attributes_are_replaced_there_too(
+def test_layers_that_a_model_calls_from_plain_lists_dicts_partials_and_attributes_are_replaced_there_too(
     attention: Any, tmp_path: Path
 ) -> None:
     model, x = CallsFromPlainContainers().eval(), torch.randn(2, 3, 16)
@@ -75,6 +82,7 @@ def test_layers_that_a_model_calls_from_plain_lists_dicts_and_attributes_are_rep
         assert made.by_name == {"second": (made.second, "relu")}
         assert made.hidden is made.third
         assert made.call == [made.third.forward]
+        assert (made.again.args, made.again.keywords) == ((made.third,), {"then": made.second.forward})
         assert made.attention == {"self": [made.attend.self_attn]}
         if made is not shorter:
             torch.testing.assert_close(made(x), model(x))
@@ -112,6 +120,14 @@ def test_what_was_put_on_a_layer_after_planning_and_would_be_lost_is_refused(put
     plan = fz.plan(model, rank=2)
     put(model[3])
     with unchanged(model), pytest.raises(ValueError, match=f"^{message}.*Nothing was changed"):
+        fz.factorize(model, plan)
+
+
+def test_a_weight_in_the_memory_of_another_parameter_is_refused_if_the_plan_knew_of_none() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    plan = fz.plan(model, rank=2)
+    model[2].weight.data = model[1].weight.data
+    with unchanged(model), pytest.raises(ValueError, match=r"^1: its weight shares memory with 2\.weight.*Nothing was"):
         fz.factorize(model, plan)
 
 

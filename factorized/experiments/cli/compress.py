@@ -103,7 +103,7 @@ def compress(
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.cli.subjects import default_folder, open_subject
     from factorized.experiments.compress.page import write_page
-    from factorized.experiments.compress.work import Settings, Work, make_folder
+    from factorized.experiments.compress.work import Settings, Work, made_folder
     from factorized.experiments.training.folder import claimed
     from factorized.experiments.training.progress import Reporter
 
@@ -126,8 +126,7 @@ def compress(
             say(line)
 
     reporter = Reporter(console(quiet=quiet), quiet=quiet)
-    make_folder(folder)
-    with progress_bar(quiet=quiet) as bar, claimed(folder):
+    with made_folder(folder), progress_bar(quiet=quiet) as bar, claimed(folder):
         work = Work(subject, settings, folder, overwrite=overwrite, say=tell, progress=bar, reporter=reporter)
         work.run(recipe, [form.value for form in to or ()])
         page = write_page(work.state, folder)

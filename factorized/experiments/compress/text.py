@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,8 @@ class TextSubject(Subject):
         Sequences of like length come together: padding would count as inputs of the layers.
         """
         examples: Any = self.task.examples
-        step = max(1, len(examples) // samples)
-        some = sorted(
-            (examples[number] for number in islice(range(0, len(examples), step), samples)), key=self.task.lengths
-        )
+        count = min(samples, len(examples))
+        some = sorted((examples[number * len(examples) // count] for number in range(count)), key=self.task.lengths)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             found = [self.task.collate(batch) for batch in in_batches(some, BATCH)]

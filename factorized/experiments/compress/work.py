@@ -7,6 +7,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -150,9 +151,9 @@ class Work:
         """Return the state of the same compression in the folder, or a new one."""
         path = self.folder / STATE
         fresh = {"asked": self.asked, "score": self.subject.score, "lower_is_better": self.subject.lower_is_better}
-        make_folder(self.folder)
         folders = [self.folder / name for name in (COMPRESSED, RECOVERED, "lowered", "composed")]
         with writing_to(self.folder, ELSEWHERE):
+            self.folder.mkdir(parents=True, exist_ok=True)
             for unfinished in self.folder.glob("compress.*.tmp"):  # of a process that was killed
                 unfinished.unlink()
             if overwrite:
@@ -331,10 +332,19 @@ def _as_options(change: Change) -> str | None:
     return " with ".join(written[name] for name in change) if change.keys() <= written.keys() else None
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder of a compression, if it is not there."""
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make the folder of a compression, if it is not there; an error removes what was made and is still empty."""
     with writing_to(folder, ELSEWHERE):
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # the first that holds something ends it
+            for path in new:
+                path.rmdir()
+        raise
 
 
 class Watched:

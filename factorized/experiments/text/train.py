@@ -211,10 +211,11 @@ def _last_checkpoint(run: Path) -> Path | None:
 
 
 def _history(run: Path, checkpoint: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run up to its checkpoint."""
+    """Return the rows of a run up to its checkpoint; a killed process, or a full disk, may have left half a line."""
     update = int(checkpoint.name.removeprefix("checkpoint-"))
     path = run / METRICS
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = path.read_text().splitlines() if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
     return [row for row in rows if row["update"] <= update]
 
 

@@ -46,7 +46,7 @@ class Recorder:
 
         # A run that was killed may have written a row after its last checkpoint: begin with what that one knows.
         with writing(self.folder):
-            (self.folder / METRICS).write_text("".join(map(_line, self.history)))
+            write_text(self.folder / METRICS, "".join(map(_line, self.history)))
             _wait_for_another_second(self.folder)
             self.board = SummaryWriter(
                 str(self.folder), purge_step=self.history[-1][self.by] + 1 if self.history else 1

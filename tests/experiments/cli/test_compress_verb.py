@@ -219,10 +219,16 @@ def test_few_samples_are_noted_and_layers_stay_dense_on_request(cli: Cli, run: P
         (("--ratio", "0.5", "--device", "tpu"), "--device must be cpu, cuda or cuda:NUMBER"),
     ],
 )
-def test_wrong_arguments_are_one_line(
+def test_wrong_arguments_are_one_line_and_leave_no_folder(
     cli: Cli, run: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert message in cli("compress", run, *arguments, "--out", tmp_path / "out").error
+    assert message in cli("compress", run, *arguments, "--out", tmp_path / "out/small").error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_was_there_stays_after_a_refusal(cli: Cli, run: Path, tmp_path: Path) -> None:
+    assert "nothing" in cli("compress", run, "--ratio", "0.5", "--exclude", "nothing", "--out", tmp_path).error
+    assert tmp_path.is_dir()
 
 
 def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path: Path, npz: Path) -> None:

@@ -61,18 +61,38 @@ def test_a_result_without_a_checksum_of_an_older_version_is_taken_in(cli: Cli, c
     assert cli("results", "add", copy).code == 0
 
 
-def test_a_shortened_result_is_kept_apart_from_the_whole_one(cli: Cli, copy: Path) -> None:
-    assert cli("results", "add", copy).code == 0
-
+@pytest.mark.parametrize("first", ["whole", "short"])
+def test_a_shortened_result_is_kept_apart_from_the_whole_one(cli: Cli, copy: Path, first: str) -> None:
     def shorten(found: dict[str, Any]) -> None:
         found["recipe"] |= {"shortened_from": 12}
         found["recipe"]["schedule"]["epochs"] = 1
 
-    change(copy, shorten)
-    assert cli("results", "add", copy).code == 0
+    other = Path(shutil.copy(copy, "short.json"))
+    change(other, shorten)
+    for one in (copy, other) if first == "whole" else (other, copy):
+        assert cli("results", "add", one).code == 0
     (whole, short) = sorted(Path("results").rglob("*.json"), key=lambda path: len(path.parts))
     assert whole == Path(f"results/{NAME}/seed-0.json")
     assert (short.name, len(short.parts)) == ("seed-0.json", 5)
+    assert [read_run(path).recipe["shortened_from"] for path in (whole, short)] == [None, 12]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [lambda r: r["recipe"]["optimizer"].update(lr=0.2), lambda r: r["data"].update(checksum="0" * 64)],
+    ids=["recipe", "data"],
+)
+def test_a_run_of_an_older_recipe_or_on_other_data_keeps_its_place(cli: Cli, copy: Path, how: Any) -> None:
+    there = Path(f"results/{NAME}/seed-0.json")
+    there.parent.mkdir(parents=True)
+    shutil.copy(copy, there)
+    change(there, how)
+    before = there.read_bytes()
+    assert cli("results", "add", copy).code == 0
+    assert there.read_bytes() == before
+    (beside,) = there.parent.glob("*/seed-0.json")
+    assert beside.read_bytes() == copy.read_bytes()
+    assert f"{beside} already holds this run" in cli("results", "add", copy).out
 
 
 @pytest.mark.parametrize(

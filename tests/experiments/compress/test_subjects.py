@@ -50,14 +50,14 @@ def test_batches_of_images_are_normalized_and_of_all_classes_though_the_set_is_s
     assert sum(len(y) for _, y in subject.batches(10**6)) == len(images.y_train)
 
 
-@pytest.mark.parametrize("task", ["language", "masked"])
-def test_batches_of_text_are_spread_over_it_and_always_the_same(task: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "share"), [("language", 1 / 3), ("language", 2 / 3), ("masked", 1 / 3)])
+def test_batches_of_text_are_spread_over_it_and_always_the_same(task: str, share: float, tmp_path: Path) -> None:
     made, corpus = small(task, tmp_path)
     subject = TextSubject(
         "own", [], CPU, lambda: build_text_network(made, corpus.tokenizer, 0), reads=made, corpus=corpus
     )
     examples = subject.task.examples
-    count = len(examples) // 3
+    count = round(share * len(examples))
     random = torch.get_rng_state()
     batches = subject.batches(count)
     assert torch.equal(torch.get_rng_state(), random)
@@ -68,7 +68,7 @@ def test_batches_of_text_are_spread_over_it_and_always_the_same(task: str, tmp_p
     assert torch.equal(labels, again)  # masked alike too, whatever was drawn before
     if task == "language":
         chosen = torch.cat([batch[0] if torch.is_tensor(batch[0]) else batch[0]["input_ids"] for batch in batches])
-        expected = [torch.as_tensor(examples[3 * n]["input_ids"]) for n in range(count)]
+        expected = [torch.as_tensor(examples[n * len(examples) // count]["input_ids"]) for n in range(count)]
         assert torch.equal(chosen, torch.stack(expected))
 
 

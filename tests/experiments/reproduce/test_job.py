@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from factorized.experiments.reproduce.job import run_job
+from factorized.experiments.recipes.find import load_any_recipe
+from factorized.experiments.recipes.shorten import shorten
+from factorized.experiments.reproduce.data import data_checksum
+from factorized.experiments.reproduce.job import Job, run_job
 from factorized.experiments.reproduce.runs import FAILURE, read_runs
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.progress import Reporter
@@ -40,6 +43,15 @@ def test_a_job_stopped_in_its_second_seed_keeps_the_first_and_resumes_to_the_sam
     assert [result["seed"] for result in outcome.results] == [0, 1]
     assert first.stat().st_mtime_ns == before
     assert_same_run(tmp_path / "b", tmp_path / "a", seed=1)
+
+
+def test_a_finished_run_on_text_is_not_trained_again(tmp_path: Path) -> None:
+    recipe = shorten(load_any_recipe("translation/numbers"), 1)
+    job = Job(recipe.to_dict(), (0,), str(tmp_path), None, data_checksum(recipe, None))
+    (trained,) = run_job(job, "cpu").results
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert run_job(job, "cpu").results == [trained]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_signal_while_data_are_read_stops_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,13 @@ def test_a_result_without_its_network_counts_where_nothing_goes_on_from_it(finis
     assert found.folder.is_relative_to(tmp_path / "out")
 
 
+def test_of_two_finished_runs_the_one_whose_network_is_there_counts(finished: Path) -> None:
+    plan = planner(finished, length=1)
+    (run,) = plan.finished
+    plan = plan.again([replace(run, path=Path("results/seed-0.json")), run])
+    assert plan.plan(plan.own[DENSE], 0).finished is run
+
+
 def test_seeds_of_a_recipe_are_one_job_without_those_that_are_finished(finished: Path) -> None:
     dense, low_rank = jobs(finished, seeds=3, length=1)
     assert (dense.name, dense.seeds) == (DENSE, (1, 2))

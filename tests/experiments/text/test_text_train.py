@@ -166,6 +166,7 @@ def test_what_was_written_after_the_last_checkpoint_is_forgotten(
     assert checkpoint.name == "checkpoint-2"
     with (run / "metrics.jsonl").open("a") as rows:  # as a process leaves them that is killed at update 4
         rows.writelines(f'{{"update": {update}, "loss": 1000.0}}\n' for update in (3, 4))
+        rows.write('{"update": 5, "lo')
     (run / "checkpoints" / "checkpoint-1").mkdir()
     shutil.copy(checkpoint / "trainer_state.json", run / "checkpoints" / "checkpoint-1")  # older
     (run / "checkpoints" / "checkpoint-4").mkdir()  # not complete

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import signal
@@ -16,7 +17,7 @@ from tensorboard.summary.writer.event_file_writer import AtomicCounter
 import factorized as fz
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.training import record, trainer
-from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.interrupt import CannotWrite, Interrupted
 from factorized.experiments.training.network import build_network
 from factorized.experiments.training.record import Recorder, commit, layer_rows, product_row, write_json
 from factorized.experiments.training.train import train
@@ -38,6 +39,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(recipe(), digits(), folder, device="cpu", reporter=reporter)
     train(recipe(), digits(), folder, device="cpu", resume=True)
     return folder / "seed-0"
+
+
+def test_metrics_survive_a_continuation_that_cannot_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_a_full_disk(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text[:5].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = '{"epoch": 1, "loss": 3.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(before)
+    monkeypatch.setattr(Path, "write_text", on_a_full_disk)
+    with pytest.raises(CannotWrite, match="No space left"), Recorder(tmp_path, [{"epoch": 1, "loss": 3.0}]):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
 def test_a_result_holds_rank_size_and_norms_of_every_product(run: Path) -> None:
