@@ -71,6 +71,7 @@ def test_the_labels_say_the_answer_in_every_window_that_holds_it_and_point_at_cl
     [
         ("dark blue", 12, "dark blue"),
         ("blu", 17, "blue"),  # an answer inside a word becomes the word
+        ("lue", 18, "blue"),
         (" dark ", 11, "dark"),  # blanks belong to no token
     ],
 )

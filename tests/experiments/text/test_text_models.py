@@ -193,6 +193,16 @@ def test_an_optimizer_takes_its_settings_from_the_recipe_and_leaves_clipping_to_
     assert getattr(made, "max_grad_norm", None) is None
 
 
+def test_ordinary_decay_is_of_matrices_alone_factors_among_them() -> None:
+    recipe = recipe_of("bert/tiny", *SMALL, "decay.kind=weight", "decay.strength=0.5")
+    model = build_text_network(recipe, TOKENIZER, 0)
+    decays = {
+        p: group["weight_decay"] for group in build_text_optimizer(recipe, model).param_groups for p in group["params"]
+    }
+    for name, parameter in model.named_parameters():
+        assert decays[parameter] == (0.0 if name.endswith("bias") or "LayerNorm" in name else 0.5), name
+
+
 @pytest.mark.parametrize("forms", ['["layers"]', '["ov"]', '["ov","qk"]', '["layers","ov","qk"]'])
 def test_the_forms_that_a_recipe_names_are_decayed_and_no_others(forms: str) -> None:
     factorize = ("factorize.scheme=low_rank", "factorize.rank_scale=0.5", "factorize.attention=heads")
