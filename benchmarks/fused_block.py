@@ -25,6 +25,7 @@ from factorized.formats.launches import Launch, builder, run_all
 from factorized.formats.product import Product
 from factorized.formats.thin import DTYPES, PLAIN, can_build_kernels, computing_type
 from factorized.nn.conv import FactorizedConv2d
+from factorized.planning.replaceable import HOOKS
 
 LARGEST_RANK = 64  # of layers that the kernels run
 SAME = Geometry((1, 1), ((1, 1), (1, 1)), (1, 1))  # of a 3×3 kernel: outputs are as large as inputs
@@ -266,9 +267,7 @@ def _is_plain_convolution(conv: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether anything else is to run when the module is called, which a kernel in its place would skip."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return any(getattr(module, hooks) for hooks in HOOKS)
 
 
 def _run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from benchmarks.fused_kernels import activated, read
+from benchmarks.fused_kernels import activated, read, taps_of, walk
 
 
 @triton.jit
@@ -88,9 +88,7 @@ def _sum_of_U(
     GM: tl.constexpr,
     GC: tl.constexpr,
 ):
-    tiles: tl.constexpr = (O + GC - 1) // GC
-    split = program // tiles
-    o = (program % tiles) * GC + tl.arange(0, GC)
+    split, o = walk(program, O, GC)
     r = tl.arange(0, R)
     total0 = tl.zeros((GC, R), dtype=tl.float32)
     total1 = tl.zeros((GC, R), dtype=tl.float32)
@@ -136,15 +134,9 @@ def norm_sums_kernel(
     GC: tl.constexpr,
 ):
     """Sum up the gradients of V, gamma and beta; the gradient of the normalized input is computed and not stored."""
-    program = tl.program_id(0)
-    tiles: tl.constexpr = (C + GC - 1) // GC
-    split = program // tiles
-    c = (program % tiles) * GC + tl.arange(0, GC)
+    split, c = walk(tl.program_id(0), C, GC)
     r = tl.arange(0, R)
-    taps = V + c[:, None] * (3 * R) + r[None, :]
-    V0 = tl.trans(read(taps, c[:, None] < C, EVEN))
-    V1 = tl.trans(read(taps + R, c[:, None] < C, EVEN))
-    V2 = tl.trans(read(taps + 2 * R, c[:, None] < C, EVEN))
+    V0, V1, V2 = taps_of(V, c, r, C, R, EVEN)
     scale, shift = read(coefficients + c, c < C, EVEN), read(coefficients + C + c, c < C, EVEN)
     mean = read(statistics + c, c < C, EVEN)
     inverse = 1.0 / tl.sqrt(read(statistics + C + c, c < C, EVEN) + epsilon)
@@ -237,15 +229,9 @@ def input_gradient_kernel(
     GC: tl.constexpr,
 ):
     """Go back along the width, and through ReLU and batch normalization."""
-    program = tl.program_id(0)
-    tiles: tl.constexpr = (C + GC - 1) // GC
-    split = program // tiles
-    c = (program % tiles) * GC + tl.arange(0, GC)
+    split, c = walk(tl.program_id(0), C, GC)
     r = tl.arange(0, R)
-    taps = V + c[:, None] * (3 * R) + r[None, :]
-    V0 = tl.trans(read(taps, c[:, None] < C, EVEN))
-    V1 = tl.trans(read(taps + R, c[:, None] < C, EVEN))
-    V2 = tl.trans(read(taps + 2 * R, c[:, None] < C, EVEN))
+    V0, V1, V2 = taps_of(V, c, r, C, R, EVEN)
     scale, shift = read(coefficients + c, c < C, EVEN), read(coefficients + C + c, c < C, EVEN)
     by_gradient = read(back + c, c < C, EVEN)
     by_input = read(back + C + c, c < C, EVEN)

@@ -75,15 +75,9 @@ def expand_kernel(
     GC: tl.constexpr,
 ):
     """Convolve along the height, and describe what is written for the next norm."""
-    program = tl.program_id(0)
-    tiles: tl.constexpr = (O + GC - 1) // GC
-    split = program // tiles
-    o = (program % tiles) * GC + tl.arange(0, GC)
+    split, o = walk(tl.program_id(0), O, GC)
     r = tl.arange(0, R)
-    taps = U + o[:, None] * (3 * R) + r[None, :]
-    U0 = tl.trans(read(taps, o[:, None] < O, EVEN))
-    U1 = tl.trans(read(taps + R, o[:, None] < O, EVEN))
-    U2 = tl.trans(read(taps + 2 * R, o[:, None] < O, EVEN))
+    U0, U1, U2 = taps_of(U, o, r, O, R, EVEN)
     sums = tl.zeros((GM, GC), dtype=tl.float32)  # added up at the end: sums across threads take long
     squares = tl.zeros((GM, GC), dtype=tl.float32)
     end = tl.minimum((split + 1) * span, positions)
@@ -153,6 +147,21 @@ def statistics_kernel(
     tl.store(statistics + C + c, variance, mask=known)
     tl.store(coefficients + c, scale, mask=known)
     tl.store(coefficients + C + c, tl.load(beta + c, mask=known, other=0.0) - mean * scale, mask=known)
+
+
+@triton.jit
+def walk(program, C: tl.constexpr, GC: tl.constexpr):
+    """Return the split that a program walks through, and its channels."""
+    tiles: tl.constexpr = (C + GC - 1) // GC
+    return program // tiles, (program % tiles) * GC + tl.arange(0, GC)
+
+
+@triton.jit
+def taps_of(factor, c, r, C: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr):
+    """Return the three taps of a factor (C·3, R) for the channels c, each (R, channels)."""
+    place, known = factor + c[:, None] * (3 * R) + r[None, :], c[:, None] < C
+    first, second = tl.trans(read(place, known, EVEN)), tl.trans(read(place + R, known, EVEN))
+    return first, second, tl.trans(read(place + 2 * R, known, EVEN))
 
 
 @triton.jit
