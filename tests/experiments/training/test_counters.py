@@ -59,5 +59,6 @@ def test_compiled_code_does_not_count() -> None:
     for _ in range(2):
         run(torch.randn(8, 4))
     (program,) = programs
-    assert not [node for node in program.graph.nodes if "add" in str(node.target)]
+    called = [getattr(node.target, "__name__", node.target) for node in program.graph.nodes]  # not addresses
+    assert not [name for name in called if "add" in name]
     assert [int(layer.num_batches_tracked) for layer in layers] == [2, 2]
