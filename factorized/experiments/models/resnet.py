@@ -8,6 +8,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from factorized.experiments.models.normalized.layers import convolve_activated
+
 Shortcut = Literal["pad", "conv"]
 
 
@@ -48,8 +50,8 @@ class Block(nn.Module):
         x: Tensor,  # (batch, in, height, width)
     ) -> Tensor:  # (batch, out, height / stride, width / stride)
         """Apply the block."""
-        y = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+        y = convolve_activated(self.conv1(x), [(self.bn1, self.conv2)])
+        return F.relu(self.bn2(y) + self.shortcut(x))
 
 
 class ResNet(nn.Module):

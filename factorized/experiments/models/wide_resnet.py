@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from factorized.experiments.models.normalized.convolutions import Layer, measured, normalized_convolutions
+from factorized.experiments.models.normalized.layers import has_hooks, kernels_apply
 
 
 class WideBlock(nn.Module):
@@ -28,6 +33,40 @@ class WideBlock(nn.Module):
         # a shortcut with a convolution starts after the first activation, one without before it
         shortcut = x if self.shortcut is None else self.shortcut(y)
         return self.conv2(F.relu(self.bn2(self.conv1(y)))) + shortcut
+
+
+class Stage(nn.Sequential):
+    """Wide blocks of as many channels.
+
+    While it is trained at low rank on a GPU, kernels run all but the first convolution, and normalize its input.
+    """
+
+    def forward(
+        self,
+        x: Tensor,  # (batch, in, height, width)
+    ) -> Tensor:  # (batch, out, height / stride, width / stride)
+        """Run the blocks."""
+        if not (self.is_plain and kernels_apply(x, self.layers)):
+            return super().forward(x)  # type: ignore[no-untyped-call]
+        first: Any = self[0]
+        y = F.relu(first.bn1(x))
+        shortcut = x if first.shortcut is None else first.shortcut(y)
+        y, known = measured(first.conv1(y))
+        y, known = normalized_convolutions(y, known, shortcut, self.layers[:1])
+        for place in range(1, len(self.layers), 2):
+            y, known = normalized_convolutions(y, known, y, self.layers[place : place + 2])
+        return y
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether calling the blocks does nothing but what is written here."""
+        return all(type(block) is WideBlock and not has_hooks(block) for block in self)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Norms and convolutions one after another, without those that the first block begins with."""
+        blocks: list[Any] = list(self)
+        return [pair for block in blocks for pair in ((block.bn1, block.conv1), (block.bn2, block.conv2))][1:]
 
 
 class WideResNet(nn.Module):
@@ -70,6 +109,6 @@ def wide_resnet(depth: int = 28, width: int = 10, classes: int = 10, channels: i
     return WideResNet(depth, width, classes, channels)
 
 
-def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.Sequential:
+def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> Stage:
     first = WideBlock(in_channels, out_channels, stride)
-    return nn.Sequential(first, *(WideBlock(out_channels, out_channels, 1) for _ in range(blocks - 1)))
+    return Stage(first, *(WideBlock(out_channels, out_channels, 1) for _ in range(blocks - 1)))

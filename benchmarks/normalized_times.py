@@ -1,47 +1,31 @@
-"""Time low-rank WideResNets whose kernels normalize inside the convolutions, beside what the compiler makes of them.
+"""Time the kernels that normalize inside convolutions (``experiments/models/normalized/``) by several sizes of tiles.
 
-    python -m benchmarks.fused_times --out out/fused-kernels.json          # each kernel, by several sizes of tiles
-    python -m benchmarks.fused_times --out out/fused-steps.json --steps    # whole training steps
+    python -m benchmarks.normalized_times --out out/normalized-kernels.json
 
-Kernels are built by several processes at once, and networks are compiled by one process each; then everything is timed
-in turn, while nothing else runs. Microseconds of a kernel are those of a CUDA graph of ten launches, whose data may
-stay in the L2 cache where they fit.
+Kernels are built by several processes at once, and timed afterwards, while nothing else runs. Microseconds of a kernel
+are those of a CUDA graph of ten launches, whose data may stay in the L2 cache where they fit. ``benchmarks.versions``
+times whole training steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import fused_launches, version_worker
-from benchmarks.fused_block import fuse
-from benchmarks.fused_launches import TILES, Tiles, backward_launches, forward_launches
 from benchmarks.script import parser_of, write
-from benchmarks.versions import Worker, take_turns, wait_for
-from factorized.experiments.bench.measure import Spread
-from factorized.experiments.bench.networks import NETWORKS
-from factorized.experiments.bench.session import Way
-from factorized.experiments.data.stand_in import stand_in
-from factorized.experiments.recipes.find import load_recipe
-from factorized.experiments.training.network import Start, build_dense, factorize_network, plan_network
-from factorized.experiments.training.processes import Processes
-from factorized.experiments.training.trainer import Trainer
+from factorized.experiments.models.normalized import launches as sizes
+from factorized.experiments.models.normalized.launches import TILES, Tiles, backward_launches, forward_launches
 from factorized.formats.launches import Launch
 from factorized.nn.timing import capture, median_milliseconds
 
 STAGES = ((160, 32, 15), (320, 16, 31), (640, 8, 61))  # channels, height and width, rank: WideResNet-28-10 at 0.0667
 BATCH = 128
-NETWORK = "WideResNet-28-10"
 LAUNCHES = 10  # of a kernel in one graph
 SETTINGS: Mapping[str, Tiles] = {
     "own": TILES,
@@ -71,7 +55,7 @@ SETTINGS: Mapping[str, Tiles] = {
 
 def launches_of(stage: tuple[int, int, int], batch: int, tiles: Tiles, device: torch.device) -> dict[str, Launch]:
     """Return the launches of a convolution, forward and backward, on random numbers."""
-    fused_launches.TILES = tiles  # which the sizes of results depend on, too
+    sizes.TILES = tiles  # which the sizes of results depend on, too
     channels, size, rank = stage
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     random = torch.Generator(device).manual_seed(0)
@@ -136,59 +120,15 @@ def _repeat(launch: Launch) -> None:
         launch.run()
 
 
-def fused_way(name: str, batch: int, device: torch.device) -> Way:
-    """Return the training step of a recipe whose blocks the kernels run."""
-    images = stand_in("noise", 10, 32, 3, 2 * batch)
-    recipe = load_recipe(name, [f"run.batch={batch}"])
-    dense = build_dense(recipe, images, seed=0)
-    plan = plan_network(recipe, dense, images)
-    network = factorize_network(recipe, dense, plan, None)
-    trainer = Trainer(recipe, images, Processes(device), 0, start=Start(fuse(network), plan))  # type: ignore[arg-type]
-    trainer.source.start(0, 0)
-    return Way(trainer.step, {})
-
-
-def time_steps(rounds: int, seconds: float, threads: int) -> list[dict[str, Any]]:
-    """Return a row for each training step: dense, and low rank with and without the kernels."""
-    here, device = Path(__file__).parents[1], torch.device("cuda")
-    ways = [way for way in NETWORKS[NETWORK] if way.startswith(("dense", "low"))]
-    with ExitStack() as stack:
-        workers = {way: Worker(here, NETWORK, way, device, threads) for way in ways}
-        for way in ways[1:]:
-            script = ("-m", "benchmarks.fused_times", "--serve")
-            workers[f"{way}, kernels"] = Worker(here, NETWORK, way, device, threads, script)
-        for worker in workers.values():
-            stack.callback(worker.end)
-        take_turns(wait_for(list(workers.values()), seconds, None), rounds, steps=8)
-        rows = []
-        for way, worker in workers.items():
-            if worker.facts is not None:
-                rows.append({"way": way, "ms": Spread.of(worker.times).to_dict(), **worker.facts})
-                print(way, rows[-1], flush=True)
-    return rows
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, and write one JSON file."""
-    words = sys.argv[1:] if words is None else words
-    if words[:1] == ["--serve"]:  # a worker of ``time_steps``
-        recipe, batch, device = words[1:]
-        return version_worker.main(recipe, int(batch), torch.device(device), fused_way)
-    parser: argparse.ArgumentParser = parser_of(__doc__)
-    parser.add_argument("--steps", action="store_true", help="whole training steps in place of kernels")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--seconds", type=float, default=150, help="to compile or build in; what takes longer is left out"
-    )
+    parser.add_argument("--seconds", type=float, default=150, help="to build in; what takes longer is left out")
     parser.add_argument("--processes", type=int, default=14, help="that build kernels at the same time")
-    parser.add_argument("--threads", type=int, default=3, help="that each network is compiled with")
     given = parser.parse_args(words)
-    if given.steps:
-        rows = time_steps(given.rounds, given.seconds, given.threads)
-    else:
-        rows = time_kernels(given.rounds, given.processes, given.seconds)
+    rows = time_kernels(given.rounds, given.processes, given.seconds)
     write(given.out, torch.device("cuda"), rows, rounds=given.rounds, batch=BATCH, tiles=asdict(TILES))
-    return None
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def forward_launches(
     results: Sequence[Tensor],  # written: y, its parts, the thin tensor, packed factors, statistics, coefficients
 ) -> list[Launch]:
     """Normalize, activate and convolve x, and add the residual."""
-    from benchmarks import fused_kernels as kernels
+    from factorized.experiments.models.normalized import kernels
     from factorized.formats.thin_kernels import pack_kernel
 
     gamma, beta, U, V = parameters
@@ -130,7 +130,7 @@ def backward_launches(
     results: Sequence[Tensor],  # written: the gradients of x, of U and V in parts, of beta and gamma
 ) -> list[Launch]:
     """Go back to x and the parameters."""
-    from benchmarks import fused_gradients as kernels
+    from factorized.experiments.models.normalized import gradient_kernels as kernels
 
     thin, packed, statistics, coefficients = kept
     x_gradient, of_U, of_V, of_norm = results

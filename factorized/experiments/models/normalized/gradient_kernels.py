@@ -1,11 +1,11 @@
-"""GPU kernels of the gradients of a convolution after batch normalization and ReLU; see ``fused_kernels.py``."""
+"""GPU kernels of the gradients of a convolution after batch normalization and ReLU; see ``kernels.py``."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from benchmarks.fused_kernels import activated, read, taps_of, walk
+from factorized.experiments.models.normalized.kernels import activated, read, taps_of, walk
 
 
 @triton.jit

@@ -1,8 +1,10 @@
-"""Convolutions that normalize their input, on a GPU: equal to the blocks of a WideResNet, and so is training."""
+"""Convolutions that normalize their input, on a GPU: equal to the layers one after another, and so is training."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -12,25 +14,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import factorized as fz
-from benchmarks import fused_block
-from benchmarks.fused_block import fuse
-from factorized.experiments.models.wide_resnet import WideResNet, wide_resnet
+from factorized.experiments.models import wide_resnet as wide_resnet_module
+from factorized.experiments.models.normalized import launches, layers
+from factorized.experiments.models.resnet import resnet32x2
+from factorized.experiments.models.vgg import vgg19_nfc
+from factorized.experiments.models.wide_resnet import wide_resnet
 from tests.on_gpu import needs_cuda
 
 pytestmark = needs_cuda
-# width, ratio, batch, height and width
-CASES = [(10, 0.0667, 4, 32), (2, 0.2, 16, 32), (1, 0.3, 5, 20)]
+# a network, its ratio, batch, height and width, and how many convolutions normalize their input
+CASES = {
+    "WideResNet-16-10": (lambda: wide_resnet(16, 10), 0.0667, 4, 32, 9),
+    "WideResNet-16-2": (lambda: wide_resnet(16, 2), 0.2, 16, 32, 9),
+    "WideResNet-16-1": (lambda: wide_resnet(16, 1), 0.3, 5, 20, 9),
+    "ResNet-32x2": (resnet32x2, 0.1, 8, 32, 15),
+    "VGG-19": (vgg19_nfc, 0.02, 16, 32, 11),
+}
+Case = tuple[Callable[[], nn.Module], float, int, int, int]
 
 
-def networks(width: int, ratio: float) -> tuple[WideResNet, WideResNet]:
+def networks(make: Callable[[], nn.Module], ratio: float) -> tuple[nn.Module, nn.Module]:
+    """Return a network whose convolutions run by products, as most do by themselves where compiled, and a copy."""
     torch.manual_seed(0)
-    dense = wide_resnet(16, width)
+    dense = make()
     for norm in dense.modules():
         if isinstance(norm, nn.BatchNorm2d):
             nn.init.uniform_(norm.weight, 0.5, 1.5)
             nn.init.normal_(norm.bias, std=0.3)
-    plain = fz.factorize(dense, fz.LowRank(), ratio=ratio).cuda().to(memory_format=torch.channels_last).train()
-    return plain, fuse(copy.deepcopy(plain))
+    network = fz.factorize(dense, fz.LowRank(), ratio=ratio).cuda().to(memory_format=torch.channels_last).train()
+    for layer in network.modules():
+        if isinstance(layer, fz.FactorizedConv2d):
+            layer.execution = "products"
+    return network, copy.deepcopy(network)
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (layers, wide_resnet_module):
+            patch.setattr(place, "kernels_apply", lambda x, layers: False)
+        yield
 
 
 def images(batch: int, size: int) -> Tensor:
@@ -45,23 +68,24 @@ def outputs_and_gradients(network: Any, parameters: list[nn.Parameter], x: Tenso
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_outputs_and_gradients_are_those_of_float64(
-    case: tuple[int, float, int, int], compiled: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    width, ratio, batch, size = case
-    plain, fused = networks(width, ratio)
+    make, ratio, batch, size, normalizing = case
+    fused, plain = networks(make, ratio)
     x = images(batch, size)
     used = []
-    own = fused_block.backward_launches
-    monkeypatch.setattr(fused_block, "backward_launches", lambda *given: used.append(1) or own(*given))
+    own = launches.backward_launches
+    monkeypatch.setattr(launches, "backward_launches", lambda *given: used.append(1) or own(*given))
     run = torch.compile(fused, fullgraph=True, dynamic=False) if compiled else fused
     found = outputs_and_gradients(run, list(fused.parameters()), x, torch.bfloat16)
-    assert len(used) == 9  # convolutions but the first of each of three stages
-    usual = outputs_and_gradients(plain, list(plain.parameters()), x, torch.bfloat16)
-    exact = copy.deepcopy(plain).double()
-    wanted = outputs_and_gradients(exact, list(exact.parameters()), x.double(), torch.float64)
+    assert len(used) == normalizing
+    with no_kernels():
+        usual = outputs_and_gradients(plain, list(plain.parameters()), x, torch.bfloat16)
+        exact = copy.deepcopy(plain).double()
+        wanted = outputs_and_gradients(exact, list(exact.parameters()), x.double(), torch.float64)
     ratios = []  # of our errors to those without the kernels, which flips of ReLUs make vary
     for ours, theirs, expected in zip(found, usual, wanted, strict=True):
         error, usual_error = (float((tensor.double() - expected).norm()) for tensor in (ours, theirs))
@@ -73,7 +97,7 @@ def test_outputs_and_gradients_are_those_of_float64(
 
 
 def test_results_do_not_vary_from_run_to_run() -> None:
-    _, fused = networks(2, 0.2)
+    fused, _ = networks(lambda: wide_resnet(16, 2), 0.2)
     x = images(16, 32)
     first = outputs_and_gradients(fused, list(fused.parameters()), x, torch.bfloat16)
     for _ in range(3):
@@ -82,8 +106,7 @@ def test_results_do_not_vary_from_run_to_run() -> None:
 
 
 def test_losses_of_training_are_those_without_the_kernels() -> None:
-    losses = []
-    for network in networks(2, 0.2):
+    def losses(network: nn.Module) -> Tensor:
         optimizer = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9)
         torch.manual_seed(1)
         x, y = images(64, 32), torch.randint(10, (64,), device="cuda")
@@ -95,7 +118,11 @@ def test_losses_of_training_are_those_without_the_kernels() -> None:
             optimizer.step()
             optimizer.zero_grad()
             told.append(loss.item())
-        losses.append(torch.tensor(told))
-    usual, ours = losses
+        return torch.tensor(told)
+
+    fused, plain = networks(lambda: wide_resnet(16, 2), 0.2)
+    ours = losses(fused)
+    with no_kernels():
+        usual = losses(plain)
     assert usual[-1] < 0.5 * usual[0]
     assert (ours - usual).abs().mean() < 0.05 * usual[0]

@@ -1,0 +1,1 @@
+"""Convolutions that normalize their input by GPU kernels."""
