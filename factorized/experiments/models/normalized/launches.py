@@ -32,7 +32,7 @@ class Tiles:
     def tile(self, x: Tensor) -> tuple[int, int]:
         """Return the positions and channels of a tile where channels are summed up."""
         rows, positions = self.positions, x.numel() // x.shape[1]
-        while rows > max(16, x.shape[3]) and positions < rows * self.programs:
+        while rows // 2 >= max(16, x.shape[3]) and positions < rows * self.programs:
             rows //= 2
         return rows, _divisor(x.shape[1], self.channels)
 
