@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import copy as shallow_copy
 from copy import deepcopy
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from factorized.nn.holding import parts_of
 from factorized.nn.model import Model, module_names
 
 COMPILED = "_orig_mod"  # torch.compile's name for the module inside it, a part of every dotted name in there
@@ -95,11 +96,12 @@ class _Follower:
             if owner is not value.__self__:
                 return getattr(owner, value.__name__, value)  # such as layer.forward
             return MethodType(self.follow(value.__func__), owner)
-        if type(value) is partial:
+        if isinstance(value, partial):
             func, arguments, keywords = self.follow((value.func, value.args, value.keywords), captured=True)
-            return partial(func, *arguments, **keywords)
-        if type(value) is tuple:
-            return tuple([self.follow(part, captured=captured) for part in value])
+            return type(value)(func, *arguments, **keywords)
+        if isinstance(value, tuple):
+            parts = [self.follow(part, captured=captured) for part in value]
+            return getattr(type(value), "_make", tuple)(parts)  # a named tuple stays one
         made = shallow_copy(value) if captured else value
         self._made[id(value)] = value, made
         for key, part in list(made.items() if isinstance(made, dict) else enumerate(made)):
@@ -110,7 +112,7 @@ class _Follower:
     def _holds_old(self, value: Any, seen: set[int]) -> bool:
         if isinstance(value, nn.Module):
             return value in self.new
-        parts = _parts(value)
+        parts = parts_of(value)
         if not parts or id(value) in seen:
             return False
         seen.add(id(value))
@@ -130,25 +132,5 @@ class _Follower:
             setattr(made, name, self.follow(getattr(function, name), captured=True))
         for name in ("__doc__", "__module__", "__qualname__", "__annotations__"):
             setattr(made, name, getattr(function, name))
-        vars(made).update(self.follow(vars(function), captured=True))
+        vars(made).update(vars(function))
         return made
-
-
-def _parts(value: Any) -> Collection[Any]:
-    """Return the values that may be modules in another one."""
-    if isinstance(value, list) or type(value) is tuple:
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    if type(value) is partial:
-        return (value.func, value.args, value.keywords)
-    if isinstance(value, MethodType):
-        return (value.__self__, value.__func__)
-    if isinstance(value, FunctionType):
-        return (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, vars(value))
-    if isinstance(value, CellType):
-        try:
-            return (value.cell_contents,)
-        except ValueError:  # not assigned yet, or deleted
-            return ()
-    return ()

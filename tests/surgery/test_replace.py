@@ -7,7 +7,7 @@ from copy import deepcopy
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.layers: Any = None
         self.run = make(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,6 +52,16 @@ def in_defaults(net: Net) -> Any:
 def in_a_list(net: Net) -> Any:
     layers = [net.first, {"second": net.second}]
     return lambda x: layers[1]["second"](layers[0](x))  # type: ignore[index, operator]
+
+
+class Layers(NamedTuple):
+    first: nn.Module
+    second: nn.Module
+
+
+def in_a_named_tuple(net: Net) -> Any:
+    net.layers = Layers(net.first, net.second)
+    return lambda x: net.layers.second(net.layers.first(x))
 
 
 def in_another_function(net: Net) -> Any:
@@ -95,6 +106,7 @@ WAYS = [
     in_self,
     in_defaults,
     in_a_list,
+    in_a_named_tuple,
     in_another_function,
     in_one_that_calls_itself,
     in_a_method,
