@@ -23,6 +23,7 @@ from factorized.decay.strength import (
     product_forms,
     strengths,
 )
+from factorized.optim.count import StepCount
 from factorized.optim.lamb import Lamb
 
 
@@ -36,8 +37,8 @@ class Flambe(Lamb, DecaysProducts):
     Args:
         params: parameters or groups, as for ``Lamb``.
         model: holds the products.
-        frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the step; for
-            attention a number means only OV, see ``FrobeniusDecay``.
+        frobenius_decay: λ for products: a number, a dict by form kind or name glob, or a schedule of the steps taken,
+            without those that were skipped; for attention a number means only OV, see ``FrobeniusDecay``.
 
     Raises:
         ValueError: as for ``Lamb``; or the model holds no products, or ``params`` none of their factors.
@@ -89,14 +90,19 @@ class Flambe(Lamb, DecaysProducts):
         check_readable(frobenius_decay, model)
         self._later = LaterLayers(model)
         self._set_decayed([])
+        self._count = StepCount()
         self.frobenius_decay = frobenius_decay
-        self.steps = 0  # taken so far: the argument of a schedule
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         if self._factors and not held & self._factors:
             raise ValueError(
                 f"the parameters hold none of the factors, such as those of {self._decayed[0].name!r}; make the groups "
                 "after fz.factorize, from fz.parameter_groups(model, ...)"
             )
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far, the argument of a schedule; skipped ones do not count. With ``capturable`` it waits."""
+        return int(self._count)
 
     @property
     def frobenius_decay(self) -> Strength:
@@ -108,6 +114,8 @@ class Flambe(Lamb, DecaysProducts):
         check_strength(strength, self.forms)
         decayed = decayed_forms(strength, self.forms)
         check_not_in_backward(decayed)
+        if callable(strength):
+            self._count = StepCount(self.steps)  # which forgets what another schedule said
         self._frobenius_decay, self._noted = strength, noted(strength)
         # These hold more than factors, such as packed attention weights; the rest of them keeps its ordinary decay.
         self._packed = packed_parameters(self.products)
@@ -129,15 +137,15 @@ class Flambe(Lamb, DecaysProducts):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles."""
-        own = ("forms", "_frobenius_decay", "_noted", "steps", "_decayed", "_engine", "_factors", "_packed", "_later")
+        own = ("forms", "_frobenius_decay", "_noted", "_count", "_decayed", "_engine", "_factors", "_packed", "_later")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the state was saved, including a schedule."""
         super().load_state_dict(state_dict)
-        self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
+        self._count = StepCount(max((int(state["step"]) for state in self.state.values()), default=0))
 
-    def _decays(self) -> dict[nn.Parameter, Tensor]:
+    def _decays(self, passed: Tensor | None) -> dict[nn.Parameter, Tensor]:
         """Return λ times the Frobenius gradient of every factor."""
         if not torch.compiler.is_compiling():
             if noted(self._frobenius_decay) != self._noted:
@@ -154,7 +162,10 @@ class Flambe(Lamb, DecaysProducts):
                     decays[p] = without_factors(p, self._packed[p]) * rate
                 elif p in self._factors:
                     decays[p] = torch.zeros_like(p)
-        numbers = dict(zip(self.forms, strengths(self.frobenius_decay, self.forms, self.steps), strict=True))
+        strength = self.frobenius_decay
+        if callable(strength):
+            strength = self._count.scheduled(strength, passed)
+        numbers = dict(zip(self.forms, strengths(strength, self.forms, step=0), strict=True))
         self._engine.add(lambda f: decays.get(f.parameter), lambda f: numbers[self._engine.form_of[f]])
-        self.steps += 1
+        self._count.add(passed)
         return decays

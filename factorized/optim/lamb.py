@@ -136,7 +136,7 @@ class Lamb(Optimizer):
             return loss
         on_device = passed if isinstance(passed, Tensor) else None
         scale = self._clipping(norm, on_device is not None)
-        decays = self._decays()
+        decays = self._decays(on_device)
         for group, pairs in zip(self.param_groups, found, strict=True):
             for parameters, gradients in _by_device_and_type(pairs):
                 self._update(group, parameters, gradients, decays, scale, on_device)
@@ -158,7 +158,10 @@ class Lamb(Optimizer):
         found = norm.item()
         return self.max_grad_norm / found if found > self.max_grad_norm else None
 
-    def _decays(self) -> dict[nn.Parameter, Tensor]:
+    def _decays(
+        self,
+        passed: Tensor | None,  # 1 or 0, if the step must not wait for it
+    ) -> dict[nn.Parameter, Tensor]:
         """Return, in new tensors, what is added to updates in place of λw; called before any parameter is changed."""
         return {}
 

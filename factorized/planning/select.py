@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -18,6 +17,7 @@ from factorized.formats.kernel import KernelShape
 from factorized.nn.dense import dense_weight, why_not_plain
 from factorized.nn.held_factors import HoldsFactors
 from factorized.nn.held_weight import HeldWeight, named_layers
+from factorized.nn.holding import held_parameters
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import sharing_memory
 from factorized.nn.running import ExampleInput
@@ -186,8 +186,8 @@ def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
 def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Return (module name, attribute) of every place that holds a parameter shared with another module.
 
-    Plain attributes, lists, tuples, dicts and partials count too: code that reads a weight there would keep the old
-    one.
+    Plain attributes, lists, tuples, dicts, partials and functions count too: code that reads a weight there would keep
+    the old one.
     """
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     held = {name for name, module in named_layers(model).items() if isinstance(module, HeldWeight)}
@@ -200,16 +200,7 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
             continue
         own = set(module._parameters.values())  # a recurrent network also lists its own weights
         for key, value in vars(module).items():
-            for part in _parts(value):
-                if isinstance(part, nn.Parameter) and part not in own:
-                    owners.setdefault(part, []).append((name, key))
+            for parameter in dict.fromkeys(held_parameters(value)):
+                if parameter not in own:
+                    owners.setdefault(parameter, []).append((name, key))
     return [places for places in owners.values() if len(places) > 1]
-
-
-def _parts(value: object) -> Iterable[object]:
-    """Return what a list, tuple, dict or partial holds, and of any other value, itself."""
-    if isinstance(value, partial):
-        return [*value.args, *value.keywords.values()]
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else [value]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import cast
 
 import torch
@@ -15,7 +14,7 @@ from factorized.nn.held_weight import HeldWeight
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import Model, check_copyable, check_model, module_names
 from factorized.surgery.heads import plain_attention, shrunk_attention, with_plain_attention
-from factorized.surgery.replace import replace_modules
+from factorized.surgery.replace import copied, replace_modules
 from factorized.surgery.state import check_finite, is_sharded
 from factorized.surgery.ties import follow_ties
 
@@ -105,7 +104,7 @@ def convert(
     if not allow_nonfinite:
         check_finite(model, "pass allow_nonfinite=True to convert the model as it is")
     check_copyable(model)
-    copy = _replace_all(deepcopy(model), to_plain, to_plain_attention)
+    copy = _replace_all(copied(model), to_plain, to_plain_attention)
     if not allow_nonfinite:
         check_finite(
             copy,

@@ -118,3 +118,11 @@ def test_a_look_up_multiplies_what_widens_the_thin_rows_or_composes_a_table_that
     train = TensorTrain(dims=(100, 40, 4)).at_rank(shape, 3)
     assert train.chain is None
     assert train.macs(call) == train.compose_macs > 0
+
+
+def test_a_product_of_groups_cannot_absorb_one_that_crosses_them() -> None:
+    format = LowRank().at_rank(KernelShape.of((6, 2, 3, 3), groups=2), 2)
+    torch.manual_seed(0)
+    cores = [torch.randn(extents) for extents in format.cores.values()]
+    with pytest.raises(ValueError, match="a weight in rank=2 cannot absorb a product exactly"):
+        format.plus(cores, *(torch.randn(len(core), 1) for core in cores))

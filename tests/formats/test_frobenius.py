@@ -106,6 +106,22 @@ def test_norm_and_gradients_are_those_of_autograd_by_either_way(
         assert close(gradient, reference)
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "rank", "by_product"), [(*s, False) for s in BY_GRAMS] + [(*s, True) for s in BY_PRODUCT]
+)
+@pytest.mark.parametrize(("left", "right"), [((2, 1), (2, 3)), ((2, 3), (2, 1))])
+def test_a_matrix_in_several_products_has_the_sum_of_their_gradients_by_either_way(
+    left: tuple[int, ...], right: tuple[int, ...], m: int, n: int, rank: int, by_product: bool
+) -> None:
+    (U, _), (_, V) = (factors(m, n, rank, 0, batch) for batch in (left, right))
+    assert forms_the_product(frobenius_gradients, U, V, []) is by_product
+    squares = (U @ V.mT).square()
+    assert close(frobenius_norm_squared(U, V), squares.sum(dim=(-2, -1)))
+    expected = torch.autograd.grad(0.5 * squares.sum(), (U, V))
+    for gradient, reference in zip(frobenius_gradients(U, V)[:2], expected, strict=True):
+        assert close(gradient, reference)
+
+
 @settings(max_examples=60)
 @given(
     m=st.integers(1, 7),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import factorized as fz
 from factorized.formats.folding import TensorScheme
@@ -64,6 +65,23 @@ def test_a_decay_and_the_ranks_are_those_of_the_pointwise_part() -> None:
     assert [other.rank for other in format.lowered()] == [other.rank for other in format.pointwise.lowered()]
     call = Call(batch=2, before=(8, 8), after=(4, 4))
     assert format.macs(call) == 2 * 4 * 4 * 4 * 9 + format.pointwise.macs(Call(2, (4, 4), (4, 4)))
+
+
+@pytest.mark.parametrize("scheme", [fz.TensorTrain, fz.Tucker])
+def test_near_full_rank_the_pointwise_part_is_counted_and_lowered_as_one_matrix(scheme: type[TensorScheme]) -> None:
+    torch.manual_seed(0)
+    format = scheme(separable=True, dims=(12, 8)).at_scale(KernelShape.of((12, 8, 3, 3)), 100)
+    layer = fz.FactorizedConv2d(8, 12, 3, format, stride=2, padding=1, dtype=torch.float64)
+    x, spent = torch.randn(2, 8, 40, 40, dtype=torch.float64), {}
+    for way in layer.executions:
+        layer.execution = way
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            layer(x)
+        spent[way] = counter.get_total_flops() // 2
+    assert format.macs(Call(2, (40, 40), (20, 20))) == spent["composed"] < spent["chain"]
+    lowered: Any = fz.lower(nn.Sequential(layer))[0]  # type: ignore[index]
+    assert [tuple(part.weight.shape) for part in lowered] == [(8, 1, 3, 3), (12, 8, 1, 1)]
+    assert error(lowered(x), layer(x)) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.optim.finite import StepGuard
 from tests.optim.lamb_reference import Decay, Settings, draws, lamb, run
 
 SETTINGS = Settings(lr=0.05, weight_decay=0.3, max_grad_norm=1.0)
@@ -214,6 +215,54 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     run(fz.Flambe(other.parameters(), other, frobenius_decay=schedule), list(other.parameters()), gradients)
     assert optimizer.skipped == 1
     assert same(model, other)
+
+
+@pytest.fixture
+def decides_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide whether a step is taken as on a GPU that is not waited for."""
+    monkeypatch.setattr(StepGuard, "finite", lambda _, norm: torch.isfinite(norm).float())
+
+
+def a_schedule(step: int) -> float:
+    return 0.1 * (step % 3)
+
+
+@pytest.mark.usefixtures("decides_on_device")
+@pytest.mark.parametrize("spoiled", [(0,), (2,), (1, 2, 5)])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_schedule_does_not_count_steps_that_a_device_skips_without_being_waited_for(
+    spoiled: tuple[int, ...], resumed: bool
+) -> None:
+    model, other = build(), build()
+    gradients = gradients_for(model, 8)
+    given = [[g * torch.nan for g in gs] if n in spoiled else gs for n, gs in enumerate(gradients)]
+    optimizer = fz.Flambe(model.parameters(), model, frobenius_decay=a_schedule)
+    run(optimizer, list(model.parameters()), given[:4])
+    if resumed:
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer = fz.Flambe(model.parameters(), model, frobenius_decay=a_schedule)
+        optimizer.load_state_dict(state)
+    else:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    run(optimizer, list(model.parameters()), given[4:])
+    taken = [gs for n, gs in enumerate(gradients) if n not in spoiled]
+    run(fz.Flambe(other.parameters(), other, frobenius_decay=a_schedule), list(other.parameters()), taken)
+    assert optimizer.steps == len(taken)
+    for parameter, reference in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, reference, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("decides_on_device")
+def test_a_schedule_that_is_set_after_a_skipped_step_starts_at_the_steps_taken() -> None:
+    model = build()
+    asked: list[int] = []
+    optimizer = fz.Flambe(model.parameters(), model, frobenius_decay=lambda step: 0.0)
+    gradients = gradients_for(model, 3)
+    run(optimizer, list(model.parameters()), [[g * torch.nan for g in gradients[0]], *gradients[1:]])
+    optimizer.frobenius_decay = lambda step: float(asked.append(step) or 0.1)
+    asked.clear()
+    run(optimizer, list(model.parameters()), gradients[:1])
+    assert asked == [2]
 
 
 def test_a_saved_state_continues_to_the_bit_with_its_schedule() -> None:

@@ -84,6 +84,28 @@ def test_a_capturable_step_waits_for_nothing(make: Make, refuses_to_wait: Callab
     optimizer.step()
 
 
+def test_a_schedule_does_not_count_skipped_steps_and_is_not_waited_for(refuses_to_wait: Callable[[], None]) -> None:
+    model = built()
+    there = copy.deepcopy(model).cuda()
+    settings: dict[str, Any] = {"lr": 0.01, "frobenius_decay": lambda step: 0.5 * (step % 3)}
+    here = fz.Flambe(fz.parameter_groups(model, 0.1), model, **settings)
+    optimizer = fz.Flambe(fz.parameter_groups(there, 0.1), there, capturable=True, **settings)
+    for step in range(7):
+        give_gradients([model, there], step)
+        if step in (0, 3):
+            there[0].U.grad.fill_(torch.nan)
+        else:
+            here.step()
+        if step > 0:  # the first one makes the state
+            refuses_to_wait()
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.steps == here.steps == 5
+    assert optimizer.skipped == 2
+    for mine, its in zip(model.parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(its.cpu(), mine, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("capturable", [False, True])
 def test_a_state_that_was_saved_on_a_cpu_continues(capturable: bool) -> None:
     model = built()

@@ -271,8 +271,18 @@ class KeepsOwnWeight(nn.Module):
 
 @pytest.mark.parametrize(
     "keep",
-    [lambda w: w, lambda w: [w], lambda w: (0, w), lambda w: {"w": w}, lambda w: partial(linear, weight=w)],
-    ids=["itself", "list", "tuple", "dict", "partial"],
+    [
+        lambda w: w,
+        lambda w: [w],
+        lambda w: (0, w),
+        lambda w: {"w": w},
+        lambda w: partial(linear, weight=w),
+        lambda w: [{"params": [w]}],
+        lambda w: lambda x: linear(x, w),
+        lambda w: lambda x, weight=w: linear(x, weight),
+        lambda w: partial(lambda weights, x: linear(x, weights[0]), [w]),
+    ],
+    ids=["itself", "list", "tuple", "dict", "partial", "nested", "captured", "default", "partial of a list"],
 )
 def test_a_weight_that_the_model_also_holds_itself_stays_dense(keep: Callable[[nn.Parameter], object]) -> None:
     made = plan(KeepsOwnWeight(keep), rank=2)

@@ -58,6 +58,7 @@ SCHEMES = {
     "deep": (fz.Overcomplete("deep"), {"rank_scale": 1.5}),
     "train": (fz.TensorTrain(), {"rank_scale": 0.9}),
     "tucker": (fz.Tucker(), {"rank_scale": 0.9}),
+    "tucker-refined": (fz.Tucker(refinements=3), {"rank_scale": 0.9}),
     "tucker-train": (fz.Tucker(core="train"), {"rank_scale": 0.6}),
     "monarch": (fz.Monarch(blocks=2), {"rank": 3}),
     "kronecker": (fz.Kronecker(), {"rank_scale": 0.9}),
