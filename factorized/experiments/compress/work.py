@@ -102,6 +102,7 @@ class Work:
         self.subject, self.settings, self.folder = subject, settings, folder
         self.say, self.progress, self.reporter = say, progress, reporter or Reporter(quiet=True)
         asked = {**asdict(settings), "model": subject.name, "identity": list(subject.identity)}
+        del asked["layers_per_pass"]  # it changes the memory that is taken, and no result
         self.asked: dict[str, Any] = json.loads(json.dumps(asked))
         self.state = self._begin(overwrite)
 

@@ -77,6 +77,16 @@ def test_few_layers_in_a_pass_mean_more_passes_and_the_same_result(tmp_path: Pat
     assert few.state["compressed"] == all_at_once.state["compressed"]
 
 
+def test_a_compression_goes_on_with_other_layers_per_pass(tmp_path: Path) -> None:
+    whole = Settings(ratio=0.5)
+    Work(Points(), whole, tmp_path, say=lambda line: None).run(None)
+    subject = Points()
+    few = Settings(ratio=0.5, layers_per_pass=1)  # for less memory, after a first try ran out of it
+    state = Work(subject, few, tmp_path, say=lambda line: None).run(RECIPE)
+    assert state["recovered"]["scores"]
+    assert "save compressed" not in subject.done
+
+
 def test_the_budget_is_spent_as_asked(tmp_path: Path) -> None:
     model, found = Points(), {}
     for ranks in ("loss", "outputs", "uniform"):
