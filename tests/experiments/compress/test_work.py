@@ -130,6 +130,23 @@ def test_finished_stages_are_kept_and_missing_ones_are_done(tmp_path: Path) -> N
     assert set(state["seconds"]) == {"before", "plan", "compressed", "recovered", "composed", "differences"}
 
 
+@pytest.mark.parametrize("written", [0, 1])
+def test_plain_forms_from_before_a_recovery_are_written_again_though_that_was_stopped(
+    tmp_path: Path, written: int
+) -> None:
+    forms = ("lowered", "composed")
+    Work(Points(), SETTINGS, tmp_path, say=lambda line: None).run(None, forms)
+    stopped = Points()
+    stopped.stop_before_saving = forms[written]
+    with pytest.raises(KeyboardInterrupt):
+        Work(stopped, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE)
+    last = Points()
+    state = Work(last, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE)
+    assert [one for one in last.done if one.startswith("save")] == [f"save {form}" for form in forms[written:]]
+    for form in forms:
+        assert state[form]["scores"]["loss"] == pytest.approx(state["recovered"]["scores"]["loss"], rel=1e-4)
+
+
 def test_overwriting_leaves_nothing_of_the_compression_before(tmp_path: Path) -> None:
     compressed(tmp_path)
     subject = Points()
