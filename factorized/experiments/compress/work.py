@@ -154,8 +154,9 @@ class Work:
         folders = [self.folder / name for name in (COMPRESSED, RECOVERED, "lowered", "composed")]
         with writing_to(self.folder, ELSEWHERE):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for unfinished in self.folder.glob("compress.*.tmp"):  # of a process that was killed
-                unfinished.unlink()
+            for pattern in ("compress.*.tmp", "*/model.safetensors.*.tmp"):  # of a process that was killed
+                for unfinished in self.folder.glob(pattern):
+                    unfinished.unlink()
             if overwrite:
                 path.unlink(missing_ok=True)
                 for place in folders:

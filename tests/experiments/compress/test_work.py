@@ -184,11 +184,13 @@ def test_a_folder_of_that_name_that_is_of_no_compression_is_not_touched_unless_a
 
 
 def test_what_a_killed_process_left_of_its_files_is_removed(tmp_path: Path) -> None:
-    names = ["compress.json.0123456789ab.tmp", "compress.html.0123456789ab.tmp", "own.tmp"]
-    for name in names:
+    compressed(tmp_path)
+    names = ["compress.json", "compress.html", "composed/model.safetensors", "lowered/model.safetensors"]
+    left = [f"{name}.0123456789ab.tmp" for name in names]
+    for name in (*left, "own.tmp"):
         (tmp_path / name).write_text("{")
     compressed(tmp_path)
-    assert [(tmp_path / name).exists() for name in names] == [False, False, True]
+    assert [(tmp_path / name).exists() for name in (*left, "own.tmp")] == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("wrong", [{"ratio": 0.02}, {"ratio": 0.5, "exclude": ("nothing",)}])
