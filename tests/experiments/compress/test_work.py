@@ -128,6 +128,7 @@ def test_finished_stages_are_kept_and_missing_ones_are_done(tmp_path: Path) -> N
     assert Work(last, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["composed"]) == state
     assert last.done == []
     assert set(state["seconds"]) == {"before", "plan", "compressed", "recovered", "composed", "differences"}
+    assert all(seconds > 0 for seconds in state["seconds"].values())
 
 
 @pytest.mark.parametrize("written", [0, 1])
@@ -211,6 +212,23 @@ def test_other_settings_are_taken_as_long_as_there_is_no_plan(tmp_path: Path) ->
     assert work.plan.ratio <= 0.5
     assert not any("keep_first_and_last" in (entry.reason or "") for entry in work.plan.entries)
     assert Work(Points(), work.settings, tmp_path).state["asked"]["keep_first_and_last"] is False
+
+
+def test_other_settings_are_taken_if_the_plan_was_stopped_and_what_was_tested_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: Work) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Work, "_plan", stop)
+        with pytest.raises(KeyboardInterrupt):
+            Work(Points(), SETTINGS, tmp_path, say=lambda line: None).run(None)
+    subject = Points()
+    state = Work(subject, Settings(ratio=0.7), tmp_path, say=lambda line: None).run(None)
+    assert state["asked"]["ratio"] == 0.7
+    assert subject.done.count("evaluate") == 1  # of the compressed network
+    assert 0.6 < state["compressed"]["parameters"] / state["before"]["parameters"] <= 0.7
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"asked": {}, "checksum": "0"}', None])
