@@ -299,6 +299,20 @@ def test_the_page_shows_scores_layers_losses_and_what_recovery_changed(tmp_path:
         assert f"<td>{form}</td>" in page
 
 
+@pytest.mark.parametrize("difference", [0.0, 6e-15])
+def test_a_layer_that_differs_by_rounding_alone_does_not_squeeze_the_chart(tmp_path: Path, difference: float) -> None:
+    _, work = compressed(tmp_path)
+    state = json.loads(json.dumps(work.state))
+    differences = state["differences"]["compressed"]
+    differences["wide"] = difference
+    page = compress_page(state)
+    assert "1e-06</text>" in page
+    assert "1e-09</text>" not in page
+    assert "1e-15</text>" not in page
+    differences["wide"] = 0.1
+    assert "1e-06</text>" not in compress_page(state)
+
+
 def test_a_spectrum_is_drawn_kept_up_to_the_rank_and_cut_after_it(tmp_path: Path) -> None:
     _, work = compressed(tmp_path)
     state = json.loads(json.dumps(work.state))
