@@ -158,8 +158,12 @@ def _refuse_frozen(cuts: Sequence[Cut], rank: int) -> None:
 def _path(format: Format) -> list[Format]:
     """Return formats from ``format`` down to the lowest, one step at a time, keeping ranks in proportion."""
     start, path = _ranks(format), [format]
+
+    def shares(lower: Format) -> list[float]:  # that are left of every rank, the largest first
+        return sorted((now / first for now, first in zip(_ranks(lower), start, strict=True)), reverse=True)
+
     while (lower := path[-1].lowered()) and not format.frozen:
-        path.append(min(lower, key=lambda f: max(now / first for now, first in zip(_ranks(f), start, strict=True))))
+        path.append(min(lower, key=shares))
     return path
 
 

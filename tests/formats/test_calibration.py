@@ -56,6 +56,17 @@ def test_the_closed_form_reaches_the_optimum(extents: tuple[int, int], rank: int
     torch.testing.assert_close(U.mT @ U, V.mT @ V)  # balanced, like spectral factors
 
 
+@pytest.mark.parametrize("extents", [(12, 30), (30, 12)])
+def test_the_eigendecomposition_is_of_the_shorter_side(
+    extents: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides: list[int] = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda A: sides.append(A.shape[-1]) or eigh(A))
+    calibrated_factors(draw(1, *extents), moment_of(extents[1]).sums, 4)
+    assert sides[0] == max(sides) == 12
+
+
 def test_a_moment_that_is_the_identity_gives_the_truncated_svd() -> None:
     W = draw(2, 9, 14)
     U, V = calibrated_factors(W, torch.eye(14, dtype=torch.float64).expand(2, 14, 14), 3)
@@ -195,6 +206,18 @@ def test_a_single_core_is_refined_to_the_least_squares_solution() -> None:
     best = torch.linalg.lstsq(basis, W).solution
     error, least = (output_error(W - basis @ one, [moment], shape) for one in (core, best))
     torch.testing.assert_close(error, least, rtol=1e-3, atol=0)
+
+
+def test_sweeps_go_on_as_long_as_they_gain_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    W, moment, format = draw(16, 12, 3, 3), moment_of(108), Product(KernelShape.of((16, 12, 3, 3)), 8)
+    errors = []
+    for sweeps in range(4):
+        monkeypatch.setattr("factorized.formats.calibration.SWEEPS", sweeps)
+        errors.append(output_error(W - format.compose(format.calibrate(W, [moment])), [moment], format.shape))
+    assert errors[1] < 0.95 * errors[0]
+    assert errors[2] < 0.98 * errors[1]
+    monkeypatch.setattr("factorized.formats.calibration.WORTH_A_SWEEP", 0.99)  # no sweep gains as much
+    assert output_error(W - format.compose(format.calibrate(W, [moment])), [moment], format.shape) == errors[1]
 
 
 def test_a_residual_calibrates_its_part_and_keeps_the_weight() -> None:

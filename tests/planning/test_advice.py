@@ -125,9 +125,14 @@ def test_a_budget_of_the_selected_layers_counts_those_alone(budget: str) -> None
     assert made.budget == f'{budget}=0.4, of="selected"'
 
 
-def test_of_selected_is_for_shares() -> None:
-    with pytest.raises(ValueError, match=r'of="selected" says what ratio= or macs= is a share of, got rank=3'):
-        fz.plan(Mlp(), rank=3, of="selected")
+@pytest.mark.parametrize("budget", [{"rank": 3}, {"rank_scale": 0.5}, {"energy": 0.9}])
+def test_of_selected_is_for_shares(budget: dict[str, Any]) -> None:
+    (got,) = (f"{name}={value:g}" for name, value in budget.items())
+    with pytest.raises(ValueError, match=rf'of="selected" says what ratio= or macs= is a share of, got {got}; leave'):
+        fz.plan(Mlp(), **budget, of="selected")
+
+
+def test_a_budget_is_of_the_model_or_of_what_is_selected() -> None:
     with pytest.raises(ValueError, match='of must be one of "model", "selected", got \'all\''):
         fz.plan(Mlp(), ratio=0.5, of="all")
 

@@ -323,8 +323,9 @@ def test_several_passes_give_what_one_pass_gives_and_hold_few_moments(monkeypatc
     torch.testing.assert_close(one.state_dict(), several.state_dict())
 
 
+@pytest.mark.parametrize(("samples", "batches"), [(40, 3), (48, 3), (49, 4)])
 @pytest.mark.parametrize("form", [lambda x: x, lambda x: (x,), lambda x: {"input": x}], ids=["tensor", "tuple", "dict"])
-def test_samples_bound_an_iterator_that_never_ends(form: Callable[[Tensor], Any]) -> None:
+def test_samples_bound_an_iterator_that_never_ends(form: Callable[[Tensor], Any], samples: int, batches: int) -> None:
     taken = 0
 
     def endless() -> Iterator[Any]:
@@ -334,9 +335,12 @@ def test_samples_bound_an_iterator_that_never_ends(form: Callable[[Tensor], Any]
             yield form(torch.randn(16, 20))
 
     fz.factorize(
-        nn.Sequential(nn.Linear(20, 16)), rank=3, keep_first_and_last=False, init=fz.Calibrated(endless(), samples=40)
+        nn.Sequential(nn.Linear(20, 16)),
+        rank=3,
+        keep_first_and_last=False,
+        init=fz.Calibrated(endless(), samples=samples),
     )
-    assert taken == 3
+    assert taken == batches
 
 
 @pytest.mark.filterwarnings("ignore:init=Calibrated")

@@ -44,6 +44,31 @@ def test_fewer_samples_than_directions_are_a_warning_with_the_number_needed() ->
     torch.testing.assert_close(model(x), dense(x), rtol=0, atol=1e-3)  # six outputs fit into rank 8
 
 
+def test_the_layer_that_lacks_most_samples_says_how_many_are_needed() -> None:
+    model = nn.Sequential(nn.Linear(10, 40), nn.Linear(40, 20), nn.Linear(20, 8))
+    message = r"in the inputs of 0, 1, 2: 6 where at least 40 are needed.*give 7 times as many"
+    with pytest.warns(UserWarning, match=message):
+        fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated([torch.randn(6, 10)]))
+
+
+class Rare(nn.Module):
+    """Two layers of one weight, of which the second is called with a few of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.rarely = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.rarely.weight = self.often.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rarely(self.often(x)[:5])
+        return out
+
+
+def test_of_layers_that_share_a_weight_the_one_with_few_samples_is_what_the_warning_counts() -> None:
+    with pytest.warns(UserWarning, match=r"in the inputs of often: 5 where at least 12 are needed"):
+        fz.factorize(Rare(), rank=3, keep_first_and_last=False, init=fz.Calibrated([torch.randn(50, 12)]))
+
+
 def test_a_table_warns_only_if_fewer_rows_are_looked_up_than_it_is_wide() -> None:
     table = nn.Sequential(nn.Embedding(50, 8))
     fz.factorize(copy.deepcopy(table), rank=3, keep_first_and_last=False, init=fz.Calibrated([torch.arange(9)]))

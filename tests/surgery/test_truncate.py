@@ -121,6 +121,18 @@ def test_a_ratio_of_the_present_parameters_is_met_and_never_exceeded(kind: str, 
     assert (ratio - 0.1) * before < after <= ratio * before
 
 
+@pytest.mark.parametrize("budget", [{"rank_scale": 0.5}, {"ratio": 0.4}, {"rank": 4}])
+@pytest.mark.parametrize("scheme", [fz.TensorTrain(), fz.Tucker(), fz.Tucker(core="train")], ids=str)
+@pytest.mark.parametrize("layer", [nn.Linear(256, 256), nn.Conv2d(48, 40, 3)], ids=["linear", "convolution"])
+def test_ranks_of_a_tensor_fall_in_proportion(layer: nn.Module, scheme: Any, budget: dict[str, Any]) -> None:
+    model = fz.factorize(nn.Sequential(deepcopy(layer)), scheme, rank_scale=0.6, keep_first_and_last=False)
+    before = layers(model)["0"].rank
+    fz.truncate(model, **budget)
+    shares = [now / was for now, was in zip(layers(model)["0"].rank, before, strict=True)]
+    assert max(shares) < 1
+    assert max(shares) - min(shares) < 1.01 / min(before)  # a step of the smallest
+
+
 def test_an_energy_keeps_that_share_of_every_spectrum_and_no_more_ranks_than_it_takes() -> None:
     model = trained()
     with torch.no_grad():

@@ -16,7 +16,7 @@ from factorized.planning.table import short_count
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE = "compress.html"
 WIDTH, HEIGHT = 150, 34  # of the drawing of a spectrum
-LEAST = 1e-6  # share of the outputs at the bottom of it
+LEAST = 1e-6  # share of the outputs at the bottom of it, and the least in the chart: what is below is rounding
 
 
 def write_page(state: Mapping[str, Any], folder: Path) -> Path:
@@ -76,7 +76,7 @@ def _charts(state: Mapping[str, Any]) -> list[str]:
     lines = []
     for place, stage in enumerate(("compressed", "recovered")):
         found = state["differences"].get(stage, {})
-        points = [(float(n), found[name]) for n, name in enumerate(names, start=1) if found.get(name, 0) > 0]
+        points = [(float(n), max(LEAST, found[name])) for n, name in enumerate(names, start=1) if name in found]
         if points:
             lines.append(Line(stage, points, f"s{place}"))
     title = "How outputs differ from the dense network's, layer by layer"

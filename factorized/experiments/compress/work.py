@@ -102,6 +102,7 @@ class Work:
         self.subject, self.settings, self.folder = subject, settings, folder
         self.say, self.progress, self.reporter = say, progress, reporter or Reporter(quiet=True)
         asked = {**asdict(settings), "model": subject.name, "identity": list(subject.identity)}
+        del asked["layers_per_pass"]  # it changes the memory that is taken, and no result
         self.asked: dict[str, Any] = json.loads(json.dumps(asked))
         self.state = self._begin(overwrite)
 
@@ -120,12 +121,11 @@ class Work:
         self._stage("compressed", self._factorize)
         if recipe is not None:
             self._check_recovery(recipe)
-            if "recovered" not in self.state:  # plain forms of the network before its recovery are written again
-                plain = [form for form in self.subject.forms if self.state.pop(form, None) or form in plain]
             self._stage("recovered", lambda: self._recover(recipe))
-        for form in plain:
-            self._stage(form, lambda form=form: self._write_plain(form))  # type: ignore[misc]  # bound early
         wanted = ["compressed", *(["recovered"] if "recovered" in self.state else [])]
+        for form in self.subject.forms:
+            if form in plain or form in self.state:
+                self._write_plain(form, wanted[-1])
         if not set(wanted).issubset(self.state.get("differences", ())):
             self.state.pop("differences", None)
             self._stage("differences", lambda: self._differences(wanted))
@@ -154,8 +154,9 @@ class Work:
         folders = [self.folder / name for name in (COMPRESSED, RECOVERED, "lowered", "composed")]
         with writing_to(self.folder, ELSEWHERE):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for unfinished in self.folder.glob("compress.*.tmp"):  # of a process that was killed
-                unfinished.unlink()
+            for pattern in ("compress.*.tmp", "*/model.safetensors.*.tmp"):  # of a process that was killed
+                for unfinished in self.folder.glob(pattern):
+                    unfinished.unlink()
             if overwrite:
                 path.unlink(missing_ok=True)
                 for place in folders:
@@ -289,13 +290,20 @@ class Work:
             return self.subject.trained(self.folder / RECOVERED)
         return self.subject.load(self.folder / COMPRESSED)
 
-    def _write_plain(self, form: Plain) -> dict[str, Any]:
-        network = self.final().cpu()
-        plain = (lower(network) if form == "lowered" else compose(network)).eval()
-        self.subject.save(plain, self.folder / form)
-        scores = self.subject.evaluate(plain)
-        self.say(f"{form}: {count_parameters(plain):,} parameters, {self.told(scores)}; {self.folder / form}")
-        return {"scores": scores, "parameters": count_parameters(plain)}
+    def _write_plain(self, form: Plain, of: str) -> None:
+        """Write a plain form of the network, unless it is there; one from before a recovery is written again."""
+        if self.state.get(form, {"of": of})["of"] != of:
+            del self.state[form]
+
+        def written() -> dict[str, Any]:
+            network = self.final().cpu()
+            plain = (lower(network) if form == "lowered" else compose(network)).eval()
+            self.subject.save(plain, self.folder / form)
+            scores = self.subject.evaluate(plain)
+            self.say(f"{form}: {count_parameters(plain):,} parameters, {self.told(scores)}; {self.folder / form}")
+            return {"scores": scores, "parameters": count_parameters(plain), "of": of}
+
+        self._stage(form, written)
 
     def _differences(self, wanted: Sequence[str]) -> dict[str, dict[str, float]]:
         """Return how the outputs of every layer differ from the dense network's, also by itself.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from factorized.experiments.cli.compress import EXAMPLES
+from factorized.experiments.text.tokenizer import load_tokenizer
 from tests.experiments.cli.conftest import Cli
 from tests.experiments.cli.test_compress_verb import state_of
 from tests.experiments.text.small import BY_TASK, NAMES, SMALL, files
@@ -34,6 +35,9 @@ def test_a_run_on_text_is_compressed_recovered_and_composed(
     assert state["composed"]["scores"][score] == pytest.approx(state["recovered"]["scores"][score], rel=1e-2, abs=0.1)
     decay = "none" if task == "translation" else "frobenius"  # as its own recipe has it
     assert state["recovered"]["recipe"]["decay"]["kind"] == decay
+    tokens = load_tokenizer(Path(run) / "model").get_vocab()
+    for form in ("compressed", "composed"):
+        assert load_tokenizer(Path(run) / "compressed-0.9" / form).get_vocab() == tokens
     assert cli("evaluate", f"{run}/compressed-0.9/recovered/seed-0", "--data", "texts", "--device", "cpu").code == 0
     assert "cannot be written as lowered" in cli("compress", run, *given, "--to", "lowered").error
     assert not [line for line in EXAMPLES.splitlines() if "language/" in line and "lowered" in line]

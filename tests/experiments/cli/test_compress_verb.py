@@ -116,7 +116,8 @@ def test_what_is_finished_is_not_done_again(cli: Cli, run: Path, copied: Path, m
         monkeypatch.setattr(ImageSubject, name, refuse)
     said = cli("compress", run, "--ratio", RATIO, "--out", copied)
     assert said.code == 0, said.err
-    assert "recovered" in said.out
+    rows = [line.split()[0] for line in said.out.splitlines()]
+    assert rows[:6] == ["network", "dense", "compressed", "recovered", "lowered", "composed"]
     assert (copied / "compress.json").read_bytes() == before
 
 

@@ -35,6 +35,7 @@ class Points(Subject):
         self.given: list[weakref.ref[nn.Module]] = []
         self.most_held, self.watching = 0, False
         self.done: list[str] = []  # what was asked of it
+        self.stop_before_saving = ""  # a folder's name
 
     def _build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -67,11 +68,13 @@ class Points(Subject):
         return {"loss": F.cross_entropy(network.eval()(x), y).item()}
 
     def save(self, network: nn.Module, folder: Path) -> None:
+        if folder.name == self.stop_before_saving:
+            raise KeyboardInterrupt
         self.done.append(f"save {folder.name}")
         if fz.forms(network):
             fz.save(network, folder)
         else:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             torch.save(network.state_dict(), folder / "plain.pt")
 
     def load(self, folder: Path) -> nn.Module:

@@ -85,6 +85,13 @@ def test_code_that_writes_in_place_after_a_layer_does_not_change_what_it_lost() 
     assert losses_alone(copy.deepcopy(model), calls) == {"first": 0.0, "second": 0.0}
 
 
+def test_of_a_layer_that_is_called_twice_the_last_call_counts() -> None:
+    model = nn.Sequential(*[nn.Linear(20, 20)] * 2)
+    calls = layer_calls(model, ["0"], x := torch.randn(50, 20))
+    torch.testing.assert_close(calls["0"].output, model(x).detach())
+    assert differences(copy.deepcopy(model), calls, x) == losses_alone(model, calls) == {"0": 0.0}
+
+
 def test_a_network_is_not_watched_any_more_after_its_calls_even_if_it_fails() -> None:
     model = Mlp()
     layer_calls(model, NAMES, torch.randn(2, 20))

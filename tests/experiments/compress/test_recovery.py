@@ -12,7 +12,9 @@ import torch
 
 import factorized as fz
 from factorized.experiments.cli.main import main
+from factorized.experiments.compress.images import ImageSubject
 from factorized.experiments.compress.subject import recovery_recipe
+from factorized.experiments.compress.text import TextSubject
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.recipe import Factorize, Recipe
 from factorized.experiments.text.network import build_text_network
@@ -23,6 +25,7 @@ from factorized.experiments.training.trained import load_trained
 from tests.experiments.text.small import small
 from tests.experiments.training.small import digits, recipe
 
+CPU = torch.device("cpu")
 FACTORIZE = Factorize(scheme="low_rank", ratio=0.3, allocate="spectrum")
 
 
@@ -38,6 +41,7 @@ def test_a_run_recovers_by_a_tenth_of_its_own_training_with_frobenius_decay(name
     assert (made.decay.kind, made.decay.strength) == ("frobenius", own.decay.strength)
     assert made.optimizer == own.optimizer.model_copy(update={"lr": made.optimizer.lr})
     assert (made.factorize, made.name) == (FACTORIZE, f"{name}-recovery")
+    assert made.paper is None  # whose figures are of other training
 
 
 @pytest.mark.parametrize("name", ["digits/resnet8", "cifar10/resnet110", "language/tiny", "language/small"])
@@ -83,6 +87,20 @@ def test_a_recipe_that_is_given_keeps_its_length_its_rate_and_the_decay_of_its_p
     assert dense.decay.kind == "frobenius"
     with pytest.raises(ValueError, match="needs a recipe to recover by"):
         recovery_recipe(None, None, FACTORIZE)
+
+
+def test_a_recipe_is_fitted_to_the_model_and_the_data_of_the_run_it_recovers(tmp_path: Path) -> None:
+    own = recipe("data.name=cifar10", name="cifar10/resnet32x2")  # on images that --data put in their place
+    images = ImageSubject("own", [], CPU, torch.nn.Identity, own, model="resnet32x2", images=digits())
+    fitted: Any = images.fit(recipe())
+    assert (fitted.model.name, fitted.data.name) == ("resnet32x2", "cifar10")
+    fitted = ImageSubject("own", [], CPU, torch.nn.Identity, model="own:model", images=digits()).fit(recipe())
+    assert (fitted.model.name, fitted.data.name) == ("own:model", "digits")
+    reads, corpus = small("masked", tmp_path)
+    reads = reads.model_copy(update={"model": reads.model.model_copy(update={"from_run": "bert/tiny"})})
+    text: Any = TextSubject("own", [], CPU, torch.nn.Identity, reads, reads=reads, corpus=corpus).fit(reads)
+    assert text.model.from_run is None  # it starts from the compressed network
+    assert (text.data, text.model.hidden) == (reads.data, reads.model.hidden)
 
 
 def test_training_starts_from_the_given_network_and_its_ranks(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from factorized.experiments.models.build import build_model
 from factorized.experiments.models.hugging_face import as_trained_on
 from factorized.experiments.recipes.text import TextModel
 from factorized.experiments.text.network import build_text_network
+from factorized.experiments.text.train import train_text
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.train import train
 from tests.experiments.text.small import small
@@ -70,6 +71,37 @@ def test_batches_of_text_are_spread_over_it_and_always_the_same(task: str, share
         chosen = torch.cat([batch[0] if torch.is_tensor(batch[0]) else batch[0]["input_ids"] for batch in batches])
         expected = [torch.as_tensor(examples[n * len(examples) // count]["input_ids"]) for n in range(count)]
         assert torch.equal(chosen, torch.stack(expected))
+
+
+def test_a_text_recovery_is_trained_with_the_seed_of_its_run(tmp_path: Path) -> None:
+    made, corpus = small("language", tmp_path)
+    train_text(made, corpus, tmp_path / "run", seeds=(3,), device="cpu")
+    subject = open_subject(str(tmp_path / "run/seed-3"), str(tmp_path), CPU)
+    assert subject.seed == 3
+    network = fz.factorize(subject.dense(), ratio=0.9)
+    out = tmp_path / "out"
+    result = subject.train(subject.fit(made), network, None, out, Reporter(quiet=True))
+    assert result["seed"] == 3
+    (kept, *rest) = [path.name for path in out.iterdir()]
+    assert (kept, rest) == ("seed-3", [])
+    torch.testing.assert_close(subject.trained(out).state_dict(), network.state_dict())
+
+
+@pytest.mark.parametrize("task", ["language", "masked"])
+def test_other_text_is_another_network(tmp_path: Path, task: str) -> None:
+    made, corpus = small(task, tmp_path)
+    train_text(made, corpus, tmp_path / "run", device="cpu")
+    folder = language_model(tmp_path / "network", "LlamaForCausalLM", "language", **BERT)
+    for model in (tmp_path / "run/seed-0", folder):
+        first, again = (open_subject(str(model), str(tmp_path), CPU).identity for _ in range(2))
+        text = tmp_path / "train.txt"
+        before = text.read_text()
+        text.write_text(before.replace("seven", "eight"))
+        other = open_subject(str(model), str(tmp_path), CPU).identity
+        text.write_text(before)
+        assert first == again
+        assert first != other
+        assert list(first)[:-1] == list(other)[:-1]  # the weights are the same
 
 
 def test_sentences_of_like_length_are_calibrated_with_together_so_that_little_of_them_is_padding(

@@ -77,6 +77,16 @@ def test_few_layers_in_a_pass_mean_more_passes_and_the_same_result(tmp_path: Pat
     assert few.state["compressed"] == all_at_once.state["compressed"]
 
 
+def test_a_compression_goes_on_with_other_layers_per_pass(tmp_path: Path) -> None:
+    whole = Settings(ratio=0.5)
+    Work(Points(), whole, tmp_path, say=lambda line: None).run(None)
+    subject = Points()
+    few = Settings(ratio=0.5, layers_per_pass=1)  # for less memory, after a first try ran out of it
+    state = Work(subject, few, tmp_path, say=lambda line: None).run(RECIPE)
+    assert state["recovered"]["scores"]
+    assert "save compressed" not in subject.done
+
+
 def test_the_budget_is_spent_as_asked(tmp_path: Path) -> None:
     model, found = Points(), {}
     for ranks in ("loss", "outputs", "uniform"):
@@ -118,6 +128,24 @@ def test_finished_stages_are_kept_and_missing_ones_are_done(tmp_path: Path) -> N
     assert Work(last, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["composed"]) == state
     assert last.done == []
     assert set(state["seconds"]) == {"before", "plan", "compressed", "recovered", "composed", "differences"}
+    assert all(seconds > 0 for seconds in state["seconds"].values())
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_plain_forms_from_before_a_recovery_are_written_again_though_that_was_stopped(
+    tmp_path: Path, written: int
+) -> None:
+    forms = ("lowered", "composed")
+    Work(Points(), SETTINGS, tmp_path, say=lambda line: None).run(None, forms)
+    stopped = Points()
+    stopped.stop_before_saving = forms[written]
+    with pytest.raises(KeyboardInterrupt):
+        Work(stopped, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE)
+    last = Points()
+    state = Work(last, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE)
+    assert [one for one in last.done if one.startswith("save")] == [f"save {form}" for form in forms[written:]]
+    for form in forms:
+        assert state[form]["scores"]["loss"] == pytest.approx(state["recovered"]["scores"]["loss"], rel=1e-4)
 
 
 def test_overwriting_leaves_nothing_of_the_compression_before(tmp_path: Path) -> None:
@@ -157,11 +185,13 @@ def test_a_folder_of_that_name_that_is_of_no_compression_is_not_touched_unless_a
 
 
 def test_what_a_killed_process_left_of_its_files_is_removed(tmp_path: Path) -> None:
-    names = ["compress.json.0123456789ab.tmp", "compress.html.0123456789ab.tmp", "own.tmp"]
-    for name in names:
+    compressed(tmp_path)
+    names = ["compress.json", "compress.html", "composed/model.safetensors", "lowered/model.safetensors"]
+    left = [f"{name}.0123456789ab.tmp" for name in names]
+    for name in (*left, "own.tmp"):
         (tmp_path / name).write_text("{")
     compressed(tmp_path)
-    assert [(tmp_path / name).exists() for name in names] == [False, False, True]
+    assert [(tmp_path / name).exists() for name in (*left, "own.tmp")] == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("wrong", [{"ratio": 0.02}, {"ratio": 0.5, "exclude": ("nothing",)}])
@@ -182,6 +212,23 @@ def test_other_settings_are_taken_as_long_as_there_is_no_plan(tmp_path: Path) ->
     assert work.plan.ratio <= 0.5
     assert not any("keep_first_and_last" in (entry.reason or "") for entry in work.plan.entries)
     assert Work(Points(), work.settings, tmp_path).state["asked"]["keep_first_and_last"] is False
+
+
+def test_other_settings_are_taken_if_the_plan_was_stopped_and_what_was_tested_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: Work) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Work, "_plan", stop)
+        with pytest.raises(KeyboardInterrupt):
+            Work(Points(), SETTINGS, tmp_path, say=lambda line: None).run(None)
+    subject = Points()
+    state = Work(subject, Settings(ratio=0.7), tmp_path, say=lambda line: None).run(None)
+    assert state["asked"]["ratio"] == 0.7
+    assert subject.done.count("evaluate") == 1  # of the compressed network
+    assert 0.6 < state["compressed"]["parameters"] / state["before"]["parameters"] <= 0.7
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"asked": {}, "checksum": "0"}', None])
@@ -250,6 +297,20 @@ def test_the_page_shows_scores_layers_losses_and_what_recovery_changed(tmp_path:
     assert "digits/resnet8-recovery" in page
     for form in ("lowered", "composed"):
         assert f"<td>{form}</td>" in page
+
+
+@pytest.mark.parametrize("difference", [0.0, 6e-15])
+def test_a_layer_that_differs_by_rounding_alone_does_not_squeeze_the_chart(tmp_path: Path, difference: float) -> None:
+    _, work = compressed(tmp_path)
+    state = json.loads(json.dumps(work.state))
+    differences = state["differences"]["compressed"]
+    differences["wide"] = difference
+    page = compress_page(state)
+    assert "1e-06</text>" in page
+    assert "1e-09</text>" not in page
+    assert "1e-15</text>" not in page
+    differences["wide"] = 0.1
+    assert "1e-06</text>" not in compress_page(state)
 
 
 def test_a_spectrum_is_drawn_kept_up_to_the_rank_and_cut_after_it(tmp_path: Path) -> None:

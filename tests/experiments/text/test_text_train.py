@@ -21,9 +21,10 @@ from factorized.experiments.text import network, train, trainer
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
-from factorized.experiments.text.train import TASKS, train_text
+from factorized.experiments.text.train import TASKS, _last_checkpoint, train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.text.trainer import TextTrainer
+from factorized.experiments.training.folder import CHECKPOINTS
 from factorized.experiments.training.progress import Reporter
 from factorized.files.checksum import sealed
 from tests.experiments.reproduce.made import image_result
@@ -173,6 +174,17 @@ def test_what_was_written_after_the_last_checkpoint_is_forgotten(
     (result,) = train_text(recipe, corpus, folder, device="cpu", resume=True)
     assert [row["update"] for row in result["history"] if "loss" in row] == [1, 2, 3, 4]
     assert all(row["loss"] < 100 for row in result["history"] if "loss" in row)
+
+
+def test_the_newest_of_several_checkpoints_is_that_of_the_highest_number(tmp_path: Path) -> None:
+    for update in (2, 9, 10, 100):
+        (tmp_path / CHECKPOINTS / f"checkpoint-{update}").mkdir(parents=True)
+        if update < 100:  # the process was killed while it wrote the last
+            (tmp_path / CHECKPOINTS / f"checkpoint-{update}" / "trainer_state.json").write_text("{}")
+    newest = _last_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "checkpoint-10"
+    assert _last_checkpoint(tmp_path / "nothing") is None
 
 
 def test_a_damaged_note_of_what_is_trained_is_named(stopped_run: tuple[TextRecipe, Corpus, Path]) -> None:
