@@ -17,7 +17,6 @@ import factorized as fz
 from factorized.experiments.models import wide_resnet as wide_resnet_module
 from factorized.experiments.models.normalized import launches, layers
 from factorized.experiments.models.resnet import resnet32x2
-from factorized.experiments.models.vgg import vgg19_nfc
 from factorized.experiments.models.wide_resnet import wide_resnet
 from tests.on_gpu import needs_cuda
 
@@ -28,7 +27,6 @@ CASES = {
     "WideResNet-16-2": (lambda: wide_resnet(16, 2), 0.2, 16, 32, 9),
     "WideResNet-16-1": (lambda: wide_resnet(16, 1), 0.3, 5, 20, 9),
     "ResNet-32x2": (resnet32x2, 0.1, 8, 32, 15),
-    "VGG-19": (vgg19_nfc, 0.02, 16, 32, 11),
 }
 Case = tuple[Callable[[], nn.Module], float, int, int, int]
 

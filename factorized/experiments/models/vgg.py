@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.experiments.models.normalized.layers import convolve_activated, has_hooks
-
 STAGES = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))  # channels, convolutions
-
-
-class Stage(nn.Sequential):
-    """Convolutions of as many channels, each with its batch normalization and ReLU."""
-
-    def forward(
-        self,
-        x: Tensor,  # (batch, in, height, width)
-    ) -> Tensor:  # (batch, out, height, width)
-        """Apply the layers."""
-        layers: list[Any] = list(self)
-        convs, norms, activations = layers[0::3], layers[1::3], layers[2::3]
-        if any(type(activation) is not nn.ReLU or has_hooks(activation) for activation in activations):
-            return super().forward(x)  # type: ignore[no-untyped-call]
-        y = convolve_activated(convs[0](x), list(zip(norms[:-1], convs[1:], strict=True)))
-        return F.relu(norms[-1](y))
 
 
 class Vgg(nn.Module):
@@ -65,9 +45,9 @@ def vgg19_nfc(classes: int = 10, pool: int = 2, channels: int = 3) -> Vgg:
     return Vgg(classes, pool, channels)
 
 
-def _stage(in_channels: int, out_channels: int, convolutions: int) -> Stage:
+def _stage(in_channels: int, out_channels: int, convolutions: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for index in range(convolutions):
         conv = nn.Conv2d(in_channels if index == 0 else out_channels, out_channels, 3, padding=1, bias=False)
         layers += [conv, nn.BatchNorm2d(out_channels), nn.ReLU()]
-    return Stage(*layers)
+    return nn.Sequential(*layers)

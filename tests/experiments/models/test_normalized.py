@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 import factorized as fz
-from factorized.experiments.models import vgg, wide_resnet
+from factorized.experiments.models import wide_resnet
 from factorized.experiments.models.normalized import launches, layers
 from factorized.experiments.models.resnet import ResNet
 
@@ -64,7 +64,6 @@ for dense, ratio, x in [
     (wide_resnet.wide_resnet(22, 1), 0.6, torch.randn(2, 3, 9, 9)),
     (wide_resnet.wide_resnet(16, 2), 0.2, torch.randn(1, 3, 12, 12)),
     (ResNet(8, (16, 32, 32), "conv", 10), 0.4, torch.randn(2, 3, 12, 12)),
-    (nn.Sequential(nn.Conv2d(3, 8, 1), vgg._stage(8, 16, 4), nn.Conv2d(16, 2, 1)), 0.6, torch.randn(2, 3, 8, 8)),
 ]:
     network = low_rank(dense, ratio)
     usual, exact = copy.deepcopy(network), copy.deepcopy(network).double()
@@ -231,14 +230,6 @@ def test_where_the_kernels_do_not_apply_a_stage_is_the_usual_one() -> None:
     assert network.state_dict().keys() == plain.state_dict().keys()
     assert torch.equal(network(x), plain(x))
     assert all(torch.equal(*pair) for pair in zip(network.buffers(), plain.buffers(), strict=True))
-
-
-def test_a_hook_on_an_activation_of_a_stage_runs() -> None:
-    network, seen = vgg19_nfc().eval(), []
-    stage: Any = network.stages[0]
-    stage[2].register_forward_hook(lambda *_: seen.append(1))
-    network(torch.randn(1, 3, 32, 32))
-    assert seen == [1]
 
 
 @pytest.mark.parametrize("make", [wide_resnet, resnet32x2, vgg19_nfc])
