@@ -105,6 +105,51 @@ for dense in (wide_resnet.wide_resnet(16, 1), ResNet(8, (16, 32, 32), "conv", 10
 """
 )
 
+SIZES = """
+import copy
+from dataclasses import replace
+import torch
+import torch.nn.functional as F
+from torch import nn
+import factorized as fz
+from factorized.experiments.models.normalized import launches
+from factorized.experiments.models.normalized.convolutions import measured, normalized_convolutions
+
+torch.manual_seed(0)
+launches.TILES = replace(launches.TILES, programs=1)  # as large as with a batch of 128
+
+
+def by_kernels(x, norm, conv):
+    y, known = measured(x)
+    return normalized_convolutions(y, known, y, [(norm, conv)])[0]
+
+
+def usual(x, norm, conv):
+    return x + F.conv2d(F.relu(norm(x.to(norm.weight.dtype))).to(x.dtype), conv.weight.to(x.dtype), padding=1)
+
+
+def outcome(run, x, gradient, norm, conv, dtype):
+    x = x.to(dtype).requires_grad_()
+    y = run(x, norm, conv)
+    found = torch.autograd.grad(y, (x, *norm.parameters(), *conv.parameters()), gradient.to(y.dtype))
+    return [y.detach().double(), *(tensor.double() for tensor in found)]
+
+
+layers = [(160, 32, 15, 1), (320, 16, 31, 2), (640, 8, 61, 4), (64, 32, 9, 1), (256, 8, 37, 3)]  # the last is the batch
+for channels, size, rank, batch in layers:
+    norm = nn.BatchNorm2d(channels)
+    nn.init.uniform_(norm.weight, 0.5, 1.5), nn.init.normal_(norm.bias, std=0.3)
+    conv = fz.FactorizedConv2d(channels, channels, 3, rank, padding=1, bias=False)
+    x = torch.randn(batch, channels, size, size).to(memory_format=torch.channels_last)
+    gradient = torch.randn(batch, channels, size, size)
+    ours = outcome(by_kernels, x, gradient, norm, conv, torch.float16)
+    theirs = outcome(usual, x, gradient, norm, conv, torch.float16)
+    exact = outcome(usual, x, gradient, copy.deepcopy(norm).double(), copy.deepcopy(conv).double(), torch.float64)
+    for found, other, expected in zip(ours, theirs, exact, strict=True):
+        allowed = 1.3 * (other - expected).norm() + 1e-4 * expected.norm()
+        assert (found - expected).norm() < allowed, (channels, found.shape)
+"""
+
 LAUNCHES = """
 from dataclasses import replace
 import torch
@@ -121,7 +166,9 @@ for name, tiles in normalized_times.SETTINGS.items():
 
 @pytest.mark.nightly
 @needs_interpreter
-@pytest.mark.parametrize("program", [EQUAL, COMPILED, TWICE, LAUNCHES], ids=["equal", "compiled", "twice", "timed"])
+@pytest.mark.parametrize(
+    "program", [EQUAL, COMPILED, TWICE, SIZES, LAUNCHES], ids=["equal", "compiled", "twice", "sizes", "timed"]
+)
 def test_interpreted_kernels_compute_what_the_layers_compute(program: str) -> None:
     run_interpreted(program)
 
