@@ -31,6 +31,11 @@ CASES = {
 Case = tuple[Callable[[], nn.Module], float, int, int, int]
 
 
+@pytest.fixture(autouse=True)
+def _narrow_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "LEAST_CHANNELS", 16)
+
+
 def networks(make: Callable[[], nn.Module], ratio: float) -> tuple[nn.Module, nn.Module]:
     """Return a network whose convolutions run by products, as most do by themselves where compiled, and a copy."""
     torch.manual_seed(0)

@@ -173,6 +173,11 @@ def test_interpreted_kernels_compute_what_the_layers_compute(program: str) -> No
     run_interpreted(program)
 
 
+@pytest.fixture(autouse=True)
+def _narrow_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factorized.experiments.models.normalized.layers.LEAST_CHANNELS", 16)
+
+
 def small(depth: int = 16, rank_scale: float = 0.1, **more: Any) -> WideResNet:
     torch.manual_seed(0)
     return fz.factorize(wide_resnet(depth, 1), fz.LowRank(), rank_scale=rank_scale, **more).train()
@@ -243,6 +248,11 @@ def test_layers_that_run_another_way_by_themselves_do_not_suit_the_kernels() -> 
         chosen = {conv.chosen_execution() for _, conv in layers}  # type: ignore[operator,union-attr]
         assert "products" not in chosen
         assert not kernels_suit(torch.randn(2, 16, 8, 8), layers)  # type: ignore[arg-type]
+
+
+def test_layers_with_few_channels_do_not_suit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factorized.experiments.models.normalized.layers.LEAST_CHANNELS", 17)
+    assert not suits(small())
 
 
 def test_ranks_above_the_largest_do_not_suit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

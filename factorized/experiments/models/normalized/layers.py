@@ -16,6 +16,7 @@ from factorized.nn.conv import FactorizedConv2d
 from factorized.planning.replaceable import HOOKS
 
 LARGEST_RANK = 64  # of layers that the kernels run
+LEAST_CHANNELS = 64  # the compiler was not compared with them on narrower layers
 
 
 def convolve_activated(
@@ -68,7 +69,7 @@ def _is_plain_convolution(conv: nn.Module) -> bool:
         type(conv) is FactorizedConv2d
         and conv.kernel_size == (3, 3)
         and conv.geometry == SAME
-        and conv.in_channels == conv.out_channels
+        and conv.in_channels == conv.out_channels >= LEAST_CHANNELS
         and conv.bias is None
         and conv.adjust is None
         and conv.groups == 1
