@@ -280,7 +280,9 @@ def test_a_recovery_that_diverges_is_noted_and_others_go_on(
     assert "ordinary 0 the training loss is nan" in capsys.readouterr().out
 
 
-def test_the_table_joins_files_and_averages_over_networks_and_seeds(tmp_path: Path) -> None:
+def test_the_table_joins_files_averages_over_networks_and_seeds_and_marks_cells_of_fewer_networks(
+    tmp_path: Path,
+) -> None:
     def row(network: str, ratio: float, method: str, way: str, accuracy: float, **more: Any) -> dict[str, Any]:
         key = {"network": network, "score": "accuracy", "ratio": ratio, "method": method, "kind": "spatial"}
         return {**key, "recovery": way, "accuracy": accuracy, **more}
@@ -292,7 +294,11 @@ def test_the_table_joins_files_and_averages_over_networks_and_seeds(tmp_path: Pa
             row("net seed 1", 1.0, "dense", "none", 92.0),
             row("net seed 1", 0.3, "calibrated", "none", 84.0),
             row("net seed 0", 0.1, "pruning", "ordinary", 70.0, seed=0),
+            row("net seed 0", 0.1, "pruning", "ordinary", 72.0, seed=1),  # of the same network
+            row("net seed 1", 0.1, "calibrated", "none", 75.0),
             row("net seed 0", 0.3, "pruning", "ordinary", 70.0, seed=0) | {"problem": "nan"},
+            row("small seed 0", 1.0, "dense", "none", 90.0),
+            row("small seed 0", 0.1, "ASVD", "none", 60.0),
         ],
     }
     for name, rows in files.items():
@@ -300,8 +306,11 @@ def test_the_table_joins_files_and_averages_over_networks_and_seeds(tmp_path: Pa
         (tmp_path / f"recovery-{name}.json").write_text(json.dumps(made))
     table = recovery_table(read_rows(tmp_path)).splitlines()
     assert table[0] == "| network | method | 30% | 10% |"
-    assert table[2:4] == [
-        "| net | calibrated | 82.00 ± 2.83 | – |",
-        "| net | pruning, ordinary decay | diverged | 70.00 |",
+    assert table[2:5] == [
+        "| net | calibrated | 82.00 ± 2.83 | 75.00 (n = 1) |",
+        "| net | pruning, ordinary decay | diverged (n = 1) | 71.00 ± 1.41 (n = 1) |",
+        "| small | ASVD | – | 60.00 |",
     ]
-    assert table[-1].endswith("net: test accuracy in percent, dense 91.00 ± 1.41, n = 2, CPU and H200.")
+    assert "Means and deviations over n dense networks; a cell of fewer has its own n. net: " in table[-1]
+    assert "net: test accuracy in percent, dense 91.00 ± 1.41, n = 2, CPU and H200; small: " in table[-1]
+    assert table[-1].endswith("small: test accuracy in percent, dense 90.00, n = 1, H200.")

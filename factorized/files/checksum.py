@@ -117,6 +117,15 @@ def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:
         raise ValueError(f"{path} is damaged ({error}; {size:,} bytes): {remedy}") from error
 
 
+def checksum_of_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+    """Return the SHA-256 of names, types, shapes and bytes, and of ``about``, copying one tensor at a time at most."""
+    digest = hashlib.sha256(json.dumps(about or {}).encode())
+    for name, tensor in tensors.items():
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON-ready ``data`` with its checksum added."""
     return {**data, "checksum": _digest(data)}

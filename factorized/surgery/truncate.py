@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from typing import Any, cast
 
@@ -42,9 +43,9 @@ class Cut:
     cut: Callable[[Choice], Install]
 
     def at_most(self, rank: int) -> Choice:
-        """Return the first choice with no rank above ``rank``, or the lowest."""
-        low = (choice for choice in self.choices if max(self.item.ranks(choice)) <= rank)
-        return next(low, self.choices[-1])
+        """Return the present choice with every rank above ``rank`` lowered to it."""
+        now = self.choices[0]
+        return _capped(now, rank) if isinstance(now, Format) else min(now, rank)
 
 
 def truncate(
@@ -69,7 +70,7 @@ def truncate(
         plan: a plan for the dense model, with ranks of at most those of the layers it names; other layers stay.
         ratio: parameters after, relative to those of the factorized model now; never exceeded.
         rank_scale: share of every rank that stays.
-        rank: the highest rank that stays.
+        rank: the highest rank that stays; where a layer has several ranks, those below it are not cut.
         energy: share of each product's squared singular values to keep.
 
     Raises:
@@ -165,6 +166,18 @@ def _path(format: Format) -> list[Format]:
     while (lower := path[-1].lowered()) and not format.frozen:
         path.append(min(lower, key=shares))
     return path
+
+
+@lru_cache
+def _capped(format: Format, limit: int) -> Format:
+    """Return ``format`` with its ranks above ``limit`` lowered to it, and no others."""
+
+    def kept(lower: Format) -> int:  # of all ranks up to the limit
+        return sum([min(rank, limit) for rank in _ranks(lower)])
+
+    while max(_ranks(format)) > limit and (lower := format.lowered()):
+        format = max(lower, key=kept)
+    return format
 
 
 def _ranks(format: Format) -> tuple[int, ...]:

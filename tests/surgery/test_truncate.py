@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
-from factorized.formats.kernel import to_matrix
+from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.nn.layer import FactorizedLayer
 from factorized.testing import error
 from tests.attention.attention_zoo import EVERY, Kind, register_own
@@ -121,7 +121,7 @@ def test_a_ratio_of_the_present_parameters_is_met_and_never_exceeded(kind: str, 
     assert (ratio - 0.1) * before < after <= ratio * before
 
 
-@pytest.mark.parametrize("budget", [{"rank_scale": 0.5}, {"ratio": 0.4}, {"rank": 4}])
+@pytest.mark.parametrize("budget", [{"rank_scale": 0.5}, {"ratio": 0.4}])
 @pytest.mark.parametrize("scheme", [fz.TensorTrain(), fz.Tucker(), fz.Tucker(core="train")], ids=str)
 @pytest.mark.parametrize("layer", [nn.Linear(256, 256), nn.Conv2d(48, 40, 3)], ids=["linear", "convolution"])
 def test_ranks_of_a_tensor_fall_in_proportion(layer: nn.Module, scheme: Any, budget: dict[str, Any]) -> None:
@@ -131,6 +131,44 @@ def test_ranks_of_a_tensor_fall_in_proportion(layer: nn.Module, scheme: Any, bud
     shares = [now / was for now, was in zip(layers(model)["0"].rank, before, strict=True)]
     assert max(shares) < 1
     assert max(shares) - min(shares) < 1.01 / min(before)  # a step of the smallest
+
+
+@pytest.mark.parametrize("limit", [1, 4, 7, 30])
+@pytest.mark.parametrize(
+    ("scheme", "ranks"),
+    [
+        (fz.TensorTrain(dims=(16, 16, 16, 16)), (5, 30, 6)),
+        (fz.TensorTrain(dims=(16, 16, 16, 16)), (16, 3, 12)),
+        (fz.Tucker(dims=(64, 32, 32)), (30, 3, 12)),
+        (fz.Tucker(dims=(64, 32, 32), core="train"), (30, 3, 12)),
+        (fz.Monarch(blocks=4), 30),
+        (fz.LowRank(), 30),
+    ],
+    ids=str,
+)
+def test_a_rank_is_the_limit_of_every_rank_and_cuts_none_below_it(
+    scheme: fz.Scheme, ranks: int | tuple[int, ...], limit: int
+) -> None:
+    torch.manual_seed(0)
+    format = scheme.at_rank(KernelShape.of((256, 256)), ranks)
+    assert format.rank == ranks
+    model: Any = nn.Sequential(fz.FactorizedLinear.from_dense(nn.Linear(256, 256).double(), format))
+    factors, weight = model[0].factors, format.compose(model[0].factors)
+    fz.truncate(model, rank=limit)
+    after = model[0].format
+    assert after.rank == (min(ranks, limit) if isinstance(ranks, int) else tuple(min(rank, limit) for rank in ranks))
+    expected = after.compose(after.decompose(weight, exact=True))
+    assert error(after.compose(model[0].factors), expected) < 1e-10
+    if after.rank == ranks:
+        assert all(now is before for now, before in zip(model[0].factors, factors, strict=True))
+
+
+def test_the_limit_of_a_separable_convolution_is_that_of_its_pointwise_part() -> None:
+    format = fz.Tucker(separable=True, dims=(64, 8, 8)).at_rank(KernelShape.of((64, 64, 3, 3)), (8, 5, 2))
+    model: Any = nn.Sequential(fz.FactorizedConv2d.from_dense(nn.Conv2d(64, 64, 3), format))
+    for limit, ranks in [(8, (8, 5, 2)), (6, (6, 5, 2)), (3, (3, 3, 2))]:
+        fz.truncate(model, rank=limit)
+        assert model[0].rank == ranks
 
 
 def test_an_energy_keeps_that_share_of_every_spectrum_and_no_more_ranks_than_it_takes() -> None:

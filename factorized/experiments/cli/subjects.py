@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,6 +160,8 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     from factorized.experiments.models.hugging_face import as_trained_on
     from factorized.experiments.recipes.recipe import Data, Model, Recipe
     from factorized.experiments.training.network import check_network
+    from factorized.files.checksum import checksum_of_tensors
+    from factorized.surgery.state import distinct_tensors, plain_state
 
     if data is None:
         raise ValueError(f"{model} classifies images; name them by --data: a file, a folder, or a set such as digits")
@@ -175,8 +176,6 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
 
     network = make()
     check_network(Recipe(model=Model(name=model), data=Data(crop_padding=0)), network, images)
-    held = hashlib.sha256()
-    for tensor in network.state_dict().values():
-        held.update(f"{tuple(tensor.shape)} {tensor.double().sum().item()!r}".encode())
-    identity = [*identity, held.hexdigest(), images.checksum]
+    weights, tied = distinct_tensors(plain_state(network))
+    identity = [*identity, checksum_of_tensors(weights, tied), images.checksum]
     return ImageSubject(name, identity, device, make, model=model, images=images)

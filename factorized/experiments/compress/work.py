@@ -24,6 +24,7 @@ from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.folder import writing
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
+from factorized.experiments.training.state import OtherRun
 from factorized.files.checksum import is_sealed
 from factorized.formats.product import LowRank
 from factorized.nn.running import count_parameters
@@ -277,7 +278,13 @@ class Work:
 
     def _recover(self, recipe: AnyRecipe) -> dict[str, Any]:
         network = self.subject.load(self.folder / COMPRESSED)
-        result = self.subject.train(recipe, network, self.plan, self.folder / RECOVERED, self.reporter)
+        try:
+            result = self.subject.train(recipe, network, self.plan, self.folder / RECOVERED, self.reporter)
+        except OtherRun as error:  # of an earlier recovery that was stopped
+            raise ValueError(
+                f"{error.differs}; give --recover and --device as for that recovery, choose another --out, or start "
+                "over with --overwrite"
+            ) from None
         del network  # what is tested is what was written
         scores = self.subject.evaluate(self.subject.trained(self.folder / RECOVERED))
         self.say(f"recovered: {self.told(scores)}, after {result['seconds']:.0f} s of {recipe.name}")

@@ -107,10 +107,22 @@ def load_state(folder: Path) -> RunState:
         raise ValueError(f"{path}: {first_problem(error)}; {REMEDY}") from None
 
 
+class OtherRun(ValueError):
+    """A folder holds another run than the one to resume.
+
+    Attributes:
+        differs: where they differ.
+    """
+
+    def __init__(self, differs: str, remedy: str) -> None:
+        self.differs = differs
+        super().__init__(f"{differs}; {remedy}")
+
+
 def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str, folder: Path) -> None:
     """Refuse to resume with another recipe or other data than the run began with; the first difference is named."""
     if state.seed != seed:
-        raise ValueError(f"{folder} holds a run of seed {state.seed}, not {seed}; resume with that seed")
+        raise OtherRun(f"{folder} holds a run of seed {state.seed}, not {seed}", "resume with that seed")
     for section, value in recipe.items():
         before = state.recipe.get(section)
         if section in ("name", "title", "paper") or before == value:
@@ -118,23 +130,24 @@ def check_same_run(state: RunState, recipe: dict[str, Any], seed: int, data: str
         if isinstance(value, dict) and isinstance(before, dict):
             field_ = next(key for key in {**before, **value} if before.get(key) != value.get(key))
             section, before, value = f"{section}.{field_}", before.get(field_), value.get(field_)
-        raise ValueError(
-            f"{folder} holds a run with {section} = {before!r}, and this recipe says {value!r}; resume with the same "
-            "recipe, or train into another folder"
+        raise OtherRun(
+            f"{folder} holds a run with {section} = {before!r}, and this recipe says {value!r}",
+            "resume with the same recipe, or train into another folder",
         )
     if state.data != data:
-        raise ValueError(
-            f"{folder} holds a run on other data: their checksum was {state.data[:12]}…, and is {data[:12]}… now; "
-            "resume with the same data, or train into another folder"
+        raise OtherRun(
+            f"{folder} holds a run on other data: their checksum was {state.data[:12]}…, and is {data[:12]}… now",
+            "resume with the same data, or train into another folder",
         )
 
 
 def check_same_devices(ran_on: Sequence[str], kind: str, folder: Path) -> None:
     """Refuse to resume with other processes than trained the run so far; ``kind`` describes the present ones."""
     if ran_on and ran_on[-1] != kind:
-        raise ValueError(
+        raise OtherRun(
             f"{folder} was trained by {ran_on[-1]}, and this is {kind}: the result would not be that of an "
-            "uninterrupted run. Resume as it began, or give --allow-other-devices"
+            "uninterrupted run",
+            "resume as it began, or give --allow-other-devices",
         )
 
 

@@ -149,6 +149,7 @@ def test_a_recovery_that_was_stopped_goes_on_from_its_checkpoint(
 ) -> None:
     own = tmp_path / "own.toml"
     own.write_text('extends = "digits/resnet8"\n[schedule]\nepochs = 2\n')
+    (tmp_path / "other.toml").write_text(own.read_text().replace("2", "3"))
     given = ("--ratio", RATIO, "--recover", own, "--out", tmp_path / "out", *QUICK, "--ranks", "uniform")
     trained, epoch = [], Reporter.epoch
 
@@ -161,6 +162,9 @@ def test_a_recovery_that_was_stopped_goes_on_from_its_checkpoint(
     monkeypatch.setattr(Reporter, "epoch", stopped)
     said = cli("compress", run, *given)
     assert (said.code, trained) == (130, [1])
+    refused = cli("compress", run, *given[:3], tmp_path / "other.toml", *given[4:]).error
+    assert "recovered/seed-0 holds a run with schedule.epochs = 2, and this recipe says 3; give --recover" in refused
+    assert "choose another --out, or start over with --overwrite" in refused
     said = cli("compress", run, *given)
     assert (said.code, trained) == (0, [1, 2]), said.err
     assert [row["epoch"] for row in state_of(tmp_path / "out")["recovered"]["history"]] == [1, 2]

@@ -50,6 +50,46 @@ def test_a_function_that_returns_other_weights_gives_another_network(own_functio
     assert first[-1] == other[-1]  # the images
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.first.copy_(model.first.flip(1))",  # the same entries, elsewhere
+        "model.first.view(torch.int16)[0, 0] ^= 1",  # the last bit of an entry
+        "model.second = nn.Parameter(model.first.clone())",  # equal, but tied no longer
+        "model.first.data = model.first.view(torch.float16)",  # the same bytes, read otherwise
+    ],
+)
+def test_weights_in_another_order_of_another_type_or_tied_otherwise_are_another_network(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ties_its_weights.py").write_text(
+        "from pathlib import Path\n"
+        "import torch\n"
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, classes):\n"
+        "        super().__init__()\n"
+        "        self.first = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))\n"
+        "        self.second, self.head = self.first, nn.Linear(64, classes)\n"
+        "    def forward(self, x):\n"
+        "        return self.head(x.flatten(1) @ self.first.float() @ self.second.float())\n"
+        "@torch.no_grad()\n"
+        "def trained(classes):\n"
+        "    model = Net(classes)\n"
+        "    exec(Path('change.txt').read_text())\n"
+        "    return model\n"
+    )
+    identities = []
+    for text in ("", "", change):
+        Path("change.txt").write_text(text)
+        identities.append(open_subject("ties_its_weights:trained", "digits", CPU).identity)
+    first, again, other = identities
+    assert first == again
+    assert first != other
+    assert first[-1] == other[-1]  # the images
+
+
 def test_other_images_are_another_network(own_function: str, tmp_path: Path) -> None:
     images = digits()
     train(recipe("schedule.epochs=1"), images, tmp_path / "run", device="cpu")

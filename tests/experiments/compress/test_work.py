@@ -14,6 +14,7 @@ from factorized.experiments.compress.page import compress_page, write_page
 from factorized.experiments.compress.subject import recovery_recipe
 from factorized.experiments.compress.work import Settings, Work
 from factorized.experiments.recipes.find import load_any_recipe
+from factorized.experiments.training.state import check_same_devices
 from tests.experiments.compress.points import Points
 from tests.planning.models_for_planning import Mlp
 
@@ -169,6 +170,18 @@ def test_another_network_or_setting_in_the_folder_is_named(tmp_path: Path, chang
     )
     with pytest.raises(ValueError, match=f"holds another compression: {differs}"):
         Work(other, settings, tmp_path)
+
+
+def test_a_recovery_that_began_on_another_device_is_refused_by_options_that_compress_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Points, "train", lambda *_: check_same_devices(["1 process on cuda"], "1 process on cpu", tmp_path)
+    )
+    with pytest.raises(ValueError, match="was trained by 1 process on cuda, and this is 1 process on cpu") as caught:
+        compressed(tmp_path)
+    assert "give --recover and --device as for that recovery, choose another --out" in str(caught.value)
+    assert "--allow-other-devices" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["compressed", "recovered", "lowered", "composed"])
