@@ -18,6 +18,7 @@ from factorized.experiments.models import wide_resnet as wide_resnet_module
 from factorized.experiments.models.normalized import launches, layers
 from factorized.experiments.models.resnet import resnet32x2
 from factorized.experiments.models.wide_resnet import wide_resnet
+from factorized.formats.launches import builder
 from tests.on_gpu import needs_cuda
 
 pytestmark = needs_cuda
@@ -82,6 +83,7 @@ def test_outputs_and_gradients_are_those_of_float64(
     run = torch.compile(fused, fullgraph=True, dynamic=False) if compiled else fused
     outputs_and_gradients(run, list(fused.parameters()), x, torch.bfloat16)  # compiles, and asks for launches
     fused.load_state_dict(plain.state_dict())
+    builder.wait()
     used = []
     own = launches.backward_launches
     monkeypatch.setattr(launches, "backward_launches", lambda *given: used.append(1) or own(*given))

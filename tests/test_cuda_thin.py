@@ -95,6 +95,7 @@ def test_the_first_step_of_compiled_code_finds_its_kernels_built_ahead(monkeypat
     def keep(*, fn: Any, **_: Any) -> None:
         built.append((threading.current_thread().name, fn.name))
 
+    builder.wait()  # for what other tests asked for
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", keep)
 
     def wait_and_run(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
