@@ -63,6 +63,25 @@ def test_the_moment_of_a_convolution_gives_the_energy_of_its_outputs(
     )
 
 
+def test_of_many_images_few_are_unfolded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    conv = nn.Conv2d(4, 8, 3, padding=1)
+    limit = 2 * 9 * 4 * 6 * 7  # entries of the patches of two images
+    sizes: list[int] = []
+
+    def watched(x: Tensor, layer: Any) -> Tensor:
+        found = patches(x, layer)
+        sizes.append(found.numel())
+        return found
+
+    monkeypatch.setattr(moments, "PATCH_ENTRIES", limit)
+    monkeypatch.setattr(moments, "patches", watched)
+    collected = InputMoments(conv)
+    with collecting({conv: collected}), torch.no_grad():
+        conv(torch.randn(5, 4, 6, 7))
+    assert sizes == [limit, limit, limit // 2]
+    assert collected.samples == 5 * 6 * 7
+
+
 def test_linear_inputs_of_any_shape_are_counted_and_given_by_keyword() -> None:
     layer = nn.Linear(5, 3)
     x = torch.randn(4, 2, 5)
