@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.experiments.models.normalized.layers import activate, convolve_activated
+from factorized.experiments.models.stem import convolve_images
 
 Shortcut = Literal["pad", "conv"]
 
@@ -80,7 +81,7 @@ class ResNet(nn.Module):
         x: Tensor,  # (batch, channels, height, width)
     ) -> Tensor:  # (batch, classes)
         """Classify a batch of images."""
-        x = self.stages(activate(self.bn1, self.conv1(x)))
+        x = self.stages(activate(self.bn1, convolve_images(self.conv1, x)))
         return self.linear(x.mean(dim=(2, 3)))
 
 

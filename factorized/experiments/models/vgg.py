@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.experiments.models.normalized.layers import activate, has_hooks
+from factorized.experiments.models.stem import convolve_images
 
 STAGES = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))  # channels, convolutions
 
@@ -24,7 +25,7 @@ class Stage(nn.Sequential):
         if any(type(relu) is not nn.ReLU or has_hooks(relu) for relu in layers[2::3]):
             return super().forward(x)  # type: ignore[no-untyped-call]
         for conv, norm in zip(layers[::3], layers[1::3], strict=True):
-            x = activate(norm, conv(x))
+            x = activate(norm, convolve_images(conv, x))
         return x
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from factorized.experiments.models.normalized.convolutions import Layer, normalized_convolutions
 from factorized.experiments.models.normalized.layers import activate, as_read, has_hooks, kernels_apply
 from factorized.experiments.models.normalized.statistics import measured
+from factorized.experiments.models.stem import convolve_images
 
 
 class WideBlock(nn.Module):
@@ -100,7 +101,7 @@ class WideResNet(nn.Module):
         x: Tensor,  # (batch, channels, height, width)
     ) -> Tensor:  # (batch, classes)
         """Classify a batch of images."""
-        x = activate(self.bn, self.stages(self.conv1(x)))
+        x = activate(self.bn, self.stages(convolve_images(self.conv1, x)))
         return self.linear(x.mean(dim=(2, 3)))
 
 

@@ -46,13 +46,11 @@ def project_kernel(
         total0 = tl.dot(active, read(taps, rows, EVEN), total0)
         total1 = tl.dot(active, read(taps + R, rows, EVEN), total1)
         total2 = tl.dot(active, read(taps + 2 * R, rows, EVEN), total2)
-    kind = thin.dtype.element_ty
-    w = i % W
-    from_left = ((i[:, None] - 1 == i[None, :]) & (w > 0)[:, None]).to(kind)  # a product with it moves rows by one
-    from_right = ((i[:, None] + 1 == i[None, :]) & (w < W - 1)[:, None]).to(kind)
-    total1 = tl.dot(from_left, total0.to(kind), total1)
-    total1 = tl.dot(from_right, total2.to(kind), total1)
-    tl.store(thin + m[:, None] * R + r[None, :], total1.to(kind), mask=inside[:, None])
+    w = (i % W)[:, None]
+    before, after = tl.maximum(i - 1, 0), tl.minimum(i + 1, BM - 1)
+    total1 += tl.where(w > 0, tl.gather(total0, tl.broadcast_to(before[:, None], (BM, R)), 0), 0.0)
+    total1 += tl.where(w < W - 1, tl.gather(total2, tl.broadcast_to(after[:, None], (BM, R)), 0), 0.0)
+    tl.store(thin + m[:, None] * R + r[None, :], total1.to(thin.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
