@@ -20,9 +20,17 @@ def convolve_images(
     x: Tensor,  # (batch, channels, height, width)
 ) -> Tensor:  # (batch, out, height', width')
     """Apply a convolution; on a GPU in half precision to as many channels as its kernels like, the others zeros."""
-    if not (x.is_cuda and gains_by_zeros(conv, x)):
-        y: Tensor = conv(x)
-        return y
+    if x.is_cuda and gains_by_zeros(conv, x):
+        return convolve_with_zeros(conv, x)
+    y: Tensor = conv(x)
+    return y
+
+
+def convolve_with_zeros(
+    conv: nn.Conv2d,
+    x: Tensor,  # (batch, channels, height, width)
+) -> Tensor:  # (batch, out, height', width')
+    """Apply a convolution to its channels and to as many zeros as make their number a multiple."""
     zeros = (0, 0, 0, 0, 0, -conv.in_channels % MULTIPLE)
     weight = F.pad(conv.weight, zeros)
     return F.conv2d(F.pad(x, zeros), weight, conv.bias, conv.stride, conv.padding, conv.dilation)
