@@ -219,6 +219,7 @@ def test_the_library_imports_only_packages_that_it_states_as_dependencies() -> N
         "factorized/surgery/progress.py: tqdm",
         "factorized/integrations/lightning.py: lightning",
         "factorized/integrations/lightning.py: pytorch_lightning",
+        "factorized/integrations/masks.py: transformers",
         "factorized/integrations/peft.py: peft",
         "factorized/integrations/transformers.py: transformers",
         "factorized/testing.py: pytest",
