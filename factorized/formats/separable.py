@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from factorized._torch import is_exporting
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed
 from factorized.formats.cost import Device
 from factorized.formats.format import Adjust, Call, Cores, Fill, Format, Rank, Step, Way, draw_to_scale
@@ -134,7 +131,7 @@ class Separable(Format):
         if transposed:
             x = self.pointwise.run(way, x, cores[:-1], None, pointwise, adjust, transposed)
             return convolve_transposed(x, cores[-1], bias, geometry, channels)
-        x = _convolve_again(x, cores[-1], geometry, channels)
+        x = convolve(x, cores[-1], None, geometry, channels)
         return self.pointwise.run(way, x, cores[:-1], bias, pointwise, adjust)
 
     def raised(self) -> list[Self]:
@@ -157,18 +154,6 @@ class Separable(Format):
     def describe(self) -> str:
         """Return the settings of the pointwise part."""
         return f"separable=True, {self.pointwise.describe()}"
-
-
-def _convolve_again(x: Tensor, taps: Tensor, geometry: Geometry, channels: int) -> Tensor:
-    """Convolve every channel separately; compiled code that trains does so again for gradients.
-
-    Otherwise it would keep the results, which are as large as the inputs that it keeps anyway.
-    """
-    run = partial(convolve, bias=None, geometry=geometry, groups=channels)
-    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_exporting():
-        again: Tensor = checkpoint(run, x, taps, use_reentrant=False, preserve_rng_state=False)
-        return again
-    return run(x, taps)
 
 
 def pointwise_shape(shape: KernelShape) -> KernelShape:

@@ -6,9 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.flop_counter import FlopCounterMode
 
 import factorized as fz
@@ -102,35 +99,3 @@ def test_near_full_rank_the_pointwise_part_is_counted_and_lowered_as_one_matrix(
 def test_what_cannot_be_separated_is_refused(settings: dict[str, Any], shape: KernelShape, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         fz.TensorTrain(separable=True, **settings).at_rank(shape, 2)
-
-
-def test_compiled_training_convolves_every_channel_again_in_place_of_keeping_it() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = fz.FactorizedConv2d.from_dense(
-        nn.Conv2d(8, 8, 3, padding=1), fz.TensorTrain(separable=True).at_rank(KernelShape.of((8, 8, 3, 3)), (2, 2))
-    )
-    x = torch.randn(2, 8, 5, 5, requires_grad=True)
-    kept: list[list[str]] = []
-    again: list[int] = []
-
-    def depthwise(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
-        nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
-        return [node for node in nodes if node.args[-1] == 8]
-
-    def forward(graph: torch.fx.GraphModule, given: Any) -> Any:
-        (output,) = graph.graph.find_nodes(op="output")
-        kept.append([str(node) for node in output.args[0] if node in depthwise(graph)])
-        return make_boxed_func(graph.forward)
-
-    def backward(graph: torch.fx.GraphModule, given: Any) -> Any:
-        again.append(len(depthwise(graph)))
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    given = (x, *layer.parameters())
-    found, expected = (torch.autograd.grad(run(x).square().sum(), given) for run in (compiled, layer))
-    assert (kept, again) == ([[]], [1])
-    for ours, usual in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, usual)
