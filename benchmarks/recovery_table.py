@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.markdown import figure, table
@@ -35,36 +36,45 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def recovery_table(rows: Sequence[Row]) -> str:
-    """Return the table; what was not measured is a dash. Cells of fewer than all dense networks say of how many."""
+    """Return the table; what was not measured is a dash.
+
+    Cells of fewer than all dense networks say of how many, and how far from those: dense networks of one architecture
+    differ by more than the methods, so that figures of different ones do not compare.
+    """
     compressed = [row for row in rows if row["method"] != "dense"]
     ratios = sorted({row["ratio"] for row in compressed}, reverse=True)
     written = []
     for network in dict.fromkeys(row["network"] for row in rows):
-        count = _networks([row for row in rows if (row["network"], row["method"]) == (network, "dense")])
+        dense = _dense([row for row in rows if row["network"] == network])
         for after, told in AFTER.items():
             for method in METHODS:
                 key = (network, method, after)
                 own = [row for row in compressed if (row["network"], row["method"], row["recovery"]) == key]
-                cells = [_cell([row for row in own if row["ratio"] == ratio], count) for ratio in ratios]
+                cells = [_cell([row for row in own if row["ratio"] == ratio], dense) for ratio in ratios]
                 if own:
                     written.append([network, f"{method}{told}", *cells])
     columns = ["network", "method", *(f"{ratio:.0%}" for ratio in ratios)]
     return table(columns, written, _note(rows), names=2)
 
 
-def _cell(rows: Sequence[Row], count: int) -> str:
-    """Return the figure of some rows, with the number of their dense networks if it is below ``count``."""
+def _cell(rows: Sequence[Row], dense: Mapping[str, float]) -> str:
+    """Return the figure of some rows; of fewer than all dense networks with their number and the difference to them."""
     if not rows:
         return figure([])
     digits = 3 if rows[0]["score"] == "loss" else 2
-    diverged = any("problem" in row for row in rows)
-    told = "diverged" if diverged else figure([row[row["score"]] for row in rows], digits)
-    found = _networks(rows)
-    return told if found >= count else f"{told} (n = {found})"
+    networks = {row["dense"] for row in rows}
+    if any("problem" in row for row in rows):
+        told, apart = "diverged", ""
+    else:
+        scores = [row[row["score"]] for row in rows]
+        told = figure(scores, digits)
+        apart = f", {mean(scores) - mean(dense[row['dense']] for row in rows):+,.{digits}f}"
+    return told if len(networks) >= len(dense) else f"{told} (n = {len(networks)}{apart})"
 
 
-def _networks(rows: Sequence[Row]) -> int:
-    return len({row["dense"] for row in rows})
+def _dense(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the scores of the dense networks by their names."""
+    return {row["dense"]: row[row["score"]] for row in rows if row["method"] == "dense"}
 
 
 def _note(rows: Sequence[Row]) -> str:
@@ -72,9 +82,12 @@ def _note(rows: Sequence[Row]) -> str:
     parts = []
     for network in dict.fromkeys(row["network"] for row in rows):
         own = [row for row in rows if row["network"] == network]
-        dense = [row for row in own if row["method"] == "dense"]
+        dense = _dense(own)
+        told = figure([*dense.values()], 3 if own[0]["score"] == "loss" else 2)
         unit = {"accuracy": "test accuracy in percent", "perplexity": "perplexity per word", "loss": "loss"}
         devices = " and ".join(sorted({row["device"] for row in own}))
-        count = _networks(dense)
-        parts.append(f"{network}: {unit[own[0]['score']]}, dense {_cell(dense, count)}, n = {count}, {devices}")
-    return f"Means and deviations over n dense networks; a cell of fewer has its own n. {'; '.join(parts)}."
+        parts.append(f"{network}: {unit[own[0]['score']]}, dense {told}, n = {len(dense)}, {devices}")
+    return (
+        "Means and deviations over n dense networks; a cell of fewer has its own n, and the difference to those dense "
+        f"networks. {'; '.join(parts)}."
+    )

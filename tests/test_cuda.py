@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import pytest
@@ -41,12 +41,18 @@ def test_the_decomposition_is_the_same_on_both_devices() -> None:
     torch.testing.assert_close(products[1].cpu(), products[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("allow_tf32", [False, True])
+@pytest.fixture(params=[False, True], ids=["float32", "tf32"])
+def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let products of float32 be rounded to tf32, or not. monkeypatch cannot undo this setting since pytest 9.2."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = request.param
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("_rounding")
 @pytest.mark.parametrize(("shape", "rank"), [((3, 300, 280), 70), ((640, 600), 200), ((280, 900), 60)])
-def test_decompositions_by_gram_matrix_are_the_best_ones_on_the_gpu_too(
-    shape: tuple[int, ...], rank: int, allow_tf32: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allow_tf32)
+def test_decompositions_by_gram_matrix_are_the_best_ones_on_the_gpu_too(shape: tuple[int, ...], rank: int) -> None:
     W = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     U, V = spectral_factors(W.cuda(), rank)
     best, best_V = spectral_factors(W.double(), rank, "exact")

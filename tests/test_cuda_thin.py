@@ -88,7 +88,7 @@ def test_the_first_step_of_compiled_code_finds_its_kernels_built_ahead(monkeypat
     from triton import knobs
 
     torch._dynamo.reset()
-    case = (4, 48, 80, 2, 20, 12, 13)  # no other test has these kernels
+    case = (4, 48, 80, 2, 20, 12, 13)  # no other test has these kernels, but for the one that packs factors
     layer, x = made(case, torch.bfloat16)
     built: list[tuple[str, str]] = []
 
@@ -105,5 +105,5 @@ def test_the_first_step_of_compiled_code_finds_its_kernels_built_ahead(monkeypat
     backend = aot_autograd(fw_compiler=wait_and_run, bw_compiler=wait_and_run)
     with torch.autocast("cuda", torch.bfloat16):
         outputs_and_gradients(torch.compile(layer, fullgraph=True, backend=backend), x)
-    names = ["pack_kernel", "convolve_kernel", "convolve_kernel", "gradients_kernel", "gradients_kernel"]
-    assert built == [("building kernels", name) for name in names]
+    own = [("building kernels", name) for name in 2 * ["convolve_kernel"] + 2 * ["gradients_kernel"]]
+    assert built in (own, [("building kernels", "pack_kernel"), *own])

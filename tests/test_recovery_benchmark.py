@@ -280,7 +280,7 @@ def test_a_recovery_that_diverges_is_noted_and_others_go_on(
     assert "ordinary 0 the training loss is nan" in capsys.readouterr().out
 
 
-def test_the_table_joins_files_averages_over_networks_and_seeds_and_marks_cells_of_fewer_networks(
+def test_the_table_joins_files_averages_over_networks_and_seeds_and_says_of_fewer_how_far_from_dense_they_are(
     tmp_path: Path,
 ) -> None:
     def row(network: str, ratio: float, method: str, way: str, accuracy: float, **more: Any) -> dict[str, Any]:
@@ -307,10 +307,10 @@ def test_the_table_joins_files_averages_over_networks_and_seeds_and_marks_cells_
     table = recovery_table(read_rows(tmp_path)).splitlines()
     assert table[0] == "| network | method | 30% | 10% |"
     assert table[2:5] == [
-        "| net | calibrated | 82.00 ± 2.83 | 75.00 (n = 1) |",
-        "| net | pruning, ordinary decay | diverged (n = 1) | 71.00 ± 1.41 (n = 1) |",
+        "| net | calibrated | 82.00 ± 2.83 | 75.00 (n = 1, -17.00) |",
+        "| net | pruning, ordinary decay | diverged (n = 1) | 71.00 ± 1.41 (n = 1, -19.00) |",
         "| small | ASVD | – | 60.00 |",
     ]
-    assert "Means and deviations over n dense networks; a cell of fewer has its own n. net: " in table[-1]
+    assert "a cell of fewer has its own n, and the difference to those dense networks. net: " in table[-1]
     assert "net: test accuracy in percent, dense 91.00 ± 1.41, n = 2, CPU and H200; small: " in table[-1]
     assert table[-1].endswith("small: test accuracy in percent, dense 90.00, n = 1, H200.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,7 +20,7 @@ from factorized.nn.running import frozen, move_to, run_once
 Loss = Callable[..., Tensor]  # of a model's outputs and the other parts of a batch
 
 NEVER_CALLED = "never called as layers; weights of recurrent networks and of experts never are"
-MANY = 100_000  # examples of an iterator that may never end
+MANY = 100_000  # examples of batches that may never end
 
 
 class Calibrated:
@@ -105,7 +105,7 @@ class Calibrated:
             before, seen = seen, seen + _examples(inputs)
             if self.samples is not None and seen >= self.samples:
                 return
-            if self.samples is None and before < MANY <= seen and isinstance(self.batches, Iterator):
+            if self.samples is None and before < MANY <= seen and not _has_length(self.batches):
                 warn(
                     f"Calibrated(batches) has read {seen:,} examples, and its iterator goes on; if it never ends, stop "
                     "this and pass samples=",
@@ -115,6 +115,14 @@ class Calibrated:
                 "Calibrated(batches): batches holds no examples. An iterator that was used before is empty: pass "
                 "a list or a DataLoader. Nothing was changed"
             )
+
+
+def _has_length(batches: Iterable[Any]) -> bool:
+    """Return whether the number of batches is known; of a ``DataLoader`` of a stream it is not."""
+    try:
+        return isinstance(batches, Sized) and len(batches) >= 0
+    except (TypeError, NotImplementedError):
+        return False
 
 
 def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any], text: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import factorized as fz
 from tests.models.unchanged import unchanged
@@ -119,14 +121,32 @@ def test_batches_that_do_not_fit_leave_the_model_unchanged(batches: Any, message
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_an_iterator_that_goes_on_and_on_is_a_warning_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+class Stream(IterableDataset[Tensor]):
+    """As many rows as wanted; nobody knows how many there are."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(320, 20))
+
+
+def test_batches_that_go_on_and_on_are_a_warning_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("factorized.planning.calibration.MANY", 100)
-    model, batches = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 16)), [torch.randn(64, 20)] * 5
-    with pytest.warns(UserWarning, match=r"has read 128 examples.*; if it never ends, stop this and pass samples="):
-        fz.factorize(model, rank=3, keep_first_and_last=False, init=fz.Calibrated(iter(batches)))
-    for calibrated in (fz.Calibrated(iter(batches), samples=200), fz.Calibrated(batches)):  # warnings are errors
+    batches = [torch.randn(64, 20)] * 5
+    loader = DataLoader(
+        TensorDataset(torch.cat(batches)), 64, collate_fn=lambda rows: torch.stack([x for (x,) in rows])
+    )
+    stream: DataLoader[Tensor] = DataLoader(Stream(), 64)
+
+    def calibrate(calibrated: fz.Calibrated) -> None:
         dense = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 16))
         fz.factorize(dense, rank=3, keep_first_and_last=False, init=calibrated)
+
+    for endless in (iter(batches), stream):
+        with pytest.warns(UserWarning, match=r"has read 128 examples.*; if it never ends, stop this and pass samples="):
+            calibrate(fz.Calibrated(endless))
+    for bounded in (fz.Calibrated(iter(batches), samples=200), fz.Calibrated(stream, samples=200)):
+        calibrate(bounded)  # warnings are errors
+    for known in (batches, loader):
+        calibrate(fz.Calibrated(known))
 
 
 def test_weights_on_the_meta_device_cannot_be_calibrated() -> None:

@@ -14,11 +14,14 @@ from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.trained import fit_images
 
 
-def load_data(recipe: Recipe, data: str | None, *, quiet: bool = False) -> tuple[Recipe, Images]:
+def load_data(
+    recipe: Recipe, data: str | None, *, quiet: bool = False, takes_settings: bool = True
+) -> tuple[Recipe, Images]:
     """Return the recipe and its images.
 
     ``data`` is a folder of data sets, or a data set itself. The recipe then names its data as the set calls itself, and
-    not by a path: a run is the same wherever its images are.
+    not by a path: a run is the same wherever its images are. Verbs that take the settings of a recipe take the name of
+    a set among them, which messages say.
     """
     folder, where = None, recipe.data.name
     if data is not None and _is_data_set(data):
@@ -26,9 +29,9 @@ def load_data(recipe: Recipe, data: str | None, *, quiet: bool = False) -> tuple
     elif data is not None:
         folder = Path(data).expanduser()
         if not folder.is_dir():
+            by_name = f". A data set that has a name goes by it: --set data.name={data}" if takes_settings else ""
             raise ValueError(
-                f"--data: there is no file or folder {data}; give a folder of data sets, or the path of one. A "
-                f"data set that has a name goes by it: --set data.name={data}"
+                f"--data: there is no file or folder {data}; give a folder of data sets, or the path of one{by_name}"
             )
         if recipe.data.name == EMBEDDED or prepared_path(recipe.data.name, folder) is None:
             raise ValueError(
@@ -46,7 +49,7 @@ def load_data_of_run(recipe: Recipe, result: dict[str, Any], data: str | None) -
     """Return the images that a run was trained on, or others where ``data`` names them, fed as those were."""
     trained_on = f"{recipe.data.name!r} (checksum {result['data']['checksum'][:12]}…)"
     try:
-        _, images = load_data(recipe, data)
+        _, images = load_data(recipe, data, takes_settings=False)
     except ValueError as error:
         if data is not None:
             raise

@@ -32,7 +32,8 @@ def open_subject(model: str, data: str | None, device: torch.device, *, trust_mo
     if ":" in model and not model.startswith("hf:"):
         return _classifier(model, model, [], data, device)
     within = sorted(found.parent for found in path.glob(f"**/{RESULT}"))[:1] if path.is_dir() else []
-    hint = f"; did you mean {within[0]}?" if within else ""
+    around = [parent for parent in path.parents if (parent / RESULT).is_file()] if path.exists() else []
+    hint = f"; did you mean {[*within, *around][0]}?" if within or around else ""
     raise ValueError(
         f"MODEL must be the folder of a finished run (with {RESULT}) or of a Hugging Face model (with {CONFIG}), or "
         f"module:function, got {model}{hint or _checkpoint_hint(path)}"

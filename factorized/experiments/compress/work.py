@@ -368,6 +368,9 @@ class Watched:
     def __init__(self, batches: Sequence[Any], progress: Progress, stage: str) -> None:
         self.batches, self.progress, self.stage = batches, progress, stage
 
+    def __len__(self) -> int:
+        return len(self.batches)
+
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self.batches):
             yield batch

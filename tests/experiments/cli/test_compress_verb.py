@@ -231,13 +231,21 @@ def test_wrong_arguments_are_one_line_and_leave_no_folder(
     assert not (tmp_path / "out").exists()
 
 
+def test_no_option_of_other_verbs_is_named(cli: Cli, run: Path) -> None:
+    for verb in (("compress", run, "--ratio", "0.5"), ("evaluate", run), ("compose", run)):
+        message = cli(*verb, "--data", "nowhere").error
+        assert message.endswith("there is no file or folder nowhere; give a folder of data sets, or the path of one\n")
+
+
 def test_a_folder_that_was_there_stays_after_a_refusal(cli: Cli, run: Path, tmp_path: Path) -> None:
     assert "nothing" in cli("compress", run, "--ratio", "0.5", "--exclude", "nothing", "--out", tmp_path).error
     assert tmp_path.is_dir()
 
 
 def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path: Path, npz: Path) -> None:
-    assert f"did you mean {run}?" in cli("compress", run.parents[1], "--ratio", "0.5").error
+    for near in (run.parents[1], run / "model", run / "model/dense.safetensors"):
+        assert near.exists()
+        assert cli("compress", near, "--ratio", "0.5").error.endswith(f"did you mean {run}?\n")
     assert "MODEL must be the folder of a finished run" in cli("compress", tmp_path, "--ratio", "0.5").error
     assert "write a function that builds the network and loads" in cli("compress", "net.pt", "--ratio", "0.5").error
     assert "classifies images; name them by --data" in cli("compress", "a:b", "--ratio", "0.5").error

@@ -65,6 +65,14 @@ def test_progress_tells_batches_and_layers(tmp_path: Path) -> None:
     }
 
 
+def test_many_examples_are_no_reason_to_warn_of_batches_that_never_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("factorized.planning.calibration.MANY", 2)
+    _, work = compressed(tmp_path)
+    assert work.state["notes"] == []
+
+
 def test_few_layers_in_a_pass_mean_more_passes_and_the_same_result(tmp_path: Path) -> None:
     told: list[str] = []
     _, few = compressed(
