@@ -174,6 +174,7 @@ def time_models(
                 "parameters": count_parameters(model),
                 "bytes": sum(tensor.nbytes for tensor in model.parameters()),
                 "peak_memory": torch.cuda.max_memory_allocated() - held if cuda else None,
+                "options": arguments.option,
             }
         )
     steps = {place: decoder.step for place, decoder in enumerate(decoders)}
@@ -242,7 +243,8 @@ def main(words: Sequence[str] | None = None) -> None:
         rows += time_models(name, ways, batch, arguments, device)
         for row in rows[-len(ways) :]:
             print(row, flush=True)
-        write(arguments.out, device, rows, length=arguments.length, options=arguments.option)
+        settings = {name: getattr(arguments, name) for name in ("length", "rounds", "repeats")}
+        write(arguments.out, device, rows, **settings)
 
 
 if __name__ == "__main__":
