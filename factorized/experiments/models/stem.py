@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from factorized._torch import is_exporting
 from factorized.experiments.models.normalized.layers import has_hooks
-from factorized.formats.thin import DTYPES, computing_type
+from factorized.formats.thin import DTYPES, PLAIN, computing_type
 
 MULTIPLE = 8  # of channels, for which cuDNN has kernels that use tensor cores
 
@@ -20,7 +20,7 @@ def convolve_images(
     x: Tensor,  # (batch, channels, height, width)
 ) -> Tensor:  # (batch, out, height', width')
     """Apply a convolution; on a GPU in half precision to as many channels as its kernels like, the others zeros."""
-    if x.is_cuda and gains_by_zeros(conv, x):
+    if type(x) in PLAIN and x.is_cuda and gains_by_zeros(conv, x):
         return convolve_with_zeros(conv, x)
     y: Tensor = conv(x)
     return y
