@@ -47,6 +47,16 @@ def test_plain_norms_in_training_suit_the_kernels_in_half_precision(make: Callab
     assert not norm_suits(x, norm)
 
 
+def test_norms_of_other_tensors_do_not_suit_the_kernels() -> None:
+    class Other(Tensor):
+        pass
+
+    norm = nn.BatchNorm2d(6)
+    norm.running_mean = norm.running_mean.as_subclass(Other)  # type: ignore[union-attr]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not norm_suits(torch.randn(2, 6, 4, 4), norm)
+
+
 def test_norms_with_hooks_do_not_suit_the_kernels() -> None:
     norm = nn.BatchNorm2d(6)
     norm.register_forward_hook(lambda *_: None)

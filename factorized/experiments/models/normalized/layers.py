@@ -95,6 +95,7 @@ def _is_plain_norm(norm: Any) -> bool:
         and norm.affine
         and norm.track_running_stats
         and norm.momentum is not None
+        and all(type(tensor) in PLAIN for tensor in (*norm.parameters(), norm.running_mean, norm.running_var))
         and not has_hooks(norm)
     )
 
