@@ -47,6 +47,14 @@ def test_plain_norms_in_training_suit_the_kernels_in_half_precision(make: Callab
     assert not norm_suits(x, norm)
 
 
+def test_norms_suit_the_kernels_in_compiled_code_too() -> None:
+    norm, x = nn.BatchNorm2d(6), torch.zeros(2, 6, 4, 4)
+    compiled = torch.compile(lambda x: x + norm_suits(x, norm), fullgraph=True, backend="eager", dynamic=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(x).eq(1).all()
+    assert compiled(x).eq(0).all()
+
+
 def test_norms_of_other_tensors_do_not_suit_the_kernels() -> None:
     class Other(Tensor):
         pass
