@@ -2,18 +2,23 @@
 
     python -m benchmarks.decode --out benchmarks/results/decode-h200.json
     python -m benchmarks.decode llama-445m llama-wide --batch 1 --fuse --kernel BLOCK=512 --out FILE
+    python -m benchmarks.decode llama-445m llama-wide --batch 1 --fuse --attention SEQUENCES=0 --parallel --out FILE
 
 Models are made from their sizes with random weights, in bfloat16, with a static cache of keys and values. One step
 reads a token of each sequence and gives the next one; on a GPU it is compiled and one CUDA graph. Times are medians of
 rounds that are interleaved over the models, in milliseconds; ``bytes`` are those of all weights, which every step
-reads; ``peak_memory`` is that of torch's tensors, in bytes, without the models that came before.
+reads; ``peak_memory`` is that of torch's tensors, in bytes, without the models that came before. With SEQUENCES=0
+fused layers leave attention to transformers.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,7 +29,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 import factorized as fz
 from benchmarks.script import parser_of, write
 from factorized.integrations.decoding import fuse_decoder
-from factorized.nn import one_row
+from factorized.nn import one_row, one_token
 from factorized.nn.running import count_parameters
 from factorized.nn.timing import capture, median_milliseconds
 
@@ -50,30 +55,40 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": lambda: _llama(64, 128, layers=2, heads=2, vocabulary=100),
 }
 PROMPT = 16  # tokens before the first that is timed
-CONSTANTS = ("PROGRAMS", "WARPS", "REGISTERS", "BLOCK", "ELEMENTS", "LATENCY")  # of one_row that may be others
+# names that may have other values
+PRODUCTS = ("PROGRAMS", "WARPS", "REGISTERS", "BLOCK", "ELEMENTS", "LATENCY")  # of one_row
+ATTENTION = ("PROGRAMS", "MOST_PROGRAMS", "WARPS", "REGISTERS", "ELEMENTS", "SEQUENCES")  # of one_token
 
 
 class Way(NamedTuple):
     """How a model is made and run."""
 
     ratio: float | None = None  # None: dense
-    kernel: Mapping[str, int] | None = None  # other constants of the kernel of fused layers; None: not fused
+    products: Mapping[str, int] | None = None  # other constants of the kernel of fused layers; None: not fused
+    attention: Mapping[str, int] = {}  # of the kernel of their attention
 
     def __str__(self) -> str:
-        if self.kernel is None:
+        if self.products is None:
             return "dense" if self.ratio is None else "low rank"
-        return ", ".join(["fused", *(f"{name}={value}" for name, value in self.kernel.items())])
+        products = [f"{name}={value}" for name, value in self.products.items()]
+        return ", ".join(["fused", *products, *(f"attention {name}={value}" for name, value in self.attention.items())])
 
 
-def constants(text: str) -> dict[str, int]:
-    """Return the constants in a text such as ``BLOCK=512,PROGRAMS=4``."""
-    try:
-        found = {name: int(value) for name, value in (word.split("=") for word in text.split(","))}
-    except ValueError:
-        found = {}
-    if not found or not set(found) <= set(CONSTANTS):
-        raise argparse.ArgumentTypeError(f"must be like BLOCK=512,PROGRAMS=4, of {', '.join(CONSTANTS)}, got {text}")
-    return found
+def constants(names: Sequence[str]) -> Callable[[str], dict[str, int]]:
+    """Return what reads constants from a text such as ``BLOCK=512,PROGRAMS=4``."""
+
+    def read(text: str) -> dict[str, int]:
+        try:
+            found = {name: int(value) for name, value in (word.split("=") for word in text.split(","))}
+        except ValueError:
+            found = {}
+        if not found or not set(found) <= set(names):
+            raise argparse.ArgumentTypeError(
+                f"must be like {names[0]}=4,{names[1]}=8, of {', '.join(names)}, got {text}"
+            )
+        return found
+
+    return read
 
 
 def build(
@@ -117,27 +132,39 @@ class Decoder:
         return logits[:, -1].argmax(-1, keepdim=True)
 
 
+def start(
+    name: str, way: Way, batch: int, arguments: argparse.Namespace, device: torch.device
+) -> tuple[nn.Module, Decoder]:
+    """Return a model, and its decoder after the first step."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    options = dict.fromkeys(arguments.option, True) if arguments.compile else None
+    model = build(name, way.ratio, device, dtype, fused=way.products is not None)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with ExitStack() as stack:  # constants are read when the graph is captured
+        for module, others in ((one_row, way.products or {}), (one_token, way.attention)):
+            for constant, value in others.items():
+                stack.enter_context(patch.object(module, constant, value))
+        decoder = Decoder(model, batch, arguments.length, options)
+        decoder.step()
+    return model, decoder
+
+
 @torch._dynamo.config.patch(recompile_limit=64)  # all models share one step function, and each compiles it again
 def time_models(
     name: str, ways: Sequence[Way], batch: int, arguments: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
     """Return a row for each way, the dense one first: milliseconds a token, weights, peak memory."""
     cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    options = dict.fromkeys(arguments.option, True) if arguments.compile else None
     rows, decoders = [], []
     for way in ways:
         if cuda:
             gc.collect()
             torch.cuda.empty_cache()
         held = torch.cuda.memory_allocated() if cuda else 0
-        model = build(name, way.ratio, device, dtype, fused=way.kernel is not None)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        usual = {constant: getattr(one_row, constant) for constant in CONSTANTS}
-        with patch.multiple(one_row, **{**usual, **(way.kernel or {})}):  # they are read when the graph is captured
-            decoders.append(Decoder(model, batch, arguments.length, options))
-            decoders[-1].step()
+        model, decoder = start(name, way, batch, arguments, device)
+        decoders.append(decoder)
         rows.append(
             {
                 "model": name,
@@ -147,6 +174,7 @@ def time_models(
                 "parameters": count_parameters(model),
                 "bytes": sum(tensor.nbytes for tensor in model.parameters()),
                 "peak_memory": torch.cuda.max_memory_allocated() - held if cuda else None,
+                "options": arguments.option,
             }
         )
     steps = {place: decoder.step for place, decoder in enumerate(decoders)}
@@ -155,6 +183,14 @@ def time_models(
         row["milliseconds"] = times[place]
         row["over_dense"] = times[place] / times[0]
     return rows
+
+
+def compile_in_parallel(words: Sequence[str], jobs: int) -> None:
+    """Run the first step of every job in a process of its own, all at once, so that the compiler's cache has them."""
+    command = [sys.executable, "-m", "benchmarks.decode", *words]
+    processes = [subprocess.Popen([*command, "--only", str(job)]) for job in range(jobs)]
+    for process in processes:
+        process.wait()
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -170,30 +206,45 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--option", action="append", default=[], help="of torch's compiler, such as freezing")
     parser.add_argument("--fuse", action="store_true", help="low rank also by fz.integrations.fuse_decoder")
-    parser.add_argument(
-        "--kernel",
-        type=constants,
-        action="append",
-        default=[],
-        help="with --fuse, also with other constants: BLOCK=512",
-    )
+    for option, names in (("--kernel", PRODUCTS), ("--attention", ATTENTION)):
+        parser.add_argument(
+            option,
+            type=constants(names),
+            action="append",
+            default=[],
+            help=f"with --fuse, also with other constants: {names[0]}=4,{names[1]}=8",
+        )
+    parser.add_argument("--parallel", action="store_true", help="first compile all at once, in a process each")
+    parser.add_argument("--only", type=int, help="the first step of this one of all models, batches and ways; no times")
+    words = sys.argv[1:] if words is None else words
     arguments = parser.parse_args(words)
     device = torch.device(arguments.device)
     needed = PROMPT + 5 + (arguments.rounds + 1) * arguments.repeats  # five to warm up
     if arguments.length < needed:
         raise SystemExit(f"--length {arguments.length} is less than the {needed} tokens of all rounds")
-    if arguments.kernel and not arguments.fuse:
-        raise SystemExit("--kernel is of fused layers: give --fuse too")
-    kernels = [None, *([{}, *arguments.kernel] if arguments.fuse else [])]
-    ways = [Way(), *(Way(ratio, kernel) for ratio in arguments.ratio or [0.5] for kernel in kernels)]
+    if (arguments.kernel or arguments.attention) and not arguments.fuse:
+        raise SystemExit("--kernel and --attention are of fused layers: give --fuse too")
+    ways = [Way()]
+    for ratio in arguments.ratio or [0.5]:
+        ways.append(Way(ratio))
+        if arguments.fuse:
+            ways += [Way(ratio, kernel) for kernel in [{}, *arguments.kernel]]
+            ways += [Way(ratio, {}, kernel) for kernel in arguments.attention]
+    models = [(name, batch) for name in arguments.models for batch in arguments.batch or [1, 8]]
+    if arguments.only is not None:
+        (name, batch), way = [(model, way) for model in models for way in ways][arguments.only]
+        start(name, way, batch, arguments, device)
+        return
+    if arguments.parallel:
+        compile_in_parallel(words, len(models) * len(ways))
     rows: list[dict[str, Any]] = []
-    for name in arguments.models:
-        for batch in arguments.batch or [1, 8]:
-            torch._dynamo.reset()
-            rows += time_models(name, ways, batch, arguments, device)
-            for row in rows[-len(ways) :]:
-                print(row, flush=True)
-            write(arguments.out, device, rows, length=arguments.length, options=arguments.option)
+    for name, batch in models:
+        torch._dynamo.reset()
+        rows += time_models(name, ways, batch, arguments, device)
+        for row in rows[-len(ways) :]:
+            print(row, flush=True)
+        settings = {name: getattr(arguments, name) for name in ("length", "rounds", "repeats")}
+        write(arguments.out, device, rows, **settings)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.script import parser_of, write
-from factorized.experiments.models.normalized import launches as sizes
-from factorized.experiments.models.normalized.launches import TILES, Tiles, backward_launches, forward_launches
+from factorized.experiments.models.normalized import launches
+from factorized.experiments.models.normalized import tiles as sizes
+from factorized.experiments.models.normalized.tiles import TILES, Tiles
 from factorized.formats.launches import Launch
 from factorized.nn.timing import capture, median_milliseconds
 
-STAGES = ((160, 32, 15), (320, 16, 31), (640, 8, 61))  # channels, height and width, rank: WideResNet-28-10 at 0.0667
+# channels, height and width, rank: WideResNet-28-10 at 0.0667, ResNet-32x2 at 0.1
+STAGES = ((160, 32, 15), (320, 16, 31), (640, 8, 61), (64, 32, 9), (128, 16, 18), (256, 8, 36))
 BATCH = 128
 LAUNCHES = 10  # of a kernel in one graph
 SETTINGS: Mapping[str, Tiles] = {
@@ -50,6 +52,12 @@ SETTINGS: Mapping[str, Tiles] = {
     "2 tiles ahead": replace(TILES, ahead=2),
     "4 tiles ahead": replace(TILES, ahead=4),
     "2 tiles ahead, twice the walks": replace(TILES, ahead=2, walk_programs=528),
+    "streams of half the size, half the warps": replace(
+        TILES, stream_size=2048, stream_warps=4, cover_size=2048, cover_warps=2
+    ),
+    "streams of half the size, twice the walks": replace(TILES, stream_size=2048, walk_programs=528, cover_size=1024),
+    "streams of twice the size": replace(TILES, stream_size=8192, cover_size=8192),
+    "streams of half the warps": replace(TILES, stream_warps=4, cover_warps=8),
 }
 
 
@@ -65,18 +73,31 @@ def launches_of(stage: tuple[int, int, int], batch: int, tiles: Tiles, device: t
 
     x, gradient, residual, y = (drawn(batch, size, size, channels).permute(0, 3, 1, 2) for _ in range(4))
     R = max(16, 1 << (rank - 1).bit_length())
-    walk = tiles.walk(x)
+    walk, summing, stream = tiles.walk(x), tiles.walk(x, R), tiles.stream(x)
     norm = [drawn(channels, dtype=torch.float32) for _ in range(2)]
     factors = [drawn(3 * channels, rank, dtype=torch.float32) / (3 * channels) ** 0.5 for _ in range(2)]
     parts = drawn(walk.splits, 2, channels, dtype=torch.float32).square()
     thin, packed = drawn(batch, size, size, R), drawn(6 * channels, R)
     statistics, coefficients = (drawn(2, channels, dtype=torch.float32).square() for _ in range(2))
-    sums = drawn(2, walk.splits, 3 * channels, R, dtype=torch.float32)
-    written = (y, parts, thin, packed, statistics, coefficients)
-    found = forward_launches(x, (parts, walk.span), (*norm, *factors), 1e-5, residual, written)
+    sums = drawn(2, summing.splits, 3 * channels, R, dtype=torch.float32)
+    parts_of_x = drawn(stream.splits, 2, channels, dtype=torch.float32).square()
+    running = (norm[0].clone(), norm[1].clone(), 0.1)
+    of_norm = torch.empty_like(statistics)
     kept = (thin, packed, statistics, coefficients)
-    found += backward_launches(gradient, x, kept, 1e-5, residual, (y, *sums, torch.empty_like(statistics)))
-    return {launch.kernel.__name__.removesuffix("_kernel"): launch for launch in found}
+    found = launches.forward_launches(x, coefficients, factors, residual, (y, parts, thin, packed))
+    found += launches.backward_launches(gradient, x, kept, 1e-5, residual, (y, *sums, of_norm))
+    found.append(launches.measuring(x, parts_of_x))
+    join = launches.joining((parts, walk.span), walk.positions, (*norm, 1e-5), running, (statistics, coefficients))
+    of_sum = launches.activation_gradient_launches(
+        gradient, x, y, statistics, coefficients, 1e-5, residual, torch.empty_like(y), of_norm
+    )
+    alone = launches.activation_gradient_launches(
+        gradient, x, None, statistics, coefficients, 1e-5, residual, residual, of_norm
+    )
+    found += [join, *launches.activation_launches(x, coefficients, residual, y), *of_sum[::2]]
+    named = {launch.kernel.__name__.removesuffix("_kernel"): launch for launch in found}
+    without = [*launches.activation_launches(x, coefficients, None, y), *alone[::2]]
+    return named | {f"{launch.kernel.__name__.removesuffix('_kernel')}, no shortcut": launch for launch in without}
 
 
 def build(place: int, name: str) -> None:

@@ -30,7 +30,12 @@ FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 MACHINES = {"h200": "GPU", "cpu": "CPU"}
 BESIDE_DENSE = ("training", "inference", "llama", "layers")  # benchmarks whose first way is dense
 DECODERS = {"llama-445m": "8 layers, 2048 wide", "llama-wide": "4 layers, 4096 wide"}
-DECODINGS = ("decode-h200", "decode-fused-h200")  # of a model and batch that both have, the last one is shown
+# reports of decoding and what their models are called; of a model and batch that two have, the last one is shown
+DECODINGS = {
+    "decode-h200": "",
+    "decode-fused-h200": "",
+    "decode-attention-h200": "; attention fused, too",
+}
 TUNED = "coordinate_descent_tuning"
 OWN = ("low rank", "Tensor-Train", "Tucker", "feed-forward", "factorized")  # how ways of ours begin
 
@@ -104,19 +109,19 @@ def growth_table(report: Report) -> str:
 def decoding(results: Path = RESULTS) -> str:
     """Return the table of milliseconds a token: dense, low rank and fused, each also as the tuned compiler makes it."""
     reports = [json.loads((results / f"{name}.json").read_text()) for name in DECODINGS]
-    cases: dict[tuple[str, int], Report] = {}
-    for report in reports:
-        cases |= {(row["model"], row["batch"]): report for row in report["rows"]}
+    cases: dict[tuple[str, int, str], Report] = {}
+    for report, told in zip(reports, DECODINGS.values(), strict=True):
+        cases |= {(row["model"], row["batch"], told): report for row in report["rows"]}
     parameters = {row["model"]: row["parameters"] for report in reports for row in report["rows"] if _is_dense(row)}
     columns = [(way, tuned) for way in ("dense", "low rank", "fused") for tuned in (False, True)]
     rows = []
-    for (model, batch), report in sorted(cases.items()):
+    for (model, batch, told), report in sorted(cases.items(), key=lambda case: case[0]):
         found = {
             (row["way"], TUNED in row["options"]): f"{row['milliseconds']:.3f}"
             for row in report["rows"]
             if (row["model"], row["batch"]) == (model, batch)
         }
-        name = f"{DECODERS[model]}, {parameters[model] / 1e6:.0f} M parameters"
+        name = f"{DECODERS[model]}, {parameters[model] / 1e6:.0f} M parameters{told}"
         rows.append([name, f"{batch}", *(found.get(column, "") for column in columns)])
     titles = [f"{way}, tuned" if tuned else way for way, tuned in columns]
     machines = [report["machine"] for report in reports]

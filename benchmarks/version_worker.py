@@ -1,4 +1,4 @@
-"""Hold the training step of one recipe and time it when asked; a process of ``benchmarks.versions``.
+"""Hold the training step of one recipe, or of the Llama, and time it when asked; a process of ``benchmarks.versions``.
 
 It imports nothing but the package of the checkout that it times.
 """
@@ -16,11 +16,24 @@ from factorized.experiments.bench.measure import milliseconds
 from factorized.experiments.bench.memory import PeakMemory
 from factorized.experiments.bench.networks import training_way
 from factorized.experiments.bench.session import Way
+from factorized.nn.running import count_parameters
 
 
-def main(
-    recipe: str, batch: int, device: torch.device, make: Callable[[str, int, torch.device], Way] = training_way
-) -> None:
+def way_of(name: str, batch: int, device: torch.device) -> Way:
+    """Return the training step of a recipe, or of the Llama of ``factorized bench``: llama [low [decay]]."""
+    if not name.startswith("llama"):
+        return training_way(name, batch, device)
+    from factorized.experiments.bench.llama import ON_A_CPU, LlamaSizes, build_llama, llama_step
+
+    on_cuda = device.type == "cuda"
+    sizes = LlamaSizes() if on_cuda else ON_A_CPU
+    model = build_llama(sizes, sizes.rank if "low" in name else None, device)
+    run = torch.compile(model, dynamic=False) if on_cuda else model
+    step = llama_step(model, run, sizes, "decay" in name)
+    return Way(step, {"parameters": count_parameters(model)})
+
+
+def main(recipe: str, batch: int, device: torch.device, make: Callable[[str, int, torch.device], Way] = way_of) -> None:
     """Build a step, tell about it, then time as many steps as each line of the input says."""
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()

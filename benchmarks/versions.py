@@ -1,11 +1,13 @@
 """Time training steps of one or more checkouts of this package in turn, each in its own process, on one GPU.
 
     git archive OLD factorized | tar x -C vendor/old
-    python -m benchmarks.versions . vendor/old --out out/versions
+    python -m benchmarks.versions . vendor/old --out out/versions --only ResNet
+    python -m benchmarks.versions . vendor/old --out out/llama --only Llama --rounds 15 --steps 5
 
-Networks and rows are those of ``factorized bench training``. All processes compile at once and keep their step; then
-they take turns, so that a busy moment hits all of them alike, old and new. Every checkout gets its own report, in the
-form of ``factorized bench``. At the end the first row of each is timed again after all other processes have ended.
+Networks and rows are those of ``factorized bench training`` and ``factorized bench llama``. All processes compile at
+once and keep their step; then they take turns, so that a busy moment hits all of them alike, old and new. Every
+checkout gets its own report, in the form of ``factorized bench``. At the end the first row of each is timed again after
+all other processes have ended.
 """
 
 from __future__ import annotations
@@ -26,10 +28,15 @@ import torch
 
 from benchmarks.script import parser_of
 from factorized.experiments.bench.measure import Spread, clock_of
-from factorized.experiments.bench.networks import NETWORKS
+from factorized.experiments.bench.networks import NETWORKS as OF_IMAGES
 from factorized.experiments.training.record import describe_machine
 
 WORKER = Path(__file__).with_name("version_worker.py")
+# what each row of a network is called, and how the worker calls it
+NETWORKS = {
+    **OF_IMAGES,
+    "Llama": {"dense": "llama", "low rank": "llama low", "low rank, Frobenius decay": "llama low decay"},
+}
 MARK = b"@"  # begins the lines that a worker tells
 BATCH = 128
 
@@ -85,7 +92,7 @@ def report(checkout: Path, workers: Sequence[Worker], device: torch.device) -> d
     """Return the rows of a checkout in the form of ``factorized bench``."""
     rows, skipped = [], []
     for worker in workers:
-        group = f"{worker.network}, training step, batch {BATCH}"
+        group = f"{worker.network}, training step, batch {BATCH if worker.network in OF_IMAGES else 8}"
         if not worker.times or worker.facts is None:
             skipped.append(f"{group}: {worker.way}: it was not compiled in time")
             continue

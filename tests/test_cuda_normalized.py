@@ -17,19 +17,23 @@ import factorized as fz
 from factorized.experiments.models import wide_resnet as wide_resnet_module
 from factorized.experiments.models.normalized import launches, layers
 from factorized.experiments.models.resnet import resnet32x2
+from factorized.experiments.models.vgg import vgg19_nfc
 from factorized.experiments.models.wide_resnet import wide_resnet
-from factorized.formats.launches import builder
+from factorized.formats.launches import Launch, builder
 from tests.on_gpu import needs_cuda
 
 pytestmark = needs_cuda
-# a network, its ratio, batch, height and width, and how many convolutions normalize their input
+# a network, its ratio, batch, height and width, how many convolutions normalize their input, and how many other norms
+# are one operator with their ReLU
 CASES = {
-    "WideResNet-16-10": (lambda: wide_resnet(16, 10), 0.0667, 4, 32, 9),
-    "WideResNet-16-2": (lambda: wide_resnet(16, 2), 0.2, 16, 32, 9),
-    "WideResNet-16-1": (lambda: wide_resnet(16, 1), 0.3, 5, 20, 9),
-    "ResNet-32x2": (resnet32x2, 0.1, 8, 32, 15),
+    "WideResNet-16-10": (lambda: wide_resnet(16, 10), 0.0667, 4, 32, 9, 4),
+    "WideResNet-16-2": (lambda: wide_resnet(16, 2), 0.2, 16, 32, 9, 4),
+    "WideResNet-16-1": (lambda: wide_resnet(16, 1), 0.3, 5, 20, 9, 4),
+    "ResNet-32x2": (resnet32x2, 0.1, 8, 32, 15, 16),
+    "ResNet-32x2, dense": (resnet32x2, None, 8, 32, 0, 31),
+    "VGG-19, dense": (vgg19_nfc, None, 8, 32, 0, 16),
 }
-Case = tuple[Callable[[], nn.Module], float, int, int, int]
+Case = tuple[Callable[[], nn.Module], float | None, int, int, int, int]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +41,7 @@ def _narrow_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "LEAST_CHANNELS", 16)
 
 
-def networks(make: Callable[[], nn.Module], ratio: float) -> tuple[nn.Module, nn.Module]:
+def networks(make: Callable[[], nn.Module], ratio: float | None) -> tuple[nn.Module, nn.Module]:
     """Return a network whose convolutions run by products, as most do by themselves where compiled, and a copy."""
     torch.manual_seed(0)
     dense = make()
@@ -45,7 +49,8 @@ def networks(make: Callable[[], nn.Module], ratio: float) -> tuple[nn.Module, nn
         if isinstance(norm, nn.BatchNorm2d):
             nn.init.uniform_(norm.weight, 0.5, 1.5)
             nn.init.normal_(norm.bias, std=0.3)
-    network = fz.factorize(dense, fz.LowRank(), ratio=ratio).cuda().to(memory_format=torch.channels_last).train()
+    network = dense if ratio is None else fz.factorize(dense, fz.LowRank(), ratio=ratio)
+    network = network.cuda().to(memory_format=torch.channels_last).train()
     for layer in network.modules():
         if isinstance(layer, fz.FactorizedConv2d):
             layer.execution = "products"
@@ -57,6 +62,7 @@ def no_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for place in (layers, wide_resnet_module):
             patch.setattr(place, "kernels_apply", lambda x, layers: False)
+        patch.setattr(layers, "_has_gpu_kernels", lambda x: False)
         yield
 
 
@@ -77,18 +83,26 @@ def test_outputs_and_gradients_are_those_of_float64(
     case: Case, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    make, ratio, batch, size, normalizing = case
+    make, ratio, batch, size, normalizing, others = case
     fused, plain = networks(make, ratio)
     x = images(batch, size)
     run = torch.compile(fused, fullgraph=True, dynamic=False) if compiled else fused
     outputs_and_gradients(run, list(fused.parameters()), x, torch.bfloat16)  # compiles, and asks for launches
     fused.load_state_dict(plain.state_dict())
     builder.wait()
-    used = []
-    own = launches.backward_launches
-    monkeypatch.setattr(launches, "backward_launches", lambda *given: used.append(1) or own(*given))
+    used = {"backward_launches": 0, "activation_gradient_launches": 0}
+
+    def counted(name: str, own: Callable[..., list[Launch]]) -> Callable[..., list[Launch]]:
+        def count(*given: Any) -> list[Launch]:
+            used[name] += 1
+            return own(*given)
+
+        return count
+
+    for name in used:
+        monkeypatch.setattr(launches, name, counted(name, getattr(launches, name)))
     found = outputs_and_gradients(run, list(fused.parameters()), x, torch.bfloat16)
-    assert len(used) == normalizing
+    assert list(used.values()) == [normalizing, others]
     with no_kernels():
         usual = outputs_and_gradients(plain, list(plain.parameters()), x, torch.bfloat16)
         exact = copy.deepcopy(plain).double()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import decode, speed
-from factorized.nn import one_row
+from factorized.nn import one_row, one_token
 
 CPU = torch.device("cpu")
 SMALL = ["tiny", "--device", "cpu", "--no-compile", "--rounds", "1", "--repeats", "1", "--length", "32"]
@@ -59,23 +60,46 @@ def test_fused_layers_are_timed_beside_the_lowered_ones_and_with_other_constants
     real = decode.Decoder.__init__
 
     def record(*given: Any) -> None:
-        seen.append((one_row.BLOCK, one_row.PROGRAMS))
+        seen.append((one_row.BLOCK, one_row.PROGRAMS, one_token.SEQUENCES))
         real(*given)
 
     monkeypatch.setattr(decode.Decoder, "__init__", record)
     out = tmp_path / "decode.json"
-    decode.main([*SMALL, "--batch", "1", "--fuse", "--kernel", "BLOCK=512,PROGRAMS=4", "--out", str(out)])
+    others = ["--kernel", "BLOCK=512,PROGRAMS=4", "--attention", "SEQUENCES=0"]
+    decode.main([*SMALL, "--batch", "1", "--fuse", *others, "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
-    assert [row["way"] for row in rows] == ["dense", "low rank", "fused", "fused, BLOCK=512, PROGRAMS=4"]
-    usual = (one_row.BLOCK, one_row.PROGRAMS)
-    assert seen == [usual, usual, usual, (512, 4)]
+    fused = ["fused", "fused, BLOCK=512, PROGRAMS=4", "fused, attention SEQUENCES=0"]
+    assert [row["way"] for row in rows] == ["dense", "low rank", *fused]
+    usual = (one_row.BLOCK, one_row.PROGRAMS, one_token.SEQUENCES)
+    assert seen == [usual, usual, usual, (512, 4, usual[2]), (*usual[:2], 0)]
+
+
+def test_jobs_are_compiled_in_processes_of_their_own_before_any_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, started = tmp_path / "decode.json", []
+    words = [*SMALL, "--batch", "1", "--batch", "2", "--out", str(out)]
+
+    class Process:
+        def __init__(self, command: list[str]) -> None:
+            decode.main(command[3:])
+
+        def wait(self) -> None:
+            assert not out.exists()
+
+    real = decode.start
+    monkeypatch.setattr(decode, "start", lambda *job: started.append((str(job[1]), job[2])) or real(*job))
+    monkeypatch.setattr(decode, "subprocess", SimpleNamespace(Popen=Process))
+    decode.main([*words, "--parallel"])
+    assert started == [("dense", 1), ("low rank", 1), ("dense", 2), ("low rank", 2)] * 2
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--kernel", "BLOCK=512"], "give --fuse too"),
-        (["--fuse", "--kernel", "CAPABILITY=8"], "must be like BLOCK=512,PROGRAMS=4, of PROGRAMS, .* got CAPABILITY=8"),
+        (["--attention", "SEQUENCES=0"], "give --fuse too"),
+        (["--fuse", "--kernel", "CAPABILITY=8"], "must be like PROGRAMS=4,WARPS=8, of PROGRAMS, .* got CAPABILITY=8"),
         (["--fuse", "--kernel", "BLOCK"], "got BLOCK"),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error(name: str) -> None:
     "name",
     [
         *("FactorizedTrainerMixin", "resize_token_embeddings", "FactorizeCallback", "restore_plan", "on_factorized"),
-        "fuse_decoder",
+        *("fuse_decoder", "skip_masks"),
     ],
 )
 def test_adapters_are_found_without_the_name_of_their_file(name: str) -> None:

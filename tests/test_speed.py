@@ -137,7 +137,7 @@ def test_a_part_that_fails_on_a_gpu_does_not_stop_the_others(tmp_path: Path, mon
     assert json.loads((tmp_path / "layers.json").read_text())["rows"] == []
 
 
-def test_decoding_shows_the_last_file_that_has_a_model_and_batch(tmp_path: Path) -> None:
+def test_decoding_shows_the_last_file_that_has_a_model_and_batch_and_the_fused_attention_apart(tmp_path: Path) -> None:
     def decoded(batch: int, way: str, ms: float, *options: str) -> dict[str, Any]:
         dense = {"parameters": 444_631_040} if way == "dense" else {}
         return {"model": "llama-445m", "batch": batch, "way": way, "milliseconds": ms, "options": [*options], **dense}
@@ -146,12 +146,15 @@ def test_decoding_shows_the_last_file_that_has_a_model_and_batch(tmp_path: Path)
     older = [decoded(1, "dense", 9), decoded(8, "dense", 0.5), decoded(8, "low rank", 0.4), decoded(8, "chains", 9)]
     tuned = {**decoded(1, "fused", 0.1, "coordinate_descent_tuning"), "commit": "abcdef01"}
     newer = [decoded(1, "dense", 0.3), decoded(1, "fused", 0.2), tuned, decoded(1, "fused, BLOCK=512", 9)]
-    for name, rows, rounds in (("decode-h200", older, 7), ("decode-fused-h200", newer, 9)):
+    newest = [decoded(1, "dense", 0.29), decoded(1, "fused", 0.15)]
+    files = {"decode-h200": (older, 7), "decode-fused-h200": (newer, 9), "decode-attention-h200": (newest, 9)}
+    for name, (rows, rounds) in files.items():
         report = {"machine": machine, "rounds": rounds, "repeats": 20, "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(report))
     lines = speed.decoding(tmp_path).splitlines()
-    assert lines[2:4] == [
+    assert lines[2:5] == [
         "| 8 layers, 2048 wide, 445 M parameters | 1 | 0.300 |  |  |  | 0.200 | 0.100 |",
+        "| 8 layers, 2048 wide, 445 M parameters; attention fused, too | 1 | 0.290 |  |  |  | 0.150 |  |",
         "| 8 layers, 2048 wide, 445 M parameters | 8 | 0.500 |  | 0.400 |  |  |  |",
     ]
     assert lines[-1] == (

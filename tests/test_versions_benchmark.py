@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import versions
+from benchmarks.version_worker import way_of
 
 
 def test_a_checkout_gets_a_report_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +25,11 @@ def test_a_checkout_gets_a_report_of_its_rows(tmp_path: Path, monkeypatch: pytes
     assert row["ms"]["median"] > 0
     assert (row["over"], row["memory_over"]) == (1, 1)
     assert report["skipped"] == ["ResNet-8, training step, batch 8: other: it was not compiled in time"]
+
+
+def test_the_llama_is_that_of_the_bench_at_a_rank_with_decay_or_not() -> None:
+    ways = {row: way_of(name, 8, torch.device("cpu")) for row, name in versions.NETWORKS["Llama"].items()}
+    for way in ways.values():
+        way.run()
+    counts = {row: way.facts["parameters"] for row, way in ways.items()}
+    assert counts["low rank"] == counts["low rank, Frobenius decay"] < counts["dense"]

@@ -8,6 +8,7 @@ if typing.TYPE_CHECKING:
     from factorized.integrations.decoding import fuse_decoder as fuse_decoder
     from factorized.integrations.lightning import FactorizeCallback as FactorizeCallback
     from factorized.integrations.lightning import restore_plan as restore_plan
+    from factorized.integrations.masks import skip_masks as skip_masks
     from factorized.integrations.peft import on_factorized as on_factorized
     from factorized.integrations.transformers import FactorizedTrainerMixin as FactorizedTrainerMixin
     from factorized.integrations.transformers import resize_token_embeddings as resize_token_embeddings
@@ -18,6 +19,7 @@ else:
         "FactorizeCallback": "lightning",
         "restore_plan": "lightning",
         "on_factorized": "peft",
+        "skip_masks": "masks",
         "fuse_decoder": "decoding",
     }
 

@@ -64,7 +64,12 @@ def _has_kernel(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
         return False
     if not weight.is_contiguous():  # a copy would still be written when the kernel reads it
         return False
-    return INTERPRETED or (x.is_cuda and x.dtype == weight.dtype and x.dtype in DTYPES and _is_capable(x.device.index))
+    return x.dtype == weight.dtype and can_launch(x)
+
+
+def can_launch(x: Tensor) -> bool:
+    """Return whether kernels that start early can be launched for a tensor on its device and of its type."""
+    return INTERPRETED or (x.is_cuda and x.dtype in DTYPES and _is_capable(x.device.index))
 
 
 @kept_by_compiler

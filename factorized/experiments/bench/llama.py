@@ -14,6 +14,7 @@ from factorized.decay.frobenius import FrobeniusDecay
 from factorized.decay.groups import parameter_groups
 from factorized.experiments.bench.session import Session, Way
 from factorized.experiments.data.extras import need
+from factorized.integrations.masks import skip_masks
 from factorized.nn.running import count_parameters
 from factorized.surgery.factorize import factorize
 
@@ -62,7 +63,7 @@ def train_llama(session: Session, sizes: LlamaSizes | None = None) -> None:
 
 
 def build_llama(sizes: LlamaSizes, rank: int | None, device: torch.device) -> nn.Module:
-    """Return the model with random weights, its feed-forward layers dense or at a rank."""
+    """Return the model with random weights, its feed-forward layers dense or at a rank; compiled, it has no mask."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -78,7 +79,9 @@ def build_llama(sizes: LlamaSizes, rank: int | None, device: torch.device) -> nn
     )
     with device:
         model: nn.Module = LlamaForCausalLM(config)
-    return model if rank is None else factorize(model, rank=rank, include=["*.mlp.*"], init="kaiming")
+    model = model if rank is None else factorize(model, rank=rank, include=["*.mlp.*"], init="kaiming")
+    skip_masks(model, {"input_ids": torch.zeros(1, sizes.length, dtype=torch.long, device=device)})
+    return model
 
 
 def llama_step(model: nn.Module, run: Callable[..., Any], sizes: LlamaSizes, decayed: bool) -> Callable[[], object]:

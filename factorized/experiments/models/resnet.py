@@ -8,7 +8,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.experiments.models.normalized.layers import convolve_activated
+from factorized.experiments.models.normalized.layers import activate, convolve_activated
+from factorized.experiments.models.stem import convolve_images
 
 Shortcut = Literal["pad", "conv"]
 
@@ -50,8 +51,8 @@ class Block(nn.Module):
         x: Tensor,  # (batch, in, height, width)
     ) -> Tensor:  # (batch, out, height / stride, width / stride)
         """Apply the block."""
-        y = convolve_activated(self.conv1(x), [(self.bn1, self.conv2)])
-        return F.relu(self.bn2(y) + self.shortcut(x))
+        y, known = convolve_activated(self.conv1(x), [(self.bn1, self.conv2)])
+        return activate(self.bn2, y, self.shortcut(x), known)
 
 
 class ResNet(nn.Module):
@@ -80,7 +81,7 @@ class ResNet(nn.Module):
         x: Tensor,  # (batch, channels, height, width)
     ) -> Tensor:  # (batch, classes)
         """Classify a batch of images."""
-        x = self.stages(F.relu(self.bn1(self.conv1(x))))
+        x = self.stages(activate(self.bn1, convolve_images(self.conv1, x)))
         return self.linear(x.mean(dim=(2, 3)))
 
 

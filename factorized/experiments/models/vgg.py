@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from factorized.experiments.models.normalized.layers import activate, has_hooks
+from factorized.experiments.models.stem import convolve_images
+
 STAGES = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))  # channels, convolutions
+
+
+class Stage(nn.Sequential):
+    """Convolutions, each with its batch normalization and ReLU."""
+
+    def forward(
+        self,
+        x: Tensor,  # (batch, in, height, width)
+    ) -> Tensor:  # (batch, out, height, width)
+        """Run the layers."""
+        layers: list[Any] = list(self)
+        if any(type(relu) is not nn.ReLU or has_hooks(relu) for relu in layers[2::3]):
+            return super().forward(x)  # type: ignore[no-untyped-call]
+        for conv, norm in zip(layers[::3], layers[1::3], strict=True):
+            x = activate(norm, convolve_images(conv, x))
+        return x
 
 
 class Vgg(nn.Module):
@@ -45,9 +66,9 @@ def vgg19_nfc(classes: int = 10, pool: int = 2, channels: int = 3) -> Vgg:
     return Vgg(classes, pool, channels)
 
 
-def _stage(in_channels: int, out_channels: int, convolutions: int) -> nn.Sequential:
+def _stage(in_channels: int, out_channels: int, convolutions: int) -> Stage:
     layers: list[nn.Module] = []
     for index in range(convolutions):
         conv = nn.Conv2d(in_channels if index == 0 else out_channels, out_channels, 3, padding=1, bias=False)
         layers += [conv, nn.BatchNorm2d(out_channels), nn.ReLU()]
-    return nn.Sequential(*layers)
+    return Stage(*layers)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.experiments.models.normalized.convolutions import Layer, measured, normalized_convolutions
-from factorized.experiments.models.normalized.layers import has_hooks, kernels_apply
+from factorized.experiments.models.normalized.convolutions import Layer, normalized_convolutions
+from factorized.experiments.models.normalized.layers import activate, as_read, has_hooks, kernels_apply
+from factorized.experiments.models.normalized.statistics import measured
+from factorized.experiments.models.stem import convolve_images
 
 
 class WideBlock(nn.Module):
@@ -29,10 +30,10 @@ class WideBlock(nn.Module):
         x: Tensor,  # (batch, in, height, width)
     ) -> Tensor:  # (batch, out, height / stride, width / stride)
         """Apply the block."""
-        y = F.relu(self.bn1(x))
+        y = activate(self.bn1, x)
         # a shortcut with a convolution starts after the first activation, one without before it
         shortcut = x if self.shortcut is None else self.shortcut(y)
-        return self.conv2(F.relu(self.bn2(self.conv1(y)))) + shortcut
+        return self.conv2(activate(self.bn2, self.conv1(y))) + shortcut
 
 
 class Stage(nn.Sequential):
@@ -49,10 +50,10 @@ class Stage(nn.Sequential):
         if not (self.is_plain and kernels_apply(x, self.layers)):
             return super().forward(x)  # type: ignore[no-untyped-call]
         first: Any = self[0]
-        y = F.relu(first.bn1(x))
+        y = activate(first.bn1, x)
         shortcut = x if first.shortcut is None else first.shortcut(y)
-        y, known = measured(first.conv1(y))
-        y, known = normalized_convolutions(y, known, shortcut, self.layers[:1])
+        y = as_read(first.conv1(y))
+        y, known = normalized_convolutions(y, measured(y), shortcut, self.layers[:1])
         for place in range(1, len(self.layers), 2):
             y, known = normalized_convolutions(y, known, y, self.layers[place : place + 2])
         return y
@@ -100,7 +101,7 @@ class WideResNet(nn.Module):
         x: Tensor,  # (batch, channels, height, width)
     ) -> Tensor:  # (batch, classes)
         """Classify a batch of images."""
-        x = F.relu(self.bn(self.stages(self.conv1(x))))
+        x = activate(self.bn, self.stages(convolve_images(self.conv1, x)))
         return self.linear(x.mean(dim=(2, 3)))
 
 

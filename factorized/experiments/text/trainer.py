@@ -28,6 +28,7 @@ from factorized.experiments.training.folder import CHECKPOINTS
 from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.step import autocast_type
+from factorized.integrations.masks import skip_masks
 from factorized.optim.lamb import Lamb
 
 Row = dict[str, Any]
@@ -92,6 +93,7 @@ class TextTrainer(Trainer):
             # as one: the logits, which are larger than everything else, are not written out in float32
             self._loss = torch.compile(self._network_and_loss)
         self._passes: CapturedPasses | None = None
+        self._skips_masks: bool | None = None  # until the first batch
         self.model_accepts_loss_kwargs = False  # most models take the number of labels and do not divide by it
         self.remove_callback(PrinterCallback)
 
@@ -123,17 +125,32 @@ class TextTrainer(Trainer):
         loader = DataLoader(self.task.examples, batch_sampler=sampler, collate_fn=self.task.collate)
         return self.accelerator.prepare_data_loader(loader)
 
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """Train the network, which attends as before afterwards."""
+        try:
+            return super().train(*arguments, **keywords)
+        finally:
+            if self._skips_masks:
+                network: Any = self.network
+                network.set_attn_implementation("sdpa")
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Count the tokens of a batch, its padding included, and do Trainer's step, as one CUDA graph if it can.
 
         A graph is captured for the first batch of every shape, and replayed for the others.
         """
         self.state.num_input_tokens_seen += inputs["input_ids"].numel() * self.args.world_size
+        if self._skips_masks is None:
+            self._skips_masks = self.task.recipe.run.compile and self._skip_masks(inputs)
         if not self.task.is_captured(self.args.device, self.args.world_size):
             return super().training_step(model, inputs, num_items_in_batch)
         if self._passes is None:
             self._passes = CapturedPasses(partial(self._step_on, model), model.parameters(), self.args.device)
         return self._passes({**self.task.to_capture(inputs), COUNT: num_items_in_batch})
+
+    def _skip_masks(self, inputs: Batch) -> bool:
+        one = {name: tensor[:1].to(self.args.device) for name, tensor in inputs.items() if name != "labels"}
+        return skip_masks(self.network, one)
 
     def release_graphs(self) -> None:
         """Free the memory of the captured passes; the next step captures another one."""

@@ -6,10 +6,12 @@ import importlib.util
 import math
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 import factorized as fz
 from factorized.decay.forms import forms
@@ -17,7 +19,7 @@ from factorized.experiments.bench import decay, initialization, layers
 from factorized.experiments.bench.billion import decoder, measure_billion
 from factorized.experiments.bench.growth import measure_growth
 from factorized.experiments.bench.initialization import compare_initializations
-from factorized.experiments.bench.llama import LlamaSizes, train_llama
+from factorized.experiments.bench.llama import LlamaSizes, build_llama, train_llama
 from factorized.experiments.bench.networks import NETWORKS, run_networks, train_networks
 from factorized.experiments.bench.session import Session
 from factorized.experiments.bench.stack import Stack
@@ -70,6 +72,22 @@ def test_a_llama_is_trained_dense_and_at_a_rank_with_and_without_decay(session: 
     assert ways(session) == ["dense", "feed-forward at rank 8", "feed-forward at rank 8, Frobenius decay"]
     dense, low, decayed = session.rows
     assert dense["parameters"] > low["parameters"] == decayed["parameters"]
+
+
+@pytest.mark.parametrize("rank", [None, 8])
+def test_the_compiled_llama_attends_without_masks(rank: int | None) -> None:
+    masks: list[bool] = []
+
+    def trace(graph: GraphModule, inputs: list[Any]) -> Any:
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        masks.extend(node.kwargs.get("attn_mask") is not None for node in calls)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = build_llama(LLAMA, rank, torch.device("cpu"))
+    tokens = torch.zeros(LLAMA.batch, LLAMA.length, dtype=torch.long)
+    torch.compile(model, backend=trace, dynamic=False)(input_ids=tokens, labels=tokens)
+    assert masks == [False] * LLAMA.layers
 
 
 def test_a_llama_without_transformers_is_skipped(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,17 +24,19 @@ import torch
 from torch import nn
 import factorized as fz
 from factorized.experiments.models import wide_resnet
-from factorized.experiments.models.normalized import launches, layers
+from factorized.experiments.models.normalized import layers, tiles
 from factorized.experiments.models.resnet import ResNet
 
 torch.manual_seed(0)
-launches.TILES = replace(
-    launches.TILES, positions=16, channels=16, programs=4, walk_channels=16, walk_size=256, walk_programs=4
+tiles.TILES = replace(
+    tiles.TILES, positions=16, channels=16, programs=4, walk_channels=16, walk_size=256, walk_programs=4,
+    stream_size=512, cover_size=256,
 )
 
 
 def use_kernels(used):
     wide_resnet.kernels_apply = layers.kernels_apply = lambda x, layers: used and layers[0][0].training
+    layers._has_gpu_kernels, layers.norm_suits = lambda x: used, lambda x, norm: norm.training
 
 
 def low_rank(dense, ratio):
@@ -112,16 +114,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import factorized as fz
-from factorized.experiments.models.normalized import launches
-from factorized.experiments.models.normalized.convolutions import measured, normalized_convolutions
+from factorized.experiments.models.normalized import tiles
+from factorized.experiments.models.normalized import layers as normalized_layers
+from factorized.experiments.models.normalized.convolutions import normalized_convolutions
+from factorized.experiments.models.normalized.layers import activate, as_read
+from factorized.experiments.models.normalized.statistics import measured
 
 torch.manual_seed(0)
-launches.TILES = replace(launches.TILES, programs=1)  # as large as with a batch of 128
+tiles.TILES = replace(tiles.TILES, programs=1)  # as large as with a batch of 128
 
 
 def by_kernels(x, norm, conv):
-    y, known = measured(x)
-    return normalized_convolutions(y, known, y, [(norm, conv)])[0]
+    y = as_read(x)
+    return normalized_convolutions(y, measured(y), y, [(norm, conv)])[0]
 
 
 def usual(x, norm, conv):
@@ -148,6 +153,40 @@ for channels, size, rank, batch in layers:
     for found, other, expected in zip(ours, theirs, exact, strict=True):
         allowed = 1.3 * (other - expected).norm() + 1e-4 * expected.norm()
         assert (found - expected).norm() < allowed, (channels, found.shape)
+
+
+def activated(x, norm, added):
+    return activate(norm, x, added)
+
+
+def as_usual(x, norm, added):
+    y = norm(x.to(norm.weight.dtype)).to(x.dtype)
+    return F.relu(y if added is None else y + added)
+
+
+normalized_layers._has_gpu_kernels = normalized_layers.norm_suits = lambda *given: True
+for channels, size, batch in [(16, 32, 2), (64, 32, 1), (160, 32, 1), (512, 2, 8), (512, 4, 4), (48, 7, 3)]:
+    norm = nn.BatchNorm2d(channels)
+    nn.init.uniform_(norm.weight, 0.5, 1.5), nn.init.normal_(norm.bias, std=0.3)
+    theirs_norm, exact_norm = copy.deepcopy(norm), copy.deepcopy(norm).double()
+    x = (torch.randn(batch, channels, size, size) + 5).to(memory_format=torch.channels_last)
+    for added in (None, torch.randn_like(x)):
+        gradient = torch.randn_like(x)
+
+        def run(function, own, dtype):
+            given = [x.to(dtype).requires_grad_()]
+            given += [] if added is None else [added.to(dtype).requires_grad_()]
+            y = function(given[0], own, None if added is None else given[1])
+            found = torch.autograd.grad(y, (*given, *own.parameters()), gradient.to(y.dtype))
+            return [y.detach().double(), *(tensor.double() for tensor in found)]
+
+        ours, theirs = run(activated, norm, torch.float16), run(as_usual, theirs_norm, torch.float16)
+        exact = run(as_usual, exact_norm, torch.float64)
+        for found, other, expected in zip(ours, theirs, exact, strict=True):
+            allowed = 1.3 * (other - expected).norm() + 1e-3 * expected.norm()
+            assert (found - expected).norm() < allowed, (channels, found.shape)
+        for found, expected in zip(norm.buffers(), exact_norm.buffers(), strict=True):
+            torch.testing.assert_close(found.double(), expected.double(), rtol=1e-3, atol=1e-4)
 """
 
 LAUNCHES = """
@@ -158,7 +197,7 @@ from benchmarks import normalized_times
 stage = (32, 8, 7)
 for name, tiles in normalized_times.SETTINGS.items():
     launches = normalized_times.launches_of(stage, 2, tiles, torch.device("cpu"))
-    assert len(launches) == 8, launches.keys()
+    assert len(launches) == 15, launches.keys()
     for launch in launches.values():
         launch.run()
 """

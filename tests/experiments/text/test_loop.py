@@ -186,6 +186,31 @@ def test_torch_s_cache_takes_the_program_of_an_update(
     assert torch._functorch.config.backward_pass_autocast == "off"  # as backward passes run in eager mode
 
 
+@pytest.mark.parametrize("task", ["language", "masked"])
+def test_a_compiled_update_attends_without_masks(
+    tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch, graphs: Any
+) -> None:
+    masks: list[bool] = []
+
+    def trace(graph: GraphModule, inputs: list[Any]) -> Any:
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        masks.extend(node.kwargs.get("attn_mask") is not None for node in calls)
+        return graph.forward
+
+    real, networks, init = torch.compile, [], TextTrainer.__init__
+    monkeypatch.setattr(torch, "compile", lambda model: real(model, backend=trace))
+    monkeypatch.setattr(
+        TextTrainer,
+        "__init__",
+        lambda self, task, model, *others: (networks.append(model), init(self, task, model, *others))[1],
+    )
+    recipe, corpus = prepare(task, tmp_path, compile=True)
+    train_text(recipe, corpus, tmp_path / "run", device="cpu")
+    assert masks
+    assert not any(masks)
+    assert networks[0].config._attn_implementation == "sdpa"  # after training
+
+
 def test_a_compiled_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: Any
 ) -> None:

@@ -16,45 +16,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from factorized.experiments.models.normalized import launches
+from factorized.experiments.models.normalized import launches, tiles
+from factorized.experiments.models.normalized.statistics import Parts, followed
 from factorized.formats.convolution import Geometry, convolve
 from factorized.formats.kernel import KernelShape, to_kernel
 from factorized.formats.launches import Launch, builder, run_all
-from factorized.formats.thin import computing_type
 
 SAME = Geometry((1, 1), ((1, 1), (1, 1)), (1, 1))  # of a 3×3 kernel: outputs are as large as inputs
 Layer = tuple[nn.BatchNorm2d, Any]  # and a convolution, factorized where the kernels run it
-Known = tuple[Tensor, int]  # the statistics of a tensor in parts (parts, 2, channels), and the positions of each
-
-
-def measured(
-    y: Tensor,  # (batch, channels, height, width)
-) -> tuple[Tensor, Known]:
-    """Return a tensor as the kernels read it, and its statistics."""
-    y = y.to(computing_type(y)).contiguous(memory_format=torch.channels_last)
-    positions = y.numel() // y.shape[1]
-    variance, mean = torch.var_mean(y.detach().float(), dim=(0, 2, 3), correction=0)
-    return y, (torch.stack([mean, variance * positions])[None], positions)
 
 
 def normalized_convolutions(
-    x: Tensor,  # (batch, channels, height, width), as ``measured`` or this function returns it
-    known: Known,  # of x
+    x: Tensor,  # (batch, channels, height, width), channels-last
+    known: Parts,  # of x
     shortcut: Tensor | None,  # added to the last result; may be x
     layers: Sequence[Layer],
-) -> tuple[Tensor, Known]:
+) -> tuple[Tensor, Parts]:
     """Apply norm, ReLU and convolution of every layer, add the shortcut; return the result and its statistics."""
     adds_x = shortcut is x
     if adds_x:
         shortcut = None
     elif shortcut is not None:
         shortcut = shortcut.to(x.dtype).contiguous(memory_format=torch.channels_last)
+    positions, (first, _) = x.numel() // x.shape[1], layers[0]
     parameters = [tensor for norm, conv in layers for tensor in (norm.weight, norm.bias, *conv.factors)]
-    y, parts, _, _, _, found, _ = _convolutions(x, *known, adds_x, shortcut, parameters, layers[0][0].eps)
-    positions = x.numel() // x.shape[1]
-    for (norm, _), (mean, variance) in zip(layers, found.detach().unbind(), strict=True):
+    first_found = followed(first, known, positions)
+    y, parts, _, _, _, found, _ = _convolutions(x, *first_found, adds_x, shortcut, parameters, first.eps)
+    for (norm, _), (mean, variance) in zip(layers[1:], found.detach().unbind(), strict=True):
         _follow(norm, mean, variance * (positions / max(positions - 1, 1)))
-    return y, (parts, launches.TILES.walk(y).span)
+    return y, Parts(parts.detach(), tiles.TILES.walk(y).span)
 
 
 def _follow(norm: Any, mean: Tensor, variance: Tensor) -> None:
@@ -68,36 +58,40 @@ def _follow(norm: Any, mean: Tensor, variance: Tensor) -> None:
 @torch.library.custom_op(
     "factorized::normalized_convolutions",
     mutates_args=(),
-    schema="(Tensor x, Tensor parts, int each, bool adds_x, Tensor? shortcut, Tensor[] parameters, float epsilon) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor statistics, Tensor coefficients, bool adds_x, Tensor? shortcut, Tensor[] parameters, "
+    "float epsilon) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _convolutions(
     x: Tensor,  # (batch, channels, height, width), channels-last
-    parts: Tensor,  # of the statistics of x, (programs, 2, channels)
-    each: int,  # positions of a part
+    statistics: Tensor,  # (2, channels): mean and variance of x
+    coefficients: Tensor,  # (2, channels): what the first norm makes of them
     adds_x: bool,  # to the last result
     shortcut: Tensor | None,  # added to it, too
     parameters: Sequence[Tensor],  # gamma, beta, U, V of one convolution after another
     epsilon: float,
 ) -> Any:
-    """Return the result, parts of its statistics, and what the backward pass needs: all but y are one per layer."""
+    """Return the result, parts of its statistics, and what the backward pass needs of each layer.
+
+    These are the inputs, statistics and coefficients of all layers but the first, thin tensors and packed factors.
+    """
     results = _empty_results(x, parameters)
-    run_all(_forward_launches(x, parts, each, adds_x, shortcut, epsilon, results, *parameters), x.device)
+    run_all(_forward_launches(x, statistics, coefficients, adds_x, shortcut, epsilon, results, *parameters), x.device)
     return results
 
 
 @_convolutions.register_fake
 def _traced_results(
     x: Tensor,
-    parts: Tensor,
-    each: int,
+    statistics: Tensor,
+    coefficients: Tensor,
     adds_x: bool,
     shortcut: Tensor | None,
     parameters: Sequence[Tensor],
     epsilon: float,
 ) -> Any:
     if x.is_cuda:
-        builder.ask(_forward_launches, x.device, x, parts, each, adds_x, shortcut, epsilon, None, *parameters)
+        given = (x, statistics, coefficients, adds_x, shortcut, epsilon, None, *parameters)
+        builder.ask(_forward_launches, x.device, *given)
     return _empty_results(x, parameters)
 
 
@@ -105,10 +99,10 @@ def _empty_results(x: Tensor, parameters: Sequence[Tensor]) -> Any:
     batch, channels, height, width = x.shape
     layers = len(parameters) // 4
     R = max(16, 1 << (max(U.shape[1] for U in parameters[2::4]) - 1).bit_length())
-    norms = x.new_empty((layers, 2, channels), dtype=torch.float32)
+    norms = x.new_empty((layers - 1, 2, channels), dtype=torch.float32)
     return (
         x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2),
-        x.new_empty((launches.TILES.walk(x).splits, 2, channels), dtype=torch.float32),
+        x.new_empty((tiles.TILES.walk(x).splits, 2, channels), dtype=torch.float32),
         x.new_empty((layers - 1, batch, height, width, channels)),
         x.new_empty((layers, batch, height, width, R)),
         x.new_empty((layers, 6 * channels, R)),
@@ -119,24 +113,27 @@ def _empty_results(x: Tensor, parameters: Sequence[Tensor]) -> Any:
 
 def _forward_launches(
     x: Tensor,
-    parts: Tensor,
-    each: int,
+    statistics: Tensor,
+    coefficients: Tensor,
     adds_x: bool,
     shortcut: Tensor | None,
     epsilon: float,
     results: Any,  # written; None where kernels are only built
     *parameters: Tensor,
 ) -> list[Launch]:
-    y, y_parts, between, *others = results or _empty_results(x, parameters)
-    found: list[Launch] = []
+    y, y_parts, between, thin, packed, *own = results or _empty_results(x, parameters)
+    found, parts = list[Launch](), y_parts
     for number, (source, target) in enumerate(pairwise((x, *_images(between), y))):
-        is_last = target is y
-        own_parts = y_parts if is_last else torch.empty_like(y_parts)
-        residual = (x if adds_x else shortcut) if is_last else None
-        written = (target, own_parts, *(tensor[number] for tensor in others))
-        given = parameters[4 * number : 4 * number + 4]
-        found += launches.forward_launches(source, (parts, each), given, epsilon, residual, written)
-        parts, each = own_parts, launches.TILES.walk(x).span
+        gamma, beta, U, V = parameters[4 * number : 4 * number + 4]
+        if number:
+            statistics, coefficients = (tensor[number - 1] for tensor in own)
+            known, positions = (parts, tiles.TILES.walk(source).span), x.numel() // x.shape[1]
+            norm = (gamma, beta, epsilon)
+            found.append(launches.joining(known, positions, norm, None, (statistics, coefficients)))
+        parts = y_parts if target is y else torch.empty_like(y_parts)
+        residual = (x if adds_x else shortcut) if target is y else None
+        written = (target, parts, thin[number], packed[number])
+        found += launches.forward_launches(source, coefficients, (U, V), residual, written)
     return found
 
 
@@ -172,12 +169,12 @@ def _traced_gradients(
     return _empty_gradients(x, *kept)
 
 
-def _empty_gradients(x: Tensor, thin: Tensor, packed: Tensor, statistics: Tensor, coefficients: Tensor) -> Any:
+def _empty_gradients(x: Tensor, thin: Tensor, packed: Tensor, *of_norms: Tensor) -> Any:
     batch, channels, height, width = x.shape
     x_gradient = x.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)
-    splits, R = launches.TILES.walk(x).splits, thin.shape[-1]
+    splits, R = tiles.TILES.walk(x, thin.shape[-1]).splits, thin.shape[-1]
     sums = x.new_empty((len(thin), 2, splits, 3 * channels, R), dtype=torch.float32)
-    return x_gradient, sums, torch.empty_like(statistics)
+    return x_gradient, sums, x.new_empty((len(thin), 2, channels), dtype=torch.float32)
 
 
 def _backward_launches(
@@ -187,40 +184,42 @@ def _backward_launches(
     between: Tensor,
     epsilon: float,
     results: Any,  # written; None where kernels are only built
-    *kept: Tensor,  # thin tensors, packed factors, statistics, coefficients
+    *kept: Tensor,  # thin tensors, packed factors; statistics and coefficients of the first norm, and of the others
 ) -> list[Launch]:
     x_gradient, sums, of_norms = results or _empty_gradients(x, *kept)
+    thin, packed, *first, statistics, coefficients = kept
+    norms = [first, *zip(statistics, coefficients, strict=True)]
     found, of_result = list[Launch](), gradient
     for number, source in reversed(list(enumerate((x, *_images(between))))):
         target = torch.empty_like(x_gradient) if number else x_gradient
         residual = of_result if adds_x and not number else None
         written = (target, *sums[number], of_norms[number])
-        own = [tensor[number] for tensor in kept]
+        own = (thin[number], packed[number], *norms[number])
         found += launches.backward_launches(gradient, source, own, epsilon, residual, written)
         gradient = target
     return found
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, _, ctx.adds_x, shortcut, parameters, ctx.epsilon = inputs
+    x, *first, ctx.adds_x, shortcut, parameters, ctx.epsilon = inputs
+    _, _, between, thin, packed, *others = output
     ctx.has_shortcut = shortcut is not None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, *output[2:], *parameters)
+    ctx.save_for_backward(x, between, thin, packed, *first, *others, *parameters)
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
-    x, between, thin, packed, statistics, coefficients, *parameters = ctx.saved_tensors
+    x, between, *saved = ctx.saved_tensors
+    kept, parameters = saved[:6], saved[6:]
     of_shortcut = gradient if ctx.has_shortcut else None
     if torch.is_grad_enabled():  # gradients of gradients, which the kernels do not have
         of_x, *found = _composed_gradients(x, parameters, gradient, ctx)
         return of_x, None, None, None, of_shortcut, found, None
-    kept = (thin, packed, statistics, coefficients)
     of_x, sums, of_norms = _convolutions_backward(gradient, x, ctx.adds_x, between, kept, ctx.epsilon)
-    of_factors = sums.sum(2)  # (layer, factor, channels·3, R)
     found = []
-    for number, U in enumerate(parameters[2::4]):
-        of_U, of_V = of_factors[number, :, :, : U.shape[1]].unbind()
-        of_beta, of_gamma = of_norms[number].unbind()
+    for own, of_norm, U in zip(sums.unbind(), of_norms.unbind(), parameters[2::4], strict=True):
+        of_U, of_V = own[..., : U.shape[1]].sum(1).unbind()  # cut first: gradients that are views would be copied
+        of_beta, of_gamma = of_norm.unbind()
         found += [of_gamma, of_beta, of_U, of_V]
     return of_x, None, None, None, of_shortcut, found, None
 

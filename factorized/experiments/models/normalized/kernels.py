@@ -46,27 +46,25 @@ def project_kernel(
         total0 = tl.dot(active, read(taps, rows, EVEN), total0)
         total1 = tl.dot(active, read(taps + R, rows, EVEN), total1)
         total2 = tl.dot(active, read(taps + 2 * R, rows, EVEN), total2)
-    kind = thin.dtype.element_ty
-    w = i % W
-    from_left = ((i[:, None] - 1 == i[None, :]) & (w > 0)[:, None]).to(kind)  # a product with it moves rows by one
-    from_right = ((i[:, None] + 1 == i[None, :]) & (w < W - 1)[:, None]).to(kind)
-    total1 = tl.dot(from_left, total0.to(kind), total1)
-    total1 = tl.dot(from_right, total2.to(kind), total1)
-    tl.store(thin + m[:, None] * R + r[None, :], total1.to(kind), mask=inside[:, None])
+    w = (i % W)[:, None]
+    before, after = tl.maximum(i - 1, 0), tl.minimum(i + 1, BM - 1)
+    total1 += tl.where(w > 0, tl.gather(total0, tl.broadcast_to(before[:, None], (BM, R)), 0), 0.0)
+    total1 += tl.where(w < W - 1, tl.gather(total2, tl.broadcast_to(after[:, None], (BM, R)), 0), 0.0)
+    tl.store(thin + m[:, None] * R + r[None, :], total1.to(thin.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
 def expand_kernel(
     thin,  # (positions, R): the convolution along the width
-    U,  # (O·3, R)
-    residual,  # (positions, O), added to the result
-    y,  # (positions, O), written
-    parts,  # (splits, 2, O), written: means and sums of squared distances from them
+    U,  # (C·3, R)
+    residual,  # (positions, C), added to the result
+    y,  # (positions, C), written
+    parts,  # (splits, 2, C), written: means and sums of squared distances from them
     positions,
     span,  # positions of a split, a multiple of GM
     H: tl.constexpr,
     W: tl.constexpr,
-    O: tl.constexpr,  # noqa: E741
+    C: tl.constexpr,  # of y
     R: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,
@@ -75,9 +73,9 @@ def expand_kernel(
     GC: tl.constexpr,
 ):
     """Convolve along the height, and describe what is written for the next norm."""
-    split, o = walk(tl.program_id(0), O, GC)
+    split, c = walk(tl.program_id(0), C, GC)
     r = tl.arange(0, R)
-    U0, U1, U2 = taps_of(U, o, r, O, R, EVEN)
+    U0, U1, U2 = taps_of(U, c, r, C, R, EVEN)
     sums = tl.zeros((GM, GC), dtype=tl.float32)  # added up at the end: sums across threads take long
     squares = tl.zeros((GM, GC), dtype=tl.float32)
     end = tl.minimum((split + 1) * span, positions)
@@ -85,8 +83,8 @@ def expand_kernel(
         m = start + tl.arange(0, GM)
         h = m // W % H
         inside = m < end
-        place = m[:, None] * O + o[None, :]
-        known = inside[:, None] & (o[None, :] < O)
+        place = m[:, None] * C + c[None, :]
+        known = inside[:, None] & (c[None, :] < C)
         thins = thin + m[:, None] * R + r[None, :]
         above = tl.load(thins - W * R, mask=(inside & (h > 0))[:, None], other=0.0)
         own = read(thins, inside[:, None], EVEN)
@@ -106,8 +104,8 @@ def expand_kernel(
         squares += values * values
     total_sums = tl.sum(sums, 0)
     mean = total_sums / tl.maximum(end - split * span, 1).to(tl.float32)
-    tl.store(parts + split * 2 * O + o, mean, mask=o < O)
-    tl.store(parts + split * 2 * O + O + o, tl.sum(squares, 0) - total_sums * mean, mask=o < O)
+    tl.store(parts + split * 2 * C + c, mean, mask=c < C)
+    tl.store(parts + split * 2 * C + C + c, tl.sum(squares, 0) - total_sums * mean, mask=c < C)
 
 
 @triton.jit(do_not_specialize=["programs", "positions", "each"])
@@ -117,15 +115,19 @@ def statistics_kernel(
     beta,  # (C,)
     statistics,  # (2, C), written: mean and variance
     coefficients,  # (2, C), written: scale and shift
+    running_mean,  # (C,), followed
+    running_var,  # (C,), followed
     programs,
     positions,
     each,  # positions of a program
+    momentum,
     epsilon,
     C: tl.constexpr,
+    RUNNING: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Join the parts of mean and variance, and write what normalizes by them."""
+    """Join the parts of mean and variance, write what normalizes by them, and let the running ones follow."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
     about = tl.load(parts + c, mask=known, other=0.0)  # close to the mean, so that squares of distances are small
@@ -147,6 +149,16 @@ def statistics_kernel(
     tl.store(statistics + C + c, variance, mask=known)
     tl.store(coefficients + c, scale, mask=known)
     tl.store(coefficients + C + c, tl.load(beta + c, mask=known, other=0.0) - mean * scale, mask=known)
+    if RUNNING:
+        follow(running_mean + c, mean, momentum, known)
+        follow(running_var + c, variance * (positions / tl.maximum(positions - 1, 1)), momentum, known)
+
+
+@triton.jit
+def follow(pointers, values, momentum, known):
+    """Move numbers towards values."""
+    old = tl.load(pointers, mask=known, other=0.0)
+    tl.store(pointers, old + momentum * (values - old), mask=known)
 
 
 @triton.jit

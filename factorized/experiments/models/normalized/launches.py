@@ -1,122 +1,147 @@
-"""The launches of convolutions that normalize their input, forward and backward, and the sizes of their tiles."""
+"""The launches of kernels that normalize."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from factorized.experiments.models.normalized import tiles
 from factorized.formats.launches import Launch
 
 AT_ONCE = 1024  # numbers that a program packs
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """What one program of the kernels handles: positions, and channels at a time."""
+def measuring(
+    x: Tensor,  # (batch, channels, height, width), channels-last
+    parts: Tensor,  # written: those of its statistics
+) -> Launch:
+    """Describe a tensor for a norm."""
+    from factorized.experiments.models.normalized.activation_kernels import measure_kernel
 
-    positions: int = 128  # where channels are summed up
-    channels: int = 128  # at most; the largest power of two that divides those of a tensor
-    programs: int = 128  # at least, where possible
-    walk_channels: int = 64  # at most, where a program walks through positions
-    walks_fit: bool = True  # whether those channels divide the tensor's; else some tiles are masked
-    walk_size: int = 2048  # of a tile there, at most: more would not fit into registers
-    walk_programs: int = 264
-    ahead: int = 3  # tiles there that are read ahead
-    warps: int = 4
-    stages: int = 3
-
-    def tile(self, x: Tensor) -> tuple[int, int]:
-        """Return the positions and channels of a tile where channels are summed up."""
-        rows, positions = self.positions, x.numel() // x.shape[1]
-        while rows // 2 >= max(16, x.shape[3]) and positions < rows * self.programs:
-            rows //= 2
-        return rows, _divisor(x.shape[1], self.channels)
-
-    def walk(self, x: Tensor) -> Walk:
-        """Return how programs walk through the positions of a tensor."""
-        positions, channels = x.numel() // x.shape[1], self.walk_channels
-        if self.walks_fit or x.shape[1] < channels:
-            channels = _divisor(x.shape[1], channels)
-        tiles, rows = -(-x.shape[1] // channels), min(self.positions, self.walk_size // channels)
-        splits = max(1, min(self.walk_programs // tiles, positions // rows))
-        span = -(-positions // (splits * rows)) * rows
-        return Walk(rows, channels, span, -(-positions // span), tiles)
-
-    @property
-    def launching(self) -> dict[str, int]:
-        """What every launch is told."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+    walk = tiles.TILES.stream(x)
+    given = (x, parts, x.numel() // x.shape[1], walk.span)
+    return Launch(measure_kernel, walk.programs, given, {**walk.sizes(x), "num_warps": tiles.TILES.stream_warps})
 
 
-class Walk(NamedTuple):
-    """Programs that each walk through a span of positions, for some channels, one tile after another."""
+def joining(
+    known: tuple[Tensor, int],  # parts of the statistics of a tensor, and of how many positions each is
+    positions: int,
+    norm: tuple[Tensor, Tensor, float],  # gamma, beta, epsilon
+    running: tuple[Tensor, Tensor, float] | None,  # mean and variance, which follow by a momentum
+    found: tuple[Tensor, Tensor],  # written: statistics, coefficients
+) -> Launch:
+    """Join parts of statistics, and find what normalizes by them."""
+    from factorized.experiments.models.normalized.kernels import statistics_kernel
 
-    positions: int  # of a tile
-    channels: int
-    span: int
-    splits: int  # spans
-    tiles: int  # of channels
-
-    @property
-    def programs(self) -> int:
-        """How many there are."""
-        return self.splits * self.tiles
-
-    def constants(self, x: Tensor) -> dict[str, Any]:
-        """What a launch is told."""
-        even = x.numel() // x.shape[1] % self.positions == 0 and x.shape[1] % self.channels == 0
-        ahead = {"AHEAD": TILES.ahead, "EVEN": even, "GM": self.positions, "GC": self.channels}
-        return {**ahead, **TILES.launching}
+    (parts, each), (gamma, beta, epsilon) = known, norm
+    mean, variance, momentum = running or (*found, 0.0)
+    given = (parts, gamma, beta, *found, mean, variance, len(parts), positions, each, momentum, epsilon)
+    sizes = {"C": parts.shape[2], "RUNNING": running is not None, "BP": 256, "BC": 8}
+    return Launch(statistics_kernel, -(-parts.shape[2] // 8), given, sizes)
 
 
-def _divisor(extent: int, largest: int) -> int:
-    """Return the largest power of two that divides ``extent``, from 16 up to ``largest``."""
-    return min(largest, max(16, extent & -extent))
+def joining_gradients(
+    parts: Tensor,  # of the gradients of beta and gamma
+    positions: int,
+    norm: tuple[Tensor, Tensor, float],  # statistics, coefficients, epsilon
+    found: tuple[Tensor, Tensor],  # written: the gradients; what that of the input is made of
+) -> Launch:
+    """Join parts of gradients."""
+    from factorized.experiments.models.normalized.gradient_kernels import norm_coefficients_kernel
+
+    statistics, coefficients, epsilon = norm
+    given = (parts, statistics, coefficients, *found, len(parts), positions, epsilon)
+    return Launch(norm_coefficients_kernel, -(-parts.shape[2] // 8), given, {"C": parts.shape[2], "BP": 128, "BC": 8})
 
 
-TILES = Tiles()
+def activation_launches(
+    x: Tensor,  # (batch, channels, height, width), channels-last
+    coefficients: Tensor,  # (2, channels): scale and shift
+    shortcut: Tensor | None,
+    y: Tensor,  # written
+) -> list[Launch]:
+    """Normalize x, add the shortcut, and activate."""
+    from factorized.experiments.models.normalized.activation_kernels import activate_kernel
+
+    cover = tiles.TILES.cover(x)
+    given = (x, coefficients, x if shortcut is None else shortcut, y, x.numel() // x.shape[1])
+    told = {"SHORTCUT": shortcut is not None, "num_warps": tiles.TILES.cover_warps}
+    return [Launch(activate_kernel, cover.programs, given, {**cover.sizes(x), **told})]
+
+
+def activation_gradient_launches(
+    gradient: Tensor,  # of y
+    x: Tensor,
+    y: Tensor | None,  # the result, if there was a shortcut
+    statistics: Tensor,
+    coefficients: Tensor,
+    epsilon: float,
+    of_x: Tensor,  # written
+    passed: Tensor,  # written where there is y
+    of_norm: Tensor,  # written
+) -> list[Launch]:
+    """Go back to x, the shortcut, beta and gamma."""
+    from factorized.experiments.models.normalized import activation_kernels as kernels
+
+    positions, sizes = x.numel() // x.shape[1], tiles.TILES
+    cover, walk = sizes.cover(x), sizes.stream(x)
+    parts = statistics.new_empty((walk.splits, *statistics.shape))
+    back = statistics.new_empty((3, x.shape[1]))
+    seen, written = (x, x) if y is None else (y, passed)  # as good as any where the kernel uses none
+    summed = (gradient, x, seen, coefficients, statistics, written, parts, positions, walk.span, epsilon)
+    last = (gradient if y is None else passed, x, coefficients, back, of_x, positions)
+    own = {"SHORTCUT": y is not None}
+    return [
+        Launch(
+            kernels.activation_sums_kernel,
+            walk.programs,
+            summed,
+            {**own, **walk.sizes(x), "num_warps": sizes.stream_warps},
+        ),
+        joining_gradients(parts, positions, (statistics, coefficients, epsilon), (of_norm, back)),
+        Launch(
+            kernels.activation_gradient_kernel,
+            cover.programs,
+            last,
+            {**own, **cover.sizes(x), "num_warps": sizes.cover_warps},
+        ),
+    ]
 
 
 def forward_launches(
     x: Tensor,  # (batch, channels, height, width), channels-last
-    known: tuple[Tensor, int],  # parts of the statistics of x, and of how many positions each is
-    parameters: Sequence[Tensor],  # gamma, beta, U, V
-    epsilon: float,
+    coefficients: Tensor,  # (2, channels): scale and shift of the norm
+    factors: tuple[Tensor, Tensor],  # U, V
     residual: Tensor | None,
-    results: Sequence[Tensor],  # written: y, its parts, the thin tensor, packed factors, statistics, coefficients
+    results: Sequence[Tensor],  # written: y, parts of its statistics, the thin tensor, packed factors
 ) -> list[Launch]:
     """Normalize, activate and convolve x, and add the residual."""
     from factorized.experiments.models.normalized import kernels
     from factorized.formats.thin_kernels import pack_kernel
 
-    gamma, beta, U, V = parameters
-    y, parts, thin, packed, statistics, coefficients = results
+    (U, V), (y, parts, thin, packed) = factors, results
     (channels, height, width), R = x.shape[1:], packed.shape[1]
     positions, own_U, own_V = x.numel() // channels, packed[: len(U)], packed[len(U) :]
     packing = (U.contiguous(), V.contiguous(), packed, len(U), len(packed), U.shape[1], R)
-    norm = (known[0], gamma, beta, statistics, coefficients, len(known[0]), positions, known[1], epsilon)
-    (bm, bc), walk = TILES.tile(x), TILES.walk(y)
+    (bm, bc), walk = tiles.TILES.tile(x), tiles.TILES.walk(y)
     each = bm // width * width  # positions of a program: whole rows of images
     even = bm == each and positions % bm == 0 and channels % bc == 0
     sizes = {"W": width, "R": R}
     return [
         Launch(pack_kernel, -(-packed.numel() // AT_ONCE), packing, {"SIZE": AT_ONCE}),
-        Launch(kernels.statistics_kernel, -(-channels // 8), norm, {"C": channels, "BP": 256, "BC": 8}),
         Launch(
             kernels.project_kernel,
             -(-positions // each),
             (x, coefficients, own_V, thin, positions),
-            {**sizes, "C": channels, "EVEN": even, "ROWS": bm // width, "BM": bm, "BC": bc, **TILES.launching},
+            {**sizes, "C": channels, "EVEN": even, "ROWS": bm // width, "BM": bm, "BC": bc, **tiles.TILES.launching},
         ),
         Launch(
             kernels.expand_kernel,
             walk.programs,
             (thin, own_U, y if residual is None else residual, y, parts, positions, walk.span),
-            {**sizes, "H": height, "O": channels, "RESIDUAL": residual is not None, **walk.constants(y)},
+            {**sizes, "H": height, "RESIDUAL": residual is not None, **walk.sizes(y), **tiles.TILES.walking},
         ),
     ]
 
@@ -138,28 +163,23 @@ def backward_launches(
     positions, own_U, own_V = x.numel() // channels, packed[: 3 * channels], packed[3 * channels :]
     thin_gradient, back = torch.empty_like(thin), statistics.new_empty((3, channels))
     parts = statistics.new_empty((len(of_V), 2, channels))
-    (bm, bc), walk = TILES.tile(gradient), TILES.walk(x)
-    sizes, walking = {"W": width, "C": channels, "R": R}, walk.constants(x)
-    tiles = {"BM": bm, "BC": bc, "GM": walk.positions, "GC": walk.channels}
+    (bm, bc), walk, summing = tiles.TILES.tile(gradient), tiles.TILES.walk(x), tiles.TILES.walk(x, R)
+    sizes = {"W": width, "R": R}
+    both = {"BM": bm, "BC": bc, "GM": summing.positions, "GC": summing.channels}
     return [
         Launch(
             kernels.thin_gradients_kernel,
-            walk.programs - (-positions // bm),
-            (gradient, thin, own_U, thin_gradient, of_U, positions, walk.span, walk.programs),
-            {"H": height, "W": width, "O": channels, "R": R, **tiles, **TILES.launching},
+            summing.programs - (-positions // bm),
+            (gradient, thin, own_U, thin_gradient, of_U, positions, summing.span, summing.programs),
+            {**sizes, "H": height, "O": channels, **both, **tiles.TILES.launching},
         ),
         Launch(
             kernels.norm_sums_kernel,
-            walk.programs,
-            (x, coefficients, statistics, own_V, thin_gradient, of_V, parts, positions, walk.span, epsilon),
-            {**sizes, **walking},
+            summing.programs,
+            (x, coefficients, statistics, own_V, thin_gradient, of_V, parts, positions, summing.span, epsilon),
+            {**sizes, **summing.sizes(x), **tiles.TILES.walking},
         ),
-        Launch(
-            kernels.norm_coefficients_kernel,
-            -(-channels // 8),
-            (parts, statistics, coefficients, of_norm, back, len(parts), positions, epsilon),
-            {"C": channels, "BP": 128, "BC": 8},
-        ),
+        joining_gradients(parts, positions, (statistics, coefficients, epsilon), (of_norm, back)),
         Launch(
             kernels.input_gradient_kernel,
             walk.programs,
@@ -167,6 +187,6 @@ def backward_launches(
                 *(x, coefficients, back, own_V, thin_gradient),
                 *(x_gradient if residual is None else residual, x_gradient, positions, walk.span),
             ),
-            {**sizes, "RESIDUAL": residual is not None, **walking},
+            {**sizes, "RESIDUAL": residual is not None, **walk.sizes(x), **tiles.TILES.walking},
         ),
     ]

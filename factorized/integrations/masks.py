@@ -1,0 +1,110 @@
+"""transformers: attention without the masks that compiled models build and do not need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from factorized.nn.running import evaluation_mode
+
+SKIPPING = "sdpa_skipping_masks"  # attention of transformers, by the names that its models look up
+ASKING = "sdpa_asking_for_masks"
+
+
+def skip_masks(model: Any, example: Mapping[str, Any]) -> bool:
+    """Let a transformers model that is compiled attend without a mask where none is needed; return whether it does.
+
+    PyTorch's fastest attention takes no mask, so transformers makes none for sequences without padding: "causal" is a
+    flag. To know that, it reads values of tensors, which compiled code cannot, and so it makes a mask after all: for
+    any model with PyTorch 2.11 or transformers 5.17; with later ones for models called without ``use_cache`` whose rows
+    might hold several texts, by their position ids.
+
+    From here on, compiled calls skip such masks. They must not get position ids that begin again within a row. Padding,
+    sliding windows and chunks are masked as before. What is not compiled stays as it is, ``generate`` and saved files
+    too. ``model.set_attn_implementation("sdpa")`` undoes it.
+
+    Args:
+        model: a model of transformers whose attention is ``"sdpa"``, its default; else nothing changes.
+        example: inputs of the model by name, on its device. It is run on them once, without gradients, to see whether
+            it needs a mask that would be skipped; then nothing changes.
+
+    Raises:
+        ValueError: no part of the model is one of transformers.
+
+    Examples:
+        >>> import transformers
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, **sizes))
+        >>> fz.integrations.skip_masks(model, {"input_ids": torch.randint(100, (1, 16))})
+        True
+        >>> compiled = torch.compile(model)
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    needed: list[bool] = []  # of the masks that would be skipped
+
+    def ask(**arguments: Any) -> Any:
+        mask = sdpa_mask(**arguments)
+        if _is_plain(**arguments):
+            needed.append(mask is not None)
+        return mask
+
+    _register(ASKING, ask)
+    _register_skipping()
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    ways = [getattr(config, "_attn_implementation", None) for config in configs]
+    if not any(ways):
+        raise ValueError(f"model must be one of transformers, got {type(model).__name__}")
+    changed = [config for config, way in zip(configs, ways, strict=True) if way in ("sdpa", SKIPPING)]
+    chosen = "sdpa"
+    try:
+        _choose(changed, ASKING)
+        with evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model(**example)
+        chosen = SKIPPING if needed and not any(needed) else "sdpa"
+    finally:
+        _choose(changed, chosen)
+    return chosen == SKIPPING
+
+
+@cache  # another function under the name would make compiled models compile again
+def _register_skipping() -> None:
+    from transformers.masking_utils import sdpa_mask
+
+    def skip(**arguments: Any) -> Any:
+        return None if torch.compiler.is_compiling() and _is_plain(**arguments) else sdpa_mask(**arguments)
+
+    _register(SKIPPING, skip)
+
+
+def _register(name: str, make_mask: Callable[..., Any]) -> None:
+    """Give a name to transformers' attention by PyTorch's function, with masks made by ``make_mask``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(name, sdpa_attention_forward)
+    AttentionMaskInterface.register(name, make_mask)
+
+
+def _is_plain(
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    **others: Any,
+) -> bool:
+    """Return whether a mask, by what transformers makes it from, says nothing but "causal", or nothing at all."""
+    whole = q_length == kv_length or allow_is_bidirectional_skip
+    return whole and attention_mask is None and not use_vmap and (local_size is None or kv_length < local_size)
+
+
+def _choose(configs: list[Any], name: str) -> None:
+    """Set how the models with these configs attend, without changing the configs inside them."""
+    for config in configs:
+        config._attn_implementation = {"": name}
