@@ -232,7 +232,7 @@ def test_sharpness_aware_minimization_takes_the_decay_with_its_inner_step(decoup
     with torch.no_grad():
         for p, old, decay in zip(parameters, before, of_decay, strict=True):
             p.copy_(old - rate * (p.grad + decay))
-    assert difference(model, reference) < 1e-10
+    assert difference(model, reference) < 1e-8  # the optimizer takes the norm in float32
 
 
 class WithoutRate(Optimizer):
