@@ -93,7 +93,7 @@ def convolve(
         x = pad(x, geometry.padding, geometry.padding_mode)
         padding = (0,) * len(geometry.padding)
     apply = _CONVOLVE[len(geometry.stride)]
-    return apply(x, _owned(kernel, x), bias, geometry.stride, padding, geometry.dilation, groups)
+    return apply(x, _fitted(kernel, x), bias, geometry.stride, padding, geometry.dilation, groups)
 
 
 def convolve_transposed(
@@ -106,17 +106,19 @@ def convolve_transposed(
     """Apply the transpose of ``convolve`` with the same kernel, and torch's output padding."""
     padding = tuple(before for before, _ in geometry.padding)
     settings = (geometry.stride, padding, geometry.output_padding, groups, geometry.dilation)
-    return _TRANSPOSED[len(geometry.stride)](x, _owned(kernel, x), bias, *settings)
+    return _TRANSPOSED[len(geometry.stride)](x, _fitted(kernel, x), bias, *settings)
 
 
-def _owned(kernel: Tensor, x: Tensor) -> Tensor:
-    """Return a kernel that is not a view: on CPUs, float64 and float16 convolutions need that for correct gradients."""
-    if x.is_cuda or not (is_jit_tracing() or (torch.is_grad_enabled() and kernel.requires_grad)):
-        return kernel  # a trace is recorded with gradients and checked without: the same in both
-    batched = x.dim() == kernel.dim()
-    return kernel.clone(
-        memory_format=CHANNELS_LAST[x.dim()] if batched and is_channels_last(x) else torch.contiguous_format
-    )
+def _fitted(kernel: Tensor, x: Tensor) -> Tensor:
+    """Return a kernel in the layout of its input; a view of factors may look channels-last, and so would the result.
+
+    Where gradients are computed on a CPU it is no view: float64 and float16 convolutions need that for correct ones.
+    """
+    last = x.dim() == kernel.dim() and is_channels_last(x) and x.stride(-1) != 1  # one position is laid out either way
+    if not x.is_cuda and (is_jit_tracing() or (torch.is_grad_enabled() and kernel.requires_grad)):
+        # a trace is recorded with gradients and checked without: the same in both
+        return kernel.clone(memory_format=CHANNELS_LAST[x.dim()] if last else torch.contiguous_format)
+    return kernel if last else kernel.reshape(-1).view(kernel.shape)  # contiguous() keeps strides of pointwise kernels
 
 
 def is_channels_last(

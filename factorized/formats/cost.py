@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from factorized.formats.convolution import is_channels_last
 from factorized.formats.kernel import KernelShape
 
-Device = Literal["cpu", "cpu, channels last", "cuda"]  # what costs differ by
+Device = Literal["cpu", "cpu, channels last", "cpu, few positions", "cuda"]  # what costs differ by
 
 # Output positions over which composing the weight is spread: a small training batch.
 POSITIONS = 8192
-# Input positions from which on the costs of a CPU depend on the layout. With fewer, convolutions take longer to prepare
-# their kernels, in every call, than they save.
-MANY_POSITIONS = 2048
+# Input positions below which inference on a CPU has costs of its own: there, convolutions take longer to prepare their
+# kernels, in every call, than they save.
+FEW_POSITIONS = 64
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,16 @@ class Traffic:
     """What moving one channel of a position costs, in multiply-accumulates; fitted to ``benchmarks/ways.py``."""
 
     convolution: int  # of the input and output, when there are two convolutions instead of one
+    pointwise: int  # the same for a kernel of one tap
     product: int  # of the input and output, when there are two matrix products instead of one convolution
     shift: int  # of the thin tensor that is shifted and stacked between the products
 
 
 TRAFFIC: dict[Device, Traffic] = {
-    "cpu": Traffic(convolution=100, product=55, shift=40),
-    "cpu, channels last": Traffic(convolution=60, product=55, shift=100),
-    "cuda": Traffic(convolution=1200, product=0, shift=200),
+    "cpu": Traffic(convolution=60, pointwise=60, product=55, shift=100),
+    "cpu, channels last": Traffic(convolution=60, pointwise=20, product=55, shift=100),
+    "cpu, few positions": Traffic(convolution=100, pointwise=100, product=55, shift=40),
+    "cuda": Traffic(convolution=1200, pointwise=1200, product=0, shift=200),
 }
 # cuDNN is no faster with fewer channels than this; matrix products and shifts run on multiples of eight.
 CUDA_CHANNELS, CUDA_RANKS = 64, 8
@@ -40,10 +43,12 @@ CUDA_CHANNELS, CUDA_RANKS = 64, 8
 
 def cpu_of(
     x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+    channels: int,
 ) -> Device:
-    """Return which costs a CPU has for an input: its convolutions read channels-last tensors as they are."""
-    many = is_channels_last(x) and x.numel() >= MANY_POSITIONS * x.shape[1]
-    return "cpu, channels last" if many else "cpu"
+    """Return which costs a CPU has for an input of so many channels, with gradients or without."""
+    if not torch.is_grad_enabled() and x.numel() < FEW_POSITIONS * channels:
+        return "cpu, few positions"
+    return "cpu, channels last" if is_channels_last(x) else "cpu"
 
 
 def dense_cost(shape: KernelShape, device: Device) -> int:
@@ -59,7 +64,8 @@ def two_convolutions_cost(shape: KernelShape, rank: int, depth: int, stride: tup
     """
     first, second, channels = _sides(shape)
     thin = (rank * first + depth * shape.groups * rank * rank) * prod(stride[: shape.row_dims]) + rank * second
-    return thin + TRAFFIC[device].convolution * channels
+    traffic = TRAFFIC[device]
+    return thin + (traffic.pointwise if prod(shape.size) == 1 else traffic.convolution) * channels
 
 
 def two_products_cost(shape: KernelShape, rank: int, stride: tuple[int, ...], device: Device, compiled: bool) -> float:
@@ -74,7 +80,7 @@ def two_products_cost(shape: KernelShape, rank: int, stride: tuple[int, ...], de
     unskipped = prod([s for s, k in zip(stride, shape.size, strict=True) if k > 1])
     shifted = shape.groups * aligned * (prod(shape.column_size) * unskipped + prod(shape.row_size))
     moved = TRAFFIC[device].product * channels + TRAFFIC[device].shift * shifted
-    if prod(shape.size) == 1:  # nothing to shift: no more traffic than one convolution
+    if prod(shape.size) == 1 and device != "cpu, channels last":  # nothing to shift: the traffic of one convolution
         moved = 0
     return aligned * (first * unskipped + second) + moved
 

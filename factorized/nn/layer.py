@@ -25,7 +25,7 @@ from factorized.nn.weight import owner_of, read_weight
 Execution = Literal["auto"] | Way
 MACHINES: tuple[tuple[Device, bool], ...] = (  # devices, and whether programs are compiled for them
     *(("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)),
-    ("cpu, channels last", False),
+    *(("cpu, channels last", False), ("cpu, few positions", False)),
 )
 
 
@@ -178,8 +178,8 @@ class FactorizedLayer(nn.Module):
     def chosen_execution(self, input: Tensor | None = None) -> Way:
         """Return how ``forward`` runs: the execution set, or for ``"auto"`` the cheapest by cost.
 
-        ``input`` is that of a convolution. Its layout matters on a CPU, but not under a compiler, which would have to
-        guard on it.
+        ``input`` is that of a convolution. On a CPU its size and layout matter, but not under a compiler, which would have
+        to guard on them.
         """
         if self.drops or self.decay_in_backward:  # both act on the composed weight
             return "composed"
@@ -187,9 +187,9 @@ class FactorizedLayer(nn.Module):
             self.check_execution()
             return self.execution
         compiled = torch.compiler.is_compiling()
+        if input is not None and input.is_cpu and not (compiled or is_jit_tracing()):
+            return self._cheapest[cpu_of(input, self.shape.in_channels), False]
         device: Device = "cpu" if self.factors[0].device.type == "cpu" else "cuda"
-        if input is not None and device == "cpu" and not (compiled or is_jit_tracing()):
-            device = cpu_of(input)
         return self._cheapest[device, compiled]
 
     def check_execution(self) -> None:

@@ -101,6 +101,26 @@ def test_channels_last_inputs_give_channels_last_outputs(execution: str) -> None
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
+SHAPES = {"3x3": ((6, 4, 3, 3), 1), "1x1": ((6, 4, 1, 1), 0), "3x1": ((6, 4, 3, 1), 1), "1d": ((6, 4, 3), 1)}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize(
+    ("name", "shape"), [(n, s) for n in SCHEMES for s in SHAPES if s == "3x3" or not n.startswith("separable")]
+)
+def test_an_output_is_laid_out_as_that_of_the_dense_layer(name: str, shape: str, learns: bool) -> None:
+    (out, channels, *size), padding = SHAPES[shape]
+    format = SCHEMES[name].at_scale(SCHEMES[name].kernel((out, channels, *size)), 0.4)
+    x = torch.randn(2, channels, *(5,) * len(size))
+    dense = (nn.Conv1d, nn.Conv2d)[len(size) - 1](channels, out, tuple(size), padding=padding)
+    layer = FACTORIZED[len(size)].from_dense(dense, format)
+    for execution in layer.executions:
+        layer.execution = execution
+        with torch.set_grad_enabled(learns):
+            y = layer(x)
+        assert y.stride() == dense(x).stride(), execution  # so that y.view(len(y), -1) works, as before
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("shape", [(2, 3, 5, 5), (3, 5, 5), (4, 5), (2, 4, 5, 5, 5)])
 def test_inputs_that_the_dense_layer_refuses_are_refused(shape: tuple[int, ...], execution: str) -> None:

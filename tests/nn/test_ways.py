@@ -20,6 +20,7 @@ MACHINES = [  # device, compiled
     ("cuda", False),
     ("cuda", True),
     ("cpu, channels last", False),
+    ("cpu, few positions", False),
 ]
 SHAPES = {
     "1d": KernelShape.of((512, 512, 9)),
@@ -144,47 +145,51 @@ def test_the_execution_that_is_set_is_taken(execution: str) -> None:
     assert f"execution={execution}" in repr(layer)
 
 
-@pytest.mark.parametrize(("channels", "rank"), [(4, 2), (256, 2)])
-def test_the_choice_does_not_depend_on_the_size_of_the_input(channels: int, rank: int) -> None:
-    layer = FactorizedConv2d(channels, channels, 3, rank, init="kaiming")
-    expected = CONVOLUTIONS[layer.chosen_execution()]
-    for shape in [(channels, 3, 3), (1, channels, 3, 3), (16, channels, 3, 3), (1, channels, 64, 64)]:
-        assert count_convolutions(layer, torch.randn(shape)) == expected
-    x = torch.randn(2, channels, 5, 5).contiguous(memory_format=torch.channels_last)
-    assert count_convolutions(layer, x) == expected
+def images(*shape: int, last: bool = False) -> Tensor:
+    x = torch.randn(shape)
+    return x.contiguous(memory_format=torch.channels_last) if last else x
 
 
-def many_positions(channels: int) -> Tensor:
-    return torch.randn(2, channels, 32, 32).contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize("last", [False, True])
+def test_small_layers_are_composed_whatever_their_input(last: bool) -> None:
+    layer = FactorizedConv2d(4, 4, 3, 2, init="kaiming")
+    for shape in [(1, 4, 3, 3), (16, 4, 3, 3), (1, 4, 64, 64)]:
+        assert count_convolutions(layer, images(*shape, last=last)) == CONVOLUTIONS["composed"]
 
 
-def test_many_positions_with_channels_last_are_convolved_on_a_cpu() -> None:
-    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming"), many_positions(64)
+@pytest.mark.parametrize("last", [False, True])
+def test_few_positions_are_multiplied_on_a_cpu_without_gradients_and_all_others_convolved(last: bool) -> None:
+    layer = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming")
+    assert layer.chosen_execution() == "chain"
+    few, many = images(1, 64, 7, 9, last=last), images(1, 64, 8, 8, last=last)
+    assert count_convolutions(layer, few) == CONVOLUTIONS["products"]
+    assert count_convolutions(layer, few[0]) == CONVOLUTIONS["products"]
+    for x in (many, many[0], images(2, 64, 32, 32, last=last)):
+        assert count_convolutions(layer, x) == CONVOLUTIONS["chain"]
+    assert layer.chosen_execution(few) == layer.chosen_execution(many) == "chain"  # with gradients
+    torch.testing.assert_close(layer(many), layer.to_dense()(many), rtol=1e-4, atol=1e-4)
+
+
+def test_pointwise_convolutions_are_convolved_where_channels_lie_side_by_side_and_else_multiplied() -> None:
+    layer = FactorizedConv2d(64, 128, 1, 7, init="kaiming")
+    assert layer.chosen_execution(images(2, 64, 32, 32, last=True)) == "chain"
+    assert layer.chosen_execution(images(2, 64, 32, 32)) == "products"
     assert layer.chosen_execution() == "products"
-    assert layer.chosen_execution(x) == "chain"
-    assert count_convolutions(layer, x) == CONVOLUTIONS["chain"]
-    for other in (x.contiguous(), x[:1], x[:, :, :31], x[0]):
-        assert layer.chosen_execution(other) == "products"
-    torch.testing.assert_close(layer(x), layer.to_dense()(x), rtol=1e-4, atol=1e-4)
-
-
-def test_a_pointwise_convolution_runs_by_products_in_every_layout() -> None:
-    assert FactorizedConv2d(64, 128, 1, 7, init="kaiming").chosen_execution(many_positions(64)) == "products"
 
 
 def test_an_execution_that_is_set_is_taken_in_every_layout() -> None:
     layer = FactorizedConv2d(64, 64, 3, 9, init="kaiming", execution="products")
-    assert layer.chosen_execution(many_positions(64)) == "products"
+    assert layer.chosen_execution(images(2, 64, 32, 32, last=True)) == "products"
 
 
-def test_another_device_does_not_look_at_the_layout() -> None:
-    layer, x = FactorizedConv2d(64, 64, 3, 9, init=None, device="meta"), many_positions(64).to("meta")
-    assert layer.chosen_execution() == "composed"
-    assert layer.chosen_execution(x) == "composed"
+def test_another_device_does_not_look_at_the_input() -> None:
+    layer, x = FactorizedConv2d(64, 64, 3, 9, init=None, device="meta"), images(1, 64, 2, 2).to("meta")
+    with torch.no_grad():
+        assert layer.chosen_execution() == layer.chosen_execution(x) == "composed"
 
 
 def test_compiled_code_needs_no_guard_on_the_layout_or_the_batch() -> None:
-    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), many_positions(64)
+    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), images(2, 64, 32, 32, last=True)
     torch._dynamo.reset()
     counter = CompileCounter()
     run = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
@@ -196,11 +201,12 @@ def test_compiled_code_needs_no_guard_on_the_layout_or_the_batch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_trace_does_not_look_at_the_layout() -> None:
-    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), many_positions(64)
-    traced = torch.jit.trace(layer, x)
-    assert "aten::_convolution" not in str(traced.inlined_graph)  # products, as for an input with channels first
-    torch.testing.assert_close(traced(x[:1]), layer(x[:1]))
+def test_a_trace_does_not_look_at_the_input() -> None:
+    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), images(1, 64, 2, 2)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, x)
+    assert str(traced.inlined_graph).count("aten::_convolution") == CONVOLUTIONS["chain"]  # as for many positions
+    torch.testing.assert_close(traced(x), layer(x))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -212,10 +218,11 @@ def test_a_trace_passes_the_check_that_torch_makes_without_gradients(execution: 
 
 
 def test_a_program_does_not_depend_on_the_layout_or_the_batch() -> None:
-    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), many_positions(64)
+    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), images(2, 64, 7, 7)
     shapes = {"input": {0: torch.export.Dim("batch", min=1, max=64)}}
-    program = torch.export.export(layer, (x,), dynamic_shapes=shapes)
-    assert "conv" not in program.graph_module.code  # products, as for an input with channels first
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,), dynamic_shapes=shapes)
+    assert program.graph_module.code.count("aten.conv2d") == CONVOLUTIONS["chain"]  # as for many positions
     for y in (x, x[:1], x.repeat(4, 1, 1, 1)):
         torch.testing.assert_close(program.module()(y), layer(y))
 

@@ -16,6 +16,7 @@ Run = Callable[[], object]
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 101
 PATIENCE = 10  # times the seconds asked for, after which one round is enough
 PIECE = 0.02  # seconds of work between two looks at the clock of a GPU
+SHORT = 1000  # milliseconds below which the caches of a CPU matter to a run: it follows another of its kind
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def interleave(runs: Mapping[str, Run], device: torch.device, seconds: float) ->
     """Time runs that are warm in turn, so that a busy moment hits them alike, for about ``seconds``.
 
     There are three rounds at least, or one where that alone takes ten times as long. On a GPU a short run is repeated
-    between two looks at the clock.
+    between two looks at the clock. On a CPU it follows one that is not timed, because after other work the caches hold
+    none of what it reads.
     """
     repeats = {name: _repeats(run, device) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -64,6 +66,8 @@ def interleave(runs: Mapping[str, Run], device: torch.device, seconds: float) ->
         if (round_ >= FEWEST_ROUNDS and spent > seconds) or (round_ and spent > PATIENCE * seconds):
             break
         for name, run in runs.items():
+            if device.type != "cuda" and times[name] and times[name][-1] < SHORT:
+                run()
             times[name].append(milliseconds(run, device, repeats[name]))
     return {name: Spread.of(found) for name, found in times.items()}
 

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
+from factorized.experiments.cli.allocator import keep_freed_memory
 from factorized.experiments.cli.processes import process_number
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.data.extras import install_command, not_installed
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 for a failed check, 2 for an error, 128 + n for signal n."""
     if arguments is not None:
         return _run(arguments, OneInterrupt())
+    keep_freed_memory()
     interrupt = OneInterrupt()
     if isinstance(sys.stdout, io.TextIOWrapper):  # print "?" for signs that its encoding lacks, and do not fail
         sys.stdout.reconfigure(errors="replace")

@@ -52,8 +52,15 @@ def calls(order: list[str], name: str, seconds: float = 0.0) -> Callable[[], Non
 def test_runs_take_turns() -> None:
     order: list[str] = []
     times = interleave({"a": calls(order, "a"), "b": calls(order, "b")}, CPU, seconds=0.01)
-    assert order == ["a", "b"] * (len(order) // 2)
     assert times["a"].rounds == times["b"].rounds >= 3
+    assert order == ["a", "b"] + ["a", "a", "b", "b"] * (times["a"].rounds - 1)  # from the second on after an untimed one
+
+
+def test_long_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SHORT", 0.0)
+    order: list[str] = []
+    rounds = interleave({"a": calls(order, "a"), "b": calls(order, "b")}, CPU, seconds=0.01)["a"].rounds
+    assert order == ["a", "b"] * rounds
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1e-9, 1), (0.02, 3), (1000.0, measure.MOST_ROUNDS)])
