@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,13 +14,12 @@ from torch import Tensor
 from factorized.formats.convolution import is_channels_last
 from factorized.formats.kernel import KernelShape
 
-Device = Literal["cpu", "cpu, channels last", "cpu, few positions", "cuda"]  # what costs differ by
+Device = Literal["cpu", "cpu, channels last", "cpu, fast products", "cuda"]  # what costs differ by
 
 # Output positions over which composing the weight is spread: a small training batch.
 POSITIONS = 8192
-# Input positions below which inference on a CPU has costs of its own: there, convolutions take longer to prepare their
-# kernels, in every call, than they save.
-FEW_POSITIONS = 64
+# Input positions: with fewer, convolutions on a CPU take longer to prepare kernels, in every call, than they save.
+FEW_POSITIONS = {"AMD": 64, "other": 2048}
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,39 @@ class Traffic:
 TRAFFIC: dict[Device, Traffic] = {
     "cpu": Traffic(convolution=60, pointwise=60, product=55, shift=100),
     "cpu, channels last": Traffic(convolution=60, pointwise=20, product=55, shift=100),
-    "cpu, few positions": Traffic(convolution=100, pointwise=100, product=55, shift=40),
+    "cpu, fast products": Traffic(convolution=100, pointwise=100, product=55, shift=40),
     "cuda": Traffic(convolution=1200, pointwise=1200, product=0, shift=200),
 }
 # cuDNN is no faster with fewer channels than this; matrix products and shifts run on multiples of eight.
 CUDA_CHANNELS, CUDA_RANKS = 64, 8
 
 
+def processor() -> str:
+    """Return what the system says of its first processor."""
+    try:
+        with Path("/proc/cpuinfo").open() as file:
+            return file.read(4096)
+    except OSError:
+        return os.environ.get("PROCESSOR_IDENTIFIER", "")  # on Windows
+
+
+# torch multiplies matrices by Intel's library, and there products take up to twice as long as thin convolutions
+IS_AMD = "AuthenticAMD" in processor()
+
+
 def cpu_of(
-    x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
-    channels: int,
+    x: Tensor | None = None,  # (batch, channels, *spatial) or (channels, *spatial); None: not known
+    channels: int = 1,
 ) -> Device:
-    """Return which costs a CPU has for an input of so many channels, with gradients or without."""
-    if not torch.is_grad_enabled() and x.numel() < FEW_POSITIONS * channels:
-        return "cpu, few positions"
-    return "cpu, channels last" if is_channels_last(x) else "cpu"
+    """Return which costs this machine's processor has for an input, with gradients or without."""
+    if x is None:
+        return "cpu" if IS_AMD else "cpu, fast products"
+    last, few = is_channels_last(x), x.numel() < FEW_POSITIONS["AMD" if IS_AMD else "other"] * channels
+    if not IS_AMD:
+        return "cpu" if last and not few else "cpu, fast products"
+    if few and not torch.is_grad_enabled():
+        return "cpu, fast products"
+    return "cpu, channels last" if last else "cpu"
 
 
 def dense_cost(shape: KernelShape, device: Device) -> int:

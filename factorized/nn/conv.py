@@ -191,8 +191,8 @@ class FactorizedConv1d(FactorizedConv):
     Arguments and errors are those of ``nn.Conv1d`` and ``fz.FactorizedConv2d``.
 
     Examples:
-        >>> fz.FactorizedConv1d(32, 64, kernel_size=5, format=8)
-        FactorizedConv1d(32, 64, kernel_size=(5,), execution=products, rank=8, params=1,792 of 10,240)
+        >>> fz.FactorizedConv1d(64, 64, kernel_size=9, format=32)
+        FactorizedConv1d(64, 64, kernel_size=(9,), execution=chain, rank=32, params=20,480 of 36,864)
     """
 
     dense_type = nn.Conv1d

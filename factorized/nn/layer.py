@@ -24,8 +24,8 @@ from factorized.nn.weight import owner_of, read_weight
 
 Execution = Literal["auto"] | Way
 MACHINES: tuple[tuple[Device, bool], ...] = (  # devices, and whether programs are compiled for them
-    *(("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)),
-    *(("cpu, channels last", False), ("cpu, few positions", False)),
+    *(("cpu", False), ("cpu, channels last", False), ("cpu, fast products", False), ("cuda", False)),
+    *(("cpu", True), ("cpu, fast products", True), ("cuda", True)),
 )
 
 
@@ -178,8 +178,8 @@ class FactorizedLayer(nn.Module):
     def chosen_execution(self, input: Tensor | None = None) -> Way:
         """Return how ``forward`` runs: the execution set, or for ``"auto"`` the cheapest by cost.
 
-        ``input`` is that of a convolution. On a CPU its size and layout matter, but not under a compiler, which would have
-        to guard on them.
+        ``input`` is that of a convolution. On a CPU its size and layout matter, and whose processor it is;
+        under a compiler only that, which needs no guard.
         """
         if self.drops or self.decay_in_backward:  # both act on the composed weight
             return "composed"
@@ -189,8 +189,7 @@ class FactorizedLayer(nn.Module):
         compiled = torch.compiler.is_compiling()
         if input is not None and input.is_cpu and not (compiled or is_jit_tracing()):
             return self._cheapest[cpu_of(input, self.shape.in_channels), False]
-        device: Device = "cpu" if self.factors[0].device.type == "cpu" else "cuda"
-        return self._cheapest[device, compiled]
+        return self._cheapest[cpu_of() if self.factors[0].device.type == "cpu" else "cuda", compiled]
 
     def check_execution(self) -> None:
         """Raise unless this layer can run in the way that is set."""

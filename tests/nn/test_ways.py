@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +11,19 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from factorized import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d, FactorizedLinear
+from factorized.formats import cost
 from factorized.formats.format import WAYS
 from factorized.formats.kernel import KernelShape
 from factorized.formats.product import Product
 
 MACHINES = [  # device, compiled
     ("cpu", False),
-    ("cpu", True),
-    ("cuda", False),
-    ("cuda", True),
     ("cpu, channels last", False),
-    ("cpu, few positions", False),
+    ("cpu, fast products", False),
+    ("cuda", False),
+    ("cpu", True),
+    ("cpu, fast products", True),
+    ("cuda", True),
 ]
 SHAPES = {
     "1d": KernelShape.of((512, 512, 9)),
@@ -94,7 +97,7 @@ def test_a_convolution_chooses_for_what_it_is_and_where_it_runs(monkeypatch: pyt
     def ways(self: Product, *question: Any) -> dict[str, float]:
         asked.append((self, *question))
         device, compiled = question[1:]
-        return {"composed": 1 if device == "cpu" else 3, "chain": 2, "products": 1 if compiled else 5}
+        return {"composed": 3 if device == "cuda" else 1, "chain": 2, "products": 1 if compiled else 5}
 
     monkeypatch.setattr(Product, "ways", ways)
     layer = FactorizedConv2d(4, 6, 3, 2, stride=(2, 1), depth=1)
@@ -157,24 +160,64 @@ def test_small_layers_are_composed_whatever_their_input(last: bool) -> None:
         assert count_convolutions(layer, images(*shape, last=last)) == CONVOLUTIONS["composed"]
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_few_positions_are_multiplied_on_a_cpu_without_gradients_and_all_others_convolved(last: bool) -> None:
-    layer = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming")
-    assert layer.chosen_execution() == "chain"
-    few, many = images(1, 64, 7, 9, last=last), images(1, 64, 8, 8, last=last)
-    assert count_convolutions(layer, few) == CONVOLUTIONS["products"]
-    assert count_convolutions(layer, few[0]) == CONVOLUTIONS["products"]
-    for x in (many, many[0], images(2, 64, 32, 32, last=last)):
-        assert count_convolutions(layer, x) == CONVOLUTIONS["chain"]
-    assert layer.chosen_execution(few) == layer.chosen_execution(many) == "chain"  # with gradients
-    torch.testing.assert_close(layer(many), layer.to_dense()(many), rtol=1e-4, atol=1e-4)
+@pytest.fixture(params=[False, True], ids=["other", "AMD"])
+def is_amd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(cost, "IS_AMD", request.param)
+    return bool(request.param)
 
 
-def test_pointwise_convolutions_are_convolved_where_channels_lie_side_by_side_and_else_multiplied() -> None:
+@pytest.mark.parametrize(
+    ("shape", "last", "gradients", "amd", "other"),
+    [
+        ((1, 64, 7, 9), False, False, "products", "products"),
+        ((1, 64, 7, 9), True, False, "products", "products"),
+        ((64, 7, 9), False, False, "products", "products"),  # without a batch
+        ((1, 64, 7, 9), False, True, "chain", "products"),
+        ((1, 64, 7, 9), True, True, "chain", "products"),
+        ((1, 64, 8, 8), False, False, "chain", "products"),
+        ((1, 64, 8, 8), True, False, "chain", "products"),
+        ((64, 8, 8), False, False, "chain", "products"),
+        ((2, 64, 32, 32), False, False, "chain", "products"),
+        ((2, 64, 32, 32), True, False, "chain", "chain"),
+        ((2, 64, 32, 32), True, True, "chain", "chain"),
+        ((2, 64, 32, 31), True, True, "chain", "products"),
+    ],
+)
+def test_a_processor_chooses_by_positions_layout_and_gradients(
+    shape: tuple[int, ...], last: bool, gradients: bool, amd: str, other: str, is_amd: bool
+) -> None:
+    layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming"), images(*shape, last=last)
+    with torch.set_grad_enabled(gradients):
+        assert layer.chosen_execution(x) == (amd if is_amd else other)
+        chosen = CONVOLUTIONS[layer.chosen_execution(x)]
+    if not gradients:
+        assert count_convolutions(layer, x) == chosen
+    assert layer.chosen_execution() == ("chain" if is_amd else "products")
+    torch.testing.assert_close(layer(x), layer.to_dense()(x), rtol=1e-4, atol=1e-4)
+
+
+def test_pointwise_convolutions_are_multiplied_but_with_channels_last_on_an_amd_processor(is_amd: bool) -> None:
     layer = FactorizedConv2d(64, 128, 1, 7, init="kaiming")
-    assert layer.chosen_execution(images(2, 64, 32, 32, last=True)) == "chain"
+    assert layer.chosen_execution(images(2, 64, 32, 32, last=True)) == ("chain" if is_amd else "products")
     assert layer.chosen_execution(images(2, 64, 32, 32)) == "products"
     assert layer.chosen_execution() == "products"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [("vendor_id\t: AuthenticAMD\n", True), ("vendor_id\t: GenuineIntel\n", False), (None, False)],
+)
+def test_the_processor_is_what_the_system_says(
+    told: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if told is not None:
+        (tmp_path / "cpuinfo").write_text(told)
+    monkeypatch.setattr(cost, "Path", lambda name: tmp_path / Path(name).name)
+    monkeypatch.delenv("PROCESSOR_IDENTIFIER", raising=False)
+    assert ("AuthenticAMD" in cost.processor()) == expected
+    if told is None:
+        monkeypatch.setenv("PROCESSOR_IDENTIFIER", "AMD64 Family 25, AuthenticAMD")
+        assert "AuthenticAMD" in cost.processor()
 
 
 def test_an_execution_that_is_set_is_taken_in_every_layout() -> None:
@@ -188,7 +231,7 @@ def test_another_device_does_not_look_at_the_input() -> None:
         assert layer.chosen_execution() == layer.chosen_execution(x) == "composed"
 
 
-def test_compiled_code_needs_no_guard_on_the_layout_or_the_batch() -> None:
+def test_compiled_code_needs_no_guard_on_the_layout_or_the_batch(is_amd: bool) -> None:
     layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), images(2, 64, 32, 32, last=True)
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -201,11 +244,11 @@ def test_compiled_code_needs_no_guard_on_the_layout_or_the_batch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_trace_does_not_look_at_the_input() -> None:
+def test_a_trace_does_not_look_at_the_input(is_amd: bool) -> None:
     layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), images(1, 64, 2, 2)
     with torch.no_grad():
         traced = torch.jit.trace(layer, x)
-    assert str(traced.inlined_graph).count("aten::_convolution") == CONVOLUTIONS["chain"]  # as for many positions
+    assert str(traced.inlined_graph).count("aten::_convolution") == CONVOLUTIONS[layer.chosen_execution()]
     torch.testing.assert_close(traced(x), layer(x))
 
 
@@ -217,12 +260,12 @@ def test_a_trace_passes_the_check_that_torch_makes_without_gradients(execution: 
     torch.testing.assert_close(traced(x), layer(x))
 
 
-def test_a_program_does_not_depend_on_the_layout_or_the_batch() -> None:
+def test_a_program_does_not_depend_on_the_layout_or_the_batch(is_amd: bool) -> None:
     layer, x = FactorizedConv2d(64, 64, 3, 9, padding=1, init="kaiming").eval(), images(2, 64, 7, 7)
     shapes = {"input": {0: torch.export.Dim("batch", min=1, max=64)}}
     with torch.no_grad():
         program = torch.export.export(layer, (x,), dynamic_shapes=shapes)
-    assert program.graph_module.code.count("aten.conv2d") == CONVOLUTIONS["chain"]  # as for many positions
+    assert program.graph_module.code.count("aten.conv2d") == CONVOLUTIONS[layer.chosen_execution()]
     for y in (x, x[:1], x.repeat(4, 1, 1, 1)):
         torch.testing.assert_close(program.module()(y), layer(y))
 

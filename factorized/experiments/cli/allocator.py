@@ -25,4 +25,4 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     os.environ.update({name: str(value) for _, name, value in settings})
-    return all([mallopt(number, value) == 1 for number, _, value in settings])
+    return [mallopt(number, value) for number, _, value in settings] == [1, 1]

@@ -53,7 +53,8 @@ def test_runs_take_turns() -> None:
     order: list[str] = []
     times = interleave({"a": calls(order, "a"), "b": calls(order, "b")}, CPU, seconds=0.01)
     assert times["a"].rounds == times["b"].rounds >= 3
-    assert order == ["a", "b"] + ["a", "a", "b", "b"] * (times["a"].rounds - 1)  # from the second on after an untimed one
+    # from the second round on, each after an untimed one
+    assert order == ["a", "b"] + ["a", "a", "b", "b"] * (times["a"].rounds - 1)
 
 
 def test_long_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

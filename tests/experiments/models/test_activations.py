@@ -47,6 +47,23 @@ def test_plain_norms_in_training_suit_the_kernels_in_half_precision(make: Callab
     assert not norm_suits(x, norm)
 
 
+@pytest.mark.parametrize("make", [nn.BatchNorm2d, nn.Identity, lambda channels: nn.GroupNorm(2, channels)])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_only_what_nobody_else_has_is_written_over(make: Callable[[int], nn.Module], hooked: bool) -> None:
+    norm, (x, shortcut) = make(4), torch.randn(2, 3, 4, 5, 5)
+    seen: list[Tensor] = []
+    if hooked:
+        norm.register_forward_hook(lambda module, given, output: seen.append(output))
+    before = x.clone(), shortcut.clone()
+    expected = F.relu(norm(x) + shortcut)
+    seen.clear()
+    torch.testing.assert_close(activate(norm, x, shortcut), expected)
+    assert torch.equal(x, before[0])
+    assert torch.equal(shortcut, before[1])
+    if hooked:
+        assert seen[0].min() < 0  # not yet activated
+
+
 def test_norms_suit_the_kernels_in_compiled_code_too() -> None:
     norm, x = nn.BatchNorm2d(6), torch.zeros(2, 6, 4, 4)
     compiled = torch.compile(lambda x: x + norm_suits(x, norm), fullgraph=True, backend="eager", dynamic=False)
