@@ -108,21 +108,12 @@ def growth_table(report: Report) -> str:
 
 def decoding(results: Path = RESULTS) -> str:
     """Return the table of milliseconds a token: dense, low rank and fused, each also as the tuned compiler makes it."""
-    reports = [json.loads((results / f"{name}.json").read_text()) for name in DECODINGS]
-    cases: dict[tuple[str, int, str], Report] = {}
-    for report, told in zip(reports, DECODINGS.values(), strict=True):
-        cases |= {(row["model"], row["batch"], told): report for row in report["rows"]}
-    parameters = {row["model"]: row["parameters"] for report in reports for row in report["rows"] if _is_dense(row)}
+    reports = [report for _, report in _decodings(results)]
     columns = [(way, tuned) for way in ("dense", "low rank", "fused") for tuned in (False, True)]
-    rows = []
-    for (model, batch, told), report in sorted(cases.items(), key=lambda case: case[0]):
-        found = {
-            (row["way"], TUNED in row["options"]): f"{row['milliseconds']:.3f}"
-            for row in report["rows"]
-            if (row["model"], row["batch"]) == (model, batch)
-        }
-        name = f"{DECODERS[model]}, {parameters[model] / 1e6:.0f} M parameters{told}"
-        rows.append([name, f"{batch}", *(found.get(column, "") for column in columns)])
+    rows = [
+        [name, f"{batch}", *(f"{found[column]:.3f}" if column in found else "" for column in columns)]
+        for name, batch, found in decoded(results)
+    ]
     titles = [f"{way}, tuned" if tuned else way for way, tuned in columns]
     machines = [report["machine"] for report in reports]
     commits = [row.get("commit", report["machine"]["commit"])[:7] for report in reports for row in report["rows"]]
@@ -134,6 +125,22 @@ def decoding(results: Path = RESULTS) -> str:
         f"{reports[0]['repeats']} tokens."
     )
     return markdown.table(["dense model", "sequences", *titles], rows, note)
+
+
+def decoded(results: Path = RESULTS) -> list[tuple[str, int, dict[tuple[str, bool], float]]]:
+    """Return models, sequences at once, and milliseconds a token by way and by whether the compiler was tuned."""
+    reports = _decodings(results)
+    cases: dict[tuple[str, int, str], Report] = {}
+    for told, report in reports:
+        cases |= {(row["model"], row["batch"], told): report for row in report["rows"]}
+    every = [row for _, report in reports for row in report["rows"]]
+    parameters = {row["model"]: row["parameters"] for row in every if _is_dense(row)}
+    found = []
+    for (model, batch, told), report in sorted(cases.items(), key=lambda case: case[0]):
+        name = f"{DECODERS[model]}, {parameters[model] / 1e6:.0f} M parameters{told}"
+        rows = [row for row in report["rows"] if (row["model"], row["batch"]) == (model, batch)]
+        found.append((name, batch, {(row["way"], TUNED in row["options"]): row["milliseconds"] for row in rows}))
+    return found
 
 
 def slower(results: Path = RESULTS) -> str:
@@ -150,9 +157,24 @@ def slower(results: Path = RESULTS) -> str:
                 ]
                 if excess:
                     told.append(
-                        f"- {_place(machine)}, {row['group']}: {row['way']} takes {' and '.join(excess)} of dense."
+                        f"{_place(machine)}, {row['group']}: {row['way']} takes {' and '.join(excess)} of dense."
                     )
-    return "\n".join(told) or "No row is slower than dense or holds more memory."
+    told += slower_decoding(results)
+    return "\n".join(f"- {sentence}" for sentence in told) or "No row is slower than dense or holds more memory."
+
+
+def slower_decoding(results: Path = RESULTS) -> list[str]:
+    """Return a sentence for each model that decodes more slowly at low rank than when dense, both untuned."""
+    latest = {(name.partition(";")[0], batch): found for name, batch, found in decoded(results)}
+    told = []
+    for (name, batch), found in latest.items():
+        dense, low_rank, fused = (found.get((way, False)) for way in ("dense", "low rank", "fused"))
+        if dense and low_rank and low_rank > dense:
+            share = f"{low_rank / dense:.2f} times the time of dense"
+            but = f", and {fused / dense:.2f} with `fz.integrations.fuse_decoder`" if fused else ""
+            sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+            told.append(f"H200, decoding {sequences} ({name}): low rank takes {share}{but}.")
+    return told
 
 
 def overview(results: Path = RESULTS) -> str:
@@ -164,6 +186,7 @@ def overview(results: Path = RESULTS) -> str:
         for label, row in found.items()
         if row["over"] > 1
     ]
+    behind += slower_decoding(results)
     first = "![Time of a training step and of inference over dense](docs/figures/speed.svg)"
     machines = "; ".join(_machine(machine, results) for machine in rows)
     text = (
@@ -172,7 +195,7 @@ def overview(results: Path = RESULTS) -> str:
     )
     if "h200" not in rows:
         text += " On a GPU, narrow networks [gain little](docs/guide/limits.md)."
-    return "\n".join([first, "", text, *(["", " ".join(behind)] if behind else [])])
+    return "\n".join([first, "", text, *(["", f"Slower: {' '.join(behind)}"] if behind else [])])
 
 
 def overview_rows(results: Path = RESULTS) -> dict[str, dict[str, Row]]:
@@ -239,6 +262,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "decoding": decoding,
     **{f"speed-{name}": partial(table, name) for name in BENCHMARKS},
 }
+
+
+def _decodings(results: Path) -> list[tuple[str, Report]]:
+    paths = [(told, results / f"{name}.json") for name, told in DECODINGS.items()]
+    return [(told, json.loads(path.read_text())) for told, path in paths if path.is_file()]
 
 
 def _is_dense(row: Row) -> bool:

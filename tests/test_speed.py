@@ -137,6 +137,23 @@ def test_a_part_that_fails_on_a_gpu_does_not_stop_the_others(tmp_path: Path, mon
     assert json.loads((tmp_path / "layers.json").read_text())["rows"] == []
 
 
+@pytest.mark.parametrize(("fused", "but"), [(0.2, ", and 0.40 with `fz.integrations.fuse_decoder`"), (None, "")])
+def test_models_that_decode_more_slowly_than_dense_are_told(tmp_path: Path, fused: float | None, but: str) -> None:
+    def decoded(batch: int, way: str, ms: float, *options: str) -> dict[str, Any]:
+        facts = {"parameters": 444_631_040} if way == "dense" else {}
+        return {"model": "llama-445m", "batch": batch, "way": way, "milliseconds": ms, "options": [*options], **facts}
+
+    older = [decoded(1, "dense", 9.0), decoded(1, "low rank", 0.1), decoded(8, "dense", 0.5)]
+    older += [decoded(8, "low rank", 0.4), decoded(8, "low rank", 0.9, "coordinate_descent_tuning")]
+    newer = [decoded(1, "dense", 0.5), decoded(1, "low rank", 0.6), *([decoded(1, "fused", fused)] if fused else [])]
+    for name, rows in {"decode-h200": older, "decode-attention-h200": newer}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    place = "H200, decoding one sequence (8 layers, 2048 wide, 445 M parameters)"
+    sentence = f"{place}: low rank takes 1.20 times the time of dense{but}."
+    assert speed.slower(tmp_path) == f"- {sentence}"
+    assert speed.overview(tmp_path).splitlines()[-1] == f"Slower: {sentence}"
+
+
 def test_decoding_shows_the_last_file_that_has_a_model_and_batch_and_the_fused_attention_apart(tmp_path: Path) -> None:
     def decoded(batch: int, way: str, ms: float, *options: str) -> dict[str, Any]:
         dense = {"parameters": 444_631_040} if way == "dense" else {}
