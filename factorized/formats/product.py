@@ -28,6 +28,7 @@ from factorized.formats.kernel import (
 )
 from factorized.formats.scheme import LARGEST_SCALE, Scheme, Start
 from factorized.formats.shifted import two_products
+from factorized.formats.split_kernel import refined_factors
 from factorized.formats.svd import factor_spectrum, method_of, spectral_factors, truncated_factors
 
 Variant = Literal["full", "deep", "wide"]
@@ -112,7 +113,11 @@ class Product(Format):
             starts += [plain.decompose(exact)]
             errors = [output_error(exact - plain.compose(start), moments, self.shape) for start in starts]
             best = starts[int(torch.stack(errors).argmin())]
-            U, V = plain.products(refined(plain.compose, best, exact, moments, self.shape))
+            if len(moments) > 1:
+                best = refined(plain.compose, best, exact, moments, self.shape)
+            else:
+                best = refined_factors(best[0], best[1], exact, moments[0], self.shape)
+            U, V = plain.products(best)
             U, V = (factor.flatten(-3, -2) for factor in truncated_factors(U, V, self.rank))
         return self.with_inner(U.to(weight.dtype), V.to(weight.dtype))
 
