@@ -18,7 +18,7 @@ from torch import Tensor
 
 from factorized.formats.alignment import aligned, gains_from_alignment
 from factorized.formats.calibration import Moment, refined
-from factorized.formats.convolution import Geometry, convolve, convolve_transposed
+from factorized.formats.convolution import Geometry, convolve, convolve_transposed, is_channels_last
 from factorized.formats.cost import Device
 from factorized.formats.kernel import KernelShape, to_matrix
 
@@ -385,7 +385,9 @@ def _block_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -
 
 
 def _shuffled(x: Tensor, groups: int, dim: int) -> Tensor:
-    """Shuffle channels as ``nn.ChannelShuffle`` does."""
+    """Shuffle channels as ``nn.ChannelShuffle`` does, in the layout of the input."""
+    if dim == 1 and is_channels_last(x):
+        return _shuffled(x.movedim(1, -1), groups, x.dim() - 1).movedim(-1, 1)
     return x.unflatten(dim, (groups, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
