@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from factorized.formats.alignment import aligned, gains_from_alignment
-from factorized.formats.calibration import Moment, refined
+from factorized.formats.calibration import Moment, refined, regularized
 from factorized.formats.convolution import Geometry, convolve, convolve_transposed, is_channels_last
 from factorized.formats.cost import Device
 from factorized.formats.kernel import KernelShape, to_matrix
@@ -115,7 +115,7 @@ class Format(ABC):
 
         The default is a local optimum, and needs a ``compose`` that is linear in every core.
         """
-        exact = weight.double()
+        exact, moments = weight.double(), [regularized(moment) for moment in moments]
         cores = refined(self.compose, self.decompose(exact), exact, moments, self.shape)
         return tuple([core.to(weight.dtype) for core in cores])
 
