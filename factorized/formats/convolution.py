@@ -118,6 +118,7 @@ def _fitted(kernel: Tensor, x: Tensor) -> Tensor:
     last = x.dim() == kernel.dim() and is_channels_last(x)
     if last and x.is_cuda:
         return kernel
+    last = last and not torch.compiler.is_compiling()  # a compiler lays it out, with odd strides if it is permuted
     in_order = kernel.movedim(1, -1) if last else kernel  # vmap has no copies in a memory format
     if not x.is_cuda and (is_jit_tracing() or (torch.is_grad_enabled() and kernel.requires_grad)):
         # a trace is recorded with gradients and checked without: the same in both

@@ -121,6 +121,17 @@ def test_pointwise_outputs_keep_the_layout_of_inputs(
         assert y.stride() == dense(x).stride(), execution
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_compiled_grouped_kernel_is_read_as_it_is_with_channels_last(learns: bool) -> None:
+    layer = FactorizedConv2d(16, 8, (3, 1), 2, groups=2, execution="composed")
+    x = torch.randn(3, 16, 9, 9).contiguous(memory_format=torch.channels_last)
+    torch.compiler.reset()
+    with torch.set_grad_enabled(learns):
+        y = torch.compile(layer, fullgraph=True)(x)
+    assert error(y, layer.to_dense()(x)) < 1e-5
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
 SHAPES = {"3x3": ((6, 4, 3, 3), 1), "1x1": ((6, 4, 1, 1), 0), "3x1": ((6, 4, 3, 1), 1), "1d": ((6, 4, 3), 1)}
 
 
