@@ -151,6 +151,20 @@ def test_a_scheme_that_always_composes_has_no_macs_to_save() -> None:
         plan(Mlp(), Kronecker(), macs=0.9, example_input=EXAMPLES[Mlp], **WHOLE)
 
 
+def test_a_layer_that_the_example_does_not_run_through_is_said_to() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.used(x)
+
+    used, unused = plan(Skips(), macs=0.5, example_input=torch.zeros(3, 16), **WHOLE).entries
+    assert used.rank == 4
+    assert unused.reason == "does not run on example_input, so that no multiply-accumulates would be saved"
+
+
 @pytest.mark.parametrize(("of", "which"), [("model", "Lookup"), ("selected", "the selected layers")])
 def test_a_share_of_no_multiplications_is_refused(of: Any, which: str) -> None:
     class Lookup(nn.Module):
