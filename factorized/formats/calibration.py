@@ -16,8 +16,9 @@ from factorized.formats.svd import truncated_factors
 RIDGE = 1e-8
 # Alternating least squares stops once a sweep over all cores lowers the error by less than this share of it.
 SWEEPS, WORTH_A_SWEEP = 8, 0.01
-# Conjugate gradient steps for one core. Each lowers the error, so that few of them do no harm.
-STEPS = 12
+# Conjugate gradient steps for one core. Each lowers the error, so that few of them do no harm. They end where the
+# squared gradient is this share of the first: what is left is rounding.
+STEPS, SOLVED = 12, 1e-24
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,16 @@ def refined(
 ) -> tuple[Tensor, ...]:  # like cores
     """Return cores with a smaller output error, by alternating least squares; ``compose`` is linear in every core."""
     found = list(cores)
-    before = output_error(weight - compose(found), moments, shape)
+    error = output_error(weight - compose(found), moments, shape)
     for _ in range(SWEEPS):
+        before = error
         for place in range(len(found)):
-            found[place] = _solved(compose, found, place, weight, moments, shape)
-        after = output_error(weight - compose(found), moments, shape)
-        if not after < (1 - WORTH_A_SWEEP) * before:
+            tried = [*found[:place], _solved(compose, found, place, weight, moments, shape), *found[place + 1 :]]
+            after = output_error(weight - compose(tried), moments, shape)
+            if after < error:  # rounding may raise it
+                found, error = tried, after
+        if not error < (1 - WORTH_A_SWEEP) * before:
             break
-        before = after
     return tuple(found)
 
 
@@ -192,11 +195,12 @@ def _solved(
 
     residual = pull_back(weighed(weight - composed.detach(), moments, shape))
     direction, size = residual, residual.square().sum()
+    least = SOLVED * size
     for _ in range(STEPS):
         moved = expand(direction)
         gradient = weighed(moved, moments, shape)
         curvature = (moved * gradient).sum()
-        if not curvature > 0 or not size > 0:  # nothing is left to gain
+        if not curvature > 0 or not size > least:  # nothing is left to gain
             break
         step = size / curvature
         core, residual = core + step * direction, residual - step * pull_back(gradient)

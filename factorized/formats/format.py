@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from factorized.formats.alignment import aligned, gains_from_alignment
-from factorized.formats.calibration import Moment, refined
-from factorized.formats.convolution import Geometry, convolve, convolve_transposed
+from factorized.formats.calibration import Moment, refined, regularized
+from factorized.formats.convolution import Geometry, convolve, convolve_transposed, is_channels_last
 from factorized.formats.cost import Device
 from factorized.formats.kernel import KernelShape, to_matrix
 
@@ -115,7 +115,7 @@ class Format(ABC):
 
         The default is a local optimum, and needs a ``compose`` that is linear in every core.
         """
-        exact = weight.double()
+        exact, moments = weight.double(), [regularized(moment) for moment in moments]
         cores = refined(self.compose, self.decompose(exact), exact, moments, self.shape)
         return tuple([core.to(weight.dtype) for core in cores])
 
@@ -385,7 +385,9 @@ def _block_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -
 
 
 def _shuffled(x: Tensor, groups: int, dim: int) -> Tensor:
-    """Shuffle channels as ``nn.ChannelShuffle`` does."""
+    """Shuffle channels as ``nn.ChannelShuffle`` does, in the layout of the input."""
+    if dim == 1 and is_channels_last(x):
+        return _shuffled(x.movedim(1, -1), groups, x.dim() - 1).movedim(-1, 1)
     return x.unflatten(dim, (groups, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 

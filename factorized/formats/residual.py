@@ -91,10 +91,10 @@ class ResidualFormat(Format):
         rest = weights - self.part.compose(cores)
         if self.dtype is None or self.dtype not in LARGEST:
             return (*cores, rest.to(self.core_dtype(REST) or weights.dtype))
-        own = tuple(range(-len(self.shape.weight_shape) + 1, 0))
-        scale = rest.abs().amax(dim=own, keepdim=True) / LARGEST[self.dtype]
+        own, largest = tuple(range(-len(self.shape.weight_shape) + 1, 0)), LARGEST[self.dtype]
+        scale = rest.abs().amax(dim=own, keepdim=True) / largest
         scale = torch.where(scale == 0, 1, scale)
-        scaled = rest / scale
+        scaled = (rest / scale).clamp(-largest, largest)  # which a scale that was rounded down exceeds
         return (*cores, (scaled.round() if self.dtype == "int8" else scaled).to(TYPES[self.dtype]), scale)
 
     def rest(self, cores: Sequence[Tensor]) -> Tensor:  # (..., out, in/groups, *size)

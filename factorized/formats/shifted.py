@@ -31,7 +31,7 @@ def two_products(
 
     Between the products there is a tensor of rank × taps channels. It is padded there (a product over channels commutes
     with every padding mode), summed over the column taps, each shifted to its place, and stacked over the row taps.
-    Channels-last inputs give channels-last outputs; grouped kernels always run channels-first.
+    Channels-last inputs give channels-last outputs; grouped kernels run channels-first in between.
     """
     dims = len(shape.size)
     if x.dim() not in (dims + 1, dims + 2):
@@ -57,8 +57,10 @@ def two_products(
     second = U.reshape(g, shape.out_channels // g, -1)  # (groups, out/groups, row taps·rank)
 
     x, geometry = _drop_unused_positions(x, shape, geometry)
-    run = _channels_last if g == 1 and is_channels_last(x) else _channels_first
+    last = is_channels_last(x)
+    run = _channels_last if last and g == 1 else _channels_first
     y = run(x, first, second, bias, rank, shape, geometry)
+    y = y.movedim(1, -1).contiguous().movedim(-1, 1) if last and g > 1 else y
     return y.squeeze(0) if unbatched else y
 
 

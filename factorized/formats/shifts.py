@@ -129,7 +129,7 @@ def plan_shifts(
         for d, position in enumerate(tap, start=offset):
             stride = geometry.stride[d]
             start = position * geometry.dilation[d] - geometry.padding[d][0]  # what the first output reads
-            low = max(0, -(start // stride))  # the first output that reads from inside
+            low = min(outputs[d], max(0, -(start // stride)))  # the first output that reads from inside
             high = max(low, min(outputs[d], (extents[d] - 1 - start) // stride + 1))
             read = slice(start + low * stride, start + (high - 1) * stride + 1, stride)
             if (start, stride, outputs[d]) != (0, 1, extents[d]):

@@ -84,7 +84,8 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         if self.widens_bags and not composed:
             factors = self.factors
             *wide, thin = self.format.chain_weights(factors)
-            bags = self._bags(input, thin, offsets, per_sample_weights, self.padding_idx, self.sparse)
+            table = thin.to(factors[0].dtype)  # that of per-sample weights, where autocast multiplies cores in another
+            bags = self._bags(input, table, offsets, per_sample_weights, self.padding_idx, self.sparse)
             return widened(bags, wide, factors[0].dtype)
         rows = super().forward(input.reshape(-1))
         places = torch.arange(rows.shape[0], dtype=input.dtype, device=input.device).view_as(input)

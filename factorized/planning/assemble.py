@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from factorized.planning.ranks import Choice
 
 Cost = LayerCost | AttentionCost
 Tied = list[Selected]  # layers that share one weight, in order; usually just one
+WhyDense = Callable[[LayerCost], str]
 Solved = dict[str, tuple[Cost, Choice | None]]  # cost and choice (None: dense) by the name of the first tied layer
 
 
@@ -50,11 +51,14 @@ def assemble(
     measured: Measured | None,
 ) -> Plan:
     """Return the plan: one entry per candidate and per matrix that no layer holds, and the totals."""
-    why_dense = (
-        "would grow: the factors would cost more than the dense layer"
-        if scheme.compresses
-        else f"{budget} is above its full rank"
-    )
+
+    def why_dense(cost: LayerCost) -> str:
+        if budget.name == "macs" and not cost.calls:
+            return "does not run on example_input, so that no multiply-accumulates would be saved"
+        if scheme.compresses:
+            return "would grow: the factors would cost more than the dense layer"
+        return f"{budget} is above its full rank"
+
     entries = [_entry(candidate, solved, measured, held, why_dense) for candidate, held in _held_before(candidates)]
     entries += _loose_entries(model, candidates)
     params = count_parameters(model)
@@ -84,7 +88,7 @@ def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]
 
 
 def _entry(
-    candidate: Candidate, solved: Solved, measured: Measured | None, held_elsewhere: bool, why_dense: str
+    candidate: Candidate, solved: Solved, measured: Measured | None, held_elsewhere: bool, why_dense: WhyDense
 ) -> Entry:
     if isinstance(candidate, AttentionCandidate):
         return _planned_attention(candidate, solved, measured)
@@ -108,9 +112,9 @@ def _entry(
 
 
 def _planned_layer(
-    entry: PlanEntry, candidate: LayerCandidate, solved: Solved, measured: Measured | None, why_dense: str
+    entry: PlanEntry, candidate: LayerCandidate, solved: Solved, measured: Measured | None, why_dense: WhyDense
 ) -> PlanEntry:
-    """Return the entry of a layer with its format, or ``why_dense`` where it has none, and what that costs."""
+    """Return the entry of a layer with its format, or why it has none, and what that costs."""
     cost = _layer_cost(candidate, [candidate], measured)
     if measured is not None:
         entry = replace(entry, macs=cost.macs(None), macs_after=cost.macs(None))
@@ -118,7 +122,7 @@ def _planned_layer(
         return entry
     _, format = solved[candidate.tied_to or candidate.name]
     if format is None:
-        return replace(entry, reason=why_dense)
+        return replace(entry, reason=why_dense(cost))
     return replace(
         entry,
         format=format,

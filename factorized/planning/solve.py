@@ -75,6 +75,12 @@ def pose(
     whole = dense
     if budget.of == "model":
         whole = measured.macs if budget.name == "macs" and measured is not None else count_parameters(model)
+    if budget.name == "macs" and weights and not whole:
+        which = type(model).__name__ if budget.of == "model" else "the selected layers"
+        raise ValueError(
+            f"{budget} is a share of what {which} multiply on example_input, which is nothing; give an input that runs "
+            "through more layers, or use ratio="
+        )
     return Problem(scheme, budget, candidates, weights, costs, items, measured, whole, whole - dense)
 
 

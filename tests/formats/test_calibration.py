@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from factorized.formats import calibration
 from factorized.formats.calibration import (
     Moment,
     added,
@@ -198,6 +199,39 @@ def test_every_format_has_a_smaller_output_error_than_its_decomposition(format: 
         for cores in (format.decompose(W), format.calibrate(W, [moment]))
     )
     assert ours < 0.95 * spectral
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize(
+    "scheme", [Monarch(), Kronecker(), TensorTrain(order=3), Tucker(), Tucker(core="train")], ids=str
+)
+def test_rows_that_no_input_looks_up_keep_their_size_in_every_format(scheme: Scheme, rows: int) -> None:
+    format = scheme.at_scale(scheme.kernel((9, 6)), 0.6)
+    moment = Moment(torch.tensor([[6.0] * rows + [0.0] * (9 - rows)], dtype=torch.float64), True)
+    for seed in range(5):
+        W = draw(9, 6, seed=seed)
+        kept = [format.compose(cores) for cores in (format.decompose(W), format.calibrate(W, [moment]))]
+        spectral, ours = (output_error(W - weight, [moment], format.shape) for weight in kept)
+        assert ours <= (1 + 1e-6) * spectral
+        assert kept[1].abs().max() < 10 * W.abs().max()
+
+
+def test_a_core_beside_dependent_columns_is_refined_no_further_than_rounding() -> None:
+    W, moment, shape = draw(8, 6), Moment(torch.eye(6, dtype=torch.float64)[None]), KernelShape.of((8, 6))
+    basis = draw(8, 2, seed=5) @ draw(2, 5, seed=6)
+    (core,) = refined(lambda cores: basis @ cores[0], [draw(5, 6, seed=7)], W, [moment], shape)
+    best = W - basis @ torch.linalg.pinv(basis, rtol=1e-10) @ W
+    torch.testing.assert_close(output_error(W - basis @ core, [moment], shape), best.square().sum())
+    assert core.abs().max() < 10
+
+
+def test_a_core_that_rounding_would_make_worse_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    format = Tucker(core="train").at_scale(KernelShape.of((8, 8)), 0.7)
+    W, moment = draw(8, 8), moment_of(8)
+    cores = format.decompose(W)
+    monkeypatch.setattr(calibration, "_solved", lambda compose, cores, place, *_: 2 * cores[place])
+    for core, expected in zip(refined(format.compose, cores, W, [moment], format.shape), cores, strict=True):
+        assert core is expected
 
 
 def test_a_single_core_is_refined_to_the_least_squares_solution() -> None:

@@ -202,18 +202,41 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("learns", [False, True])
-def test_a_kernel_is_copied_into_the_layout_of_the_input_where_torch_would_not_do_it(
-    layout: torch.memory_format, learns: bool
-) -> None:
+def test_a_kernel_is_copied_once_into_the_layout_of_the_input(layout: torch.memory_format, learns: bool) -> None:
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64).to(memory_format=layout)  # type: ignore[call-overload]
     view = torch.randn(3, 3, 3, 4, dtype=torch.float64, requires_grad=True).movedim(-1, 0)  # (out, in, height, width)
     with torch.set_grad_enabled(learns), Copies() as copies:
         y = convolve(x, view, None, Geometry((1, 1), ((1, 1), (1, 1)), (1, 1)), 1)
-    assert copies.layouts == [layout] * (learns or layout is torch.contiguous_format)
-    torch.testing.assert_close(y, nn.functional.conv2d(x, view.contiguous(), padding=1))
+    assert copies.layouts == [torch.contiguous_format]
+    expected = nn.functional.conv2d(x, view.contiguous(), padding=1)
+    assert y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected)
     if learns:
         wanted = torch.autograd.grad(nn.functional.conv2d(x, view.contiguous(), padding=1).square().sum(), view)
         torch.testing.assert_close(torch.autograd.grad(y.square().sum(), view), wanted)
+
+
+@pytest.mark.parametrize(("size", "strides"), [((3, 1), (24, 1, 8, 1)), ((1, 3), (24, 1, 5, 8))])
+def test_the_stride_of_a_dimension_with_one_entry_does_not_matter(
+    size: tuple[int, int], strides: tuple[int, ...]
+) -> None:
+    x = torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last)
+    kernel = torch.randn(4, 8, *size).as_strided((4, 8, *size), strides)
+    with torch.no_grad():
+        y = convolve(x, kernel, None, Geometry((1, 1), ((0, 0), (0, 0)), (1, 1)), 2)
+    expected = nn.functional.conv2d(x, kernel.clone(memory_format=torch.contiguous_format), groups=2)
+    torch.testing.assert_close(y, expected)
+
+
+def test_kernels_of_several_models_are_differentiated_together_with_channels_last() -> None:
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    kernels = torch.randn(6, 4, 3, 3, 3, dtype=torch.float64)
+
+    def loss(kernel: Tensor) -> Tensor:
+        return convolve(x, kernel, None, Geometry((1, 1), ((1, 1), (1, 1)), (1, 1)), 1).square().sum()
+
+    together = torch.func.vmap(torch.func.grad(loss))(kernels)
+    torch.testing.assert_close(together, torch.stack([torch.func.grad(loss)(kernel) for kernel in kernels]))
 
 
 def test_an_input_without_a_batch_has_no_layout_of_its_own() -> None:

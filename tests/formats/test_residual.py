@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import factorized as fz
+from factorized.formats.kernel import KernelShape
 from factorized.formats.residual import TYPES
 
 
@@ -59,6 +60,18 @@ def test_the_larger_part_of_a_weight_is_kept_out_of_the_quantized_rest() -> None
         for rank in (1, 16)
     )
     assert relative(many.weight, dense.weight) < relative(few.weight, dense.weight)
+
+
+@pytest.mark.parametrize("kept", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 1.0), (torch.float16, 1e-5)])
+def test_a_scale_that_is_rounded_down_flips_no_entry(dtype: torch.dtype, size: float, kept: str) -> None:
+    torch.manual_seed(0)
+    weight = (size * torch.randn(4000, 20)).to(dtype)
+    format = fz.Residual(dtype=kept).at_rank(KernelShape.of((4000, 20)), 1)
+    *part, rest, scale = format.decompose(weight)
+    expected = weight.double() - format.part.compose(part).double()
+    assert (rest.double() * expected >= 0).all()
+    assert (scale > 0).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[type[Any], dict[str, Any], tuple[int, ...]]] = {
     "unpadded": (FactorizedConv2d, {"kernel_size": 3}, (6, 5)),
     "strided": (FactorizedConv2d, {"kernel_size": 3, "padding": 1, "stride": 2}, (7, 6)),
     "all padding": (FactorizedConv2d, {"kernel_size": (1, 2), "padding": (3, 4), "stride": 3}, (2, 2)),
+    "one position": (FactorizedConv2d, {"kernel_size": 5, "padding": 2}, (1, 2)),
     "dilated": (FactorizedConv2d, {"kernel_size": (3, 2), "padding": 2, "stride": (1, 3), "dilation": 2}, (5, 8)),
     "channel": (FactorizedConv2d, {"kernel_size": 3, "padding": 1, "kind": "channel"}, (4, 5)),
     "grouped": (FactorizedConv2d, {"kernel_size": 3, "padding": 2, "groups": 2}, (4, 5)),

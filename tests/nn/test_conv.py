@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from factorized import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d, LowRank, Monarch, TensorTrain, Tucker
+from factorized.formats.format import Format
+from factorized.formats.kernel import KernelShape
 from factorized.formats.product import Product
 from factorized.formats.scheme import Scheme
 from factorized.testing import error, gradients
@@ -19,6 +21,7 @@ from factorized.testing import error, gradients
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 FACTORIZED: dict[int, type[Any]] = {1: FactorizedConv1d, 2: FactorizedConv2d, 3: FactorizedConv3d}
+POINT = KernelShape.of((6, 4, 1, 1))
 EXECUTIONS = ("composed", "chain", "products", "auto")
 SCHEMES: dict[str, Scheme] = {
     "spatial": LowRank(),
@@ -98,6 +101,34 @@ def test_an_empty_batch_gives_an_empty_output(scheme: Scheme) -> None:
 def test_channels_last_inputs_give_channels_last_outputs(execution: str) -> None:
     layer = FactorizedConv2d(4, 6, 3, 2, padding=1, execution=execution)
     y = layer(torch.randn(2, 4, 5, 5).contiguous(memory_format=torch.channels_last))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("extents", [(5, 5), (1, 1)])
+@pytest.mark.parametrize(("format", "groups"), [(Monarch(2).at_rank(POINT, 1), 1), (2, 1), (2, 2)])
+def test_pointwise_outputs_keep_the_layout_of_inputs(
+    format: Format | int, groups: int, extents: tuple[int, int], layout: torch.memory_format, learns: bool
+) -> None:
+    x = torch.randn(2, 4, *extents).contiguous(memory_format=layout)
+    dense = nn.Conv2d(4, 6, 1, padding=1, groups=groups)
+    layer = FactorizedConv2d.from_dense(dense, format)
+    for execution in layer.executions:
+        layer.execution = execution
+        with torch.set_grad_enabled(learns):
+            y = layer(x)
+        assert y.stride() == dense(x).stride(), execution
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_compiled_grouped_kernel_is_read_as_it_is_with_channels_last(learns: bool) -> None:
+    layer = FactorizedConv2d(16, 8, (3, 1), 2, groups=2, execution="composed")
+    x = torch.randn(3, 16, 9, 9).contiguous(memory_format=torch.channels_last)
+    torch.compiler.reset()
+    with torch.set_grad_enabled(learns):
+        y = torch.compile(layer, fullgraph=True)(x)
+    assert error(y, layer.to_dense()(x)) < 1e-5
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from factorized import FactorizedEmbedding, FactorizedEmbeddingBag, LowRank, Monarch
+from factorized import FactorizedEmbedding, FactorizedEmbeddingBag, LowRank, Monarch, TensorTrain, Tucker
 from factorized.formats.format import Format
 from factorized.formats.kernel import KernelShape
+from factorized.formats.scheme import Scheme
 from factorized.testing import error
 
 ENTRIES, WIDTH = 9, 6
@@ -73,6 +74,17 @@ def test_by_frequency_its_gradients_are_those_of_an_embedding_that_is_summed(dro
         strict=True,
     ):
         assert error(gradient, reference) < 1e-12
+
+
+@pytest.mark.parametrize("scheme", [TensorTrain(), Tucker(order=4)])
+def test_weights_of_single_entries_keep_their_type_under_autocast(scheme: Scheme) -> None:
+    shape = KernelShape.of((16, 16))
+    layer = FactorizedEmbeddingBag.from_dense(nn.EmbeddingBag(16, 16, mode="sum"), scheme.at_rank(shape, 3))
+    assert layer.widens_bags
+    weights = torch.randn(10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(INDICES, OFFSETS, weights)
+    assert error(found, layer.to_dense()(INDICES, OFFSETS, weights)) < 2e-2
 
 
 def test_sums_and_means_are_widened_once_a_bag_and_maxima_once_an_entry() -> None:

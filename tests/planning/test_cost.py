@@ -151,6 +151,34 @@ def test_a_scheme_that_always_composes_has_no_macs_to_save() -> None:
         plan(Mlp(), Kronecker(), macs=0.9, example_input=EXAMPLES[Mlp], **WHOLE)
 
 
+def test_a_layer_that_the_example_does_not_run_through_is_said_to() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.used(x)
+
+    used, unused = plan(Skips(), macs=0.5, example_input=torch.zeros(3, 16), **WHOLE).entries
+    assert used.rank == 4
+    assert unused.reason == "does not run on example_input, so that no multiply-accumulates would be saved"
+
+
+@pytest.mark.parametrize(("of", "which"), [("model", "Lookup"), ("selected", "the selected layers")])
+def test_a_share_of_no_multiplications_is_refused(of: Any, which: str) -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.unused = nn.Embedding(40, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.table(x)
+
+    with pytest.raises(ValueError, match=f"^macs=0.5.* is a share of what {which} multiply on example_input"):
+        plan(Lookup(), macs=0.5, of=of, example_input=torch.zeros(3, dtype=torch.long), **WHOLE)
+
+
 def test_the_parts_of_a_plan_add_up_to_its_totals() -> None:
     for model_type in (ConvNet, Mlp, Reader, TiedReader):
         made = plan(model_type(), ratio=0.7, example_input=EXAMPLES[model_type], **WHOLE)
