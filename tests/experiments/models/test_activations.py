@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -64,6 +65,17 @@ def test_only_what_nobody_else_has_is_written_over(make: Callable[[int], nn.Modu
         assert seen[0].min() < 0  # not yet activated
 
 
+def test_a_network_that_fx_recorded_writes_over_nothing_that_a_hook_keeps() -> None:
+    recorded, x = torch.fx.symbolic_trace(resnet(8).eval()), torch.randn(2, 3, 16, 16)
+    seen: list[tuple[Tensor, Tensor]] = []
+    for module in recorded.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.register_forward_hook(lambda module, given, output: seen.append((output, output.clone())))
+    recorded(x)
+    assert len(seen) == 7
+    assert all(torch.equal(*pair) for pair in seen)
+
+
 def test_norms_suit_the_kernels_in_compiled_code_too() -> None:
     norm, x = nn.BatchNorm2d(6), torch.zeros(2, 6, 4, 4)
     compiled = torch.compile(lambda x: x + norm_suits(x, norm), fullgraph=True, backend="eager", dynamic=False)
@@ -115,6 +127,12 @@ def test_what_follows_a_convolution_of_vgg_is_called_where_it_is_no_plain_relu(c
         usual = network(x)
         network.stages[1][2] = nn.Identity()  # type: ignore[index,operator]
         assert not torch.equal(network(x), usual)
+
+
+@pytest.mark.parametrize("end", range(7))
+def test_the_first_layers_of_a_stage_of_vgg_are_run_as_those_of_any_other_chain(end: int) -> None:
+    stage, x = vgg19_nfc().stages[0][:end], torch.randn(2, 3, 8, 8)  # type: ignore[index]
+    assert torch.equal(stage(x), nn.Sequential(*stage)(x))
 
 
 @pytest.mark.parametrize("channels", [16, 64, 160, 512, 640])

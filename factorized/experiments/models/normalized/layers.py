@@ -34,7 +34,8 @@ def activate(
         found = followed(norm, known or measured(x), x.numel() // x.shape[1])
         return normalized_activation(x, norm.weight, norm.bias, found, shortcut, norm.eps)
     y = norm(x)
-    if type(norm) is not nn.BatchNorm2d or has_hooks(norm) or is_traced():  # others may return x, or keep the result
+    fresh = type(norm) is nn.BatchNorm2d and type(x) in PLAIN  # other norms may return x; fx records for later callers
+    if not fresh or has_hooks(norm) or is_traced():  # or the result may be kept
         return F.relu(y if shortcut is None else y + shortcut)
     return F.relu(y if shortcut is None else y.add_(shortcut), inplace=True)
 
