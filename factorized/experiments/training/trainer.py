@@ -134,12 +134,12 @@ class Trainer:
         with Recorder(folder if self.processes.is_first else None, state.history) as recorder:
             yield  # before the clock starts: others may have to be built
             for epoch in range(state.epoch, epochs):
-                lr = self._set_learning_rate(epoch)
                 first = self._begin_epoch(state, epoch)
+                lr = self._set_learning_rate(epoch, max(first - 1, 0))  # of the last step, where all have been taken
                 began = time.perf_counter()
                 for number in range(first, steps):
                     if self.recipe.schedule.shape == "linear":
-                        lr = self._set_learning_rate(epoch + (number + 0.5) / steps)
+                        lr = self._set_learning_rate(epoch, number)
                     self.step()
                     if self.processes.asked_to_stop(stop, number + 1):
                         self._check_finite(epoch, lr, number + 1)
@@ -161,8 +161,10 @@ class Trainer:
                     raise Interrupted(stop.number or signal.SIGTERM)
         return self._finish(state, folder)
 
-    def _set_learning_rate(self, epoch: float) -> float:
-        lr = self.recipe.schedule.learning_rate(self.recipe.optimizer.lr, epoch)
+    def _set_learning_rate(self, epoch: int, step: int) -> float:
+        schedule = self.recipe.schedule
+        at = epoch + (step + 0.5) / self.source.steps if schedule.shape == "linear" else epoch
+        lr = schedule.learning_rate(self.recipe.optimizer.lr, at)
         set_learning_rate(self.optimizer, lr)
         return lr
 

@@ -120,6 +120,18 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with(change: str, tmp_path: Path
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+def test_a_run_stopped_after_the_last_step_of_an_epoch_records_the_learning_rate_of_that_step(tmp_path: Path) -> None:
+    linear = recipe("schedule.shape=linear")
+    train(linear, digits(), tmp_path / "whole", device="cpu")
+    with pytest.raises(Interrupted):
+        train(
+            linear, digits(), tmp_path / "cut", device="cpu", reporter=Signals(signal.SIGTERM, epoch=1, step=STEPS - 2)
+        )
+    assert state_of(tmp_path / "cut").step == STEPS
+    train(linear, digits(), tmp_path / "cut", device="cpu", resume=True)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
 def test_a_signal_after_an_epoch_saves_even_where_no_checkpoint_is_due(tmp_path: Path) -> None:
     seldom = recipe("run.checkpoint_every=10")
     with pytest.raises(Interrupted):
