@@ -53,6 +53,12 @@ def test_every_process_ends_the_same_way(together: Path) -> None:
         assert found["left"] == "True"
 
 
+def test_one_run_after_another_joins_the_processes_anew(together: Path) -> None:
+    for rank in (0, 1):
+        found = json.loads((together / f"rank-{rank}.json").read_text())
+        assert found["in groups of its own"] == ["done", "done"]
+
+
 def test_only_the_first_process_writes(together: Path) -> None:
     assert not (together / "rank-1").exists()
     names = {path.name.partition(".")[0] for path in (together / "rank-0" / "whole" / "seed-0").iterdir()}
