@@ -209,6 +209,7 @@ class Trainer:
 
     def _begin(self, state: RunState) -> None:
         restore(state, self.network, self.optimizer, self.step)
+        self.step.loss_sum *= self.processes.count  # saved as the mean of theirs
         if not self.processes.is_first:  # the first process holds the counts of the epoch under way
             self.step.loss_sum.zero_()
             self.step.correct.zero_()
@@ -283,8 +284,9 @@ class Trainer:
     def _save(self, state: RunState, folder: Path, epoch: int, step: int, began: float) -> None:
         state.epoch, state.step = epoch, step
         gather(state, self.network, self.optimizer, self.step)
-        for name in ("loss_sum", "correct"):
-            state.counts[name].fill_(self.processes.total(getattr(self.step, name)))
+        # as one process counts them: another number of processes may continue
+        state.counts["loss_sum"].fill_(self.processes.total(self.step.loss_sum) / self.processes.count)
+        state.counts["correct"].fill_(self.processes.total(self.step.correct))
         state.seconds += time.perf_counter() - began
         if self.processes.is_first:
             with writing(folder):

@@ -87,6 +87,15 @@ def test_processes_stop_together_in_the_middle_of_an_epoch_and_go_on_to_the_same
     assert metrics(cut.history) == metrics(whole.history)
 
 
+def test_the_loss_of_an_epoch_that_one_process_ends_is_that_of_all_its_steps(together: Path) -> None:
+    folder = together / "rank-0" / "to go on alone"
+    train(shared_recipe(), digits(), folder, device="cpu", resume=True, allow_other_devices=True)
+    alone, whole = state_of(folder), state_of(together / "rank-0" / "whole")
+    assert len(alone.ran_on) == 2
+    for row, other in zip(alone.history, whole.history, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
 def test_processes_stop_together_after_an_epoch(together: Path) -> None:
     state = state_of(together / "rank-0" / "epoch")
     assert (state.epoch, state.step, len(state.history)) == (1, 0, 1)
