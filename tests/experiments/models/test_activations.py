@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized.experiments.models.normalized import layers, tiles
+from factorized.experiments.models.normalized.convolutions import _follow as follow
 from factorized.experiments.models.normalized.layers import activate, norm_suits
 from factorized.experiments.models.resnet import resnet
 from factorized.experiments.models.vgg import vgg19_nfc
@@ -82,6 +83,22 @@ def test_norms_suit_the_kernels_in_compiled_code_too() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert compiled(x).eq(1).all()
     assert compiled(x).eq(0).all()
+
+
+def test_what_autocast_leaves_in_float64_does_not_suit_the_kernels() -> None:
+    norm, x = nn.BatchNorm2d(6).double(), torch.randn(2, 6, 4, 4, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.conv2d(x, x).dtype == torch.float64
+        assert not norm_suits(x, norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_running_statistics_of_any_type_follow_those_of_a_batch(dtype: torch.dtype) -> None:
+    norm = nn.BatchNorm2d(2).to(dtype)
+    follow(norm, torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]))
+    torch.testing.assert_close(norm.running_mean, torch.tensor([0.1, 0.2], dtype=dtype))
+    torch.testing.assert_close(norm.running_var, torch.tensor([1.2, 1.4], dtype=dtype))
+    assert norm.num_batches_tracked == 1
 
 
 def test_norms_of_other_tensors_do_not_suit_the_kernels() -> None:
