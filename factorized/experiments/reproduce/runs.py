@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from factorized.experiments.training.folder import BEGUN, METRICS
+from factorized.experiments.training.folder import BEGUN, FAILURE, METRICS
 from factorized.experiments.training.result import RESULT, Result, read_result_file
 
-FAILURE = "failure.json"  # beside the metrics of a run that ended in an error: recipe, seed and error
 LOWER_IS_BETTER = ("loss", "perplexity")
 NAMES = {"accuracy": "accuracy, %", "bleu": "BLEU", "f1": "F1"}
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from factorized.experiments.reproduce.runs import FAILURE, read_run, read_runs
+from factorized.experiments.reproduce.runs import read_run, read_runs
+from factorized.experiments.training.folder import FAILURE
 from tests.experiments.reproduce.made import image_result, text_result, write
 
 DENSE, LOW = "digits/resnet8", "digits/resnet8-lowrank-0.1"
