@@ -105,6 +105,15 @@ def test_a_run_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     assert "the same run as" in found.left_out[0].why
 
 
+def test_runs_of_other_settings_with_the_same_losses_are_other_runs(tmp_path: Path) -> None:
+    for kind in ("weight", "none"):
+        result = image_result(DENSE, 0, 97.0, f"decay.kind={kind}", "decay.strength=0")
+        write(tmp_path / kind, result)
+    found = read_runs([tmp_path])
+    assert [run.recipe["decay"]["kind"] for run in found.runs] == ["none", "weight"]
+    assert found.left_out == []
+
+
 def test_a_second_run_of_a_seed_is_another_run(tmp_path: Path) -> None:
     other = image_result(DENSE, 0, 96.0)
     found = read_runs([write(tmp_path / "a", image_result(DENSE, 0, 97.0)), write(tmp_path / "b", other)])
