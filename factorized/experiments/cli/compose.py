@@ -114,8 +114,11 @@ def _check_recorded(
 
 
 def _check_path(path: Path, suffix: str, overwrite: bool) -> None:
+    from factorized.experiments.training.export import SUFFIXES
+
     if path.suffix != suffix:
-        raise ValueError(f"--out {path}: the name of such a file must end in {suffix}")
+        other = next((f"; for {path.suffix}, give --to {to}" for to, end in SUFFIXES.items() if end == path.suffix), "")
+        raise ValueError(f"--out {path}: the name of such a file must end in {suffix}{other}")
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder; name a file")
     if path.exists() and not overwrite:

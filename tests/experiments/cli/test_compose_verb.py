@@ -205,7 +205,11 @@ def test_a_missing_package_is_named(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--out", "m.onnx"], "must end in .safetensors"), (["--out", "/no/such/m.safetensors"], "there is no folder")],
+    [
+        (["--out", "m.onnx"], "must end in .safetensors; for .onnx, give --to onnx"),
+        (["--out", "m"], "in .safetensors\n"),
+        (["--out", "/no/such/m.safetensors"], "there is no folder"),
+    ],
 )
 def test_a_wrong_file_name_is_refused(cli: Cli, trained: Path, arguments: list[str], message: str) -> None:
     assert message in cli("compose", trained, *arguments).error
