@@ -9,6 +9,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from factorized.experiments.models.normalized import layers, tiles
 from factorized.experiments.models.normalized.convolutions import _follow as follow
@@ -74,6 +75,17 @@ def test_a_network_that_fx_recorded_writes_over_nothing_that_a_hook_keeps() -> N
             module.register_forward_hook(lambda module, given, output: seen.append((output, output.clone())))
     recorded(x)
     assert len(seen) == 7
+    assert all(torch.equal(*pair) for pair in seen)
+
+
+def test_a_hook_on_every_module_keeps_what_they_return() -> None:
+    network, seen = resnet(8).eval(), list[tuple[Tensor, Tensor]]()
+    hook = register_module_forward_hook(lambda module, given, output: seen.append((output, output.clone())))
+    try:
+        network(torch.randn(2, 3, 16, 16))
+    finally:
+        hook.remove()
+    assert len(seen) > 7
     assert all(torch.equal(*pair) for pair in seen)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from factorized._torch import is_exporting, is_known, is_traced, is_transformed
 from factorized.experiments.models.normalized import tiles
@@ -122,4 +123,4 @@ def _is_plain_convolution(conv: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether anything else is to run when the module is called, which a kernel in its place would skip."""
-    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS)
+    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS) or bool(_has_any_global_hook())
