@@ -15,6 +15,7 @@ try:
 except ModuleNotFoundError:  # on Windows, which has other locks
     fcntl = None  # type: ignore[assignment]  # checked before every use
 
+_locked: set[int] = set()  # descriptors of folders
 _TEMPORARY = re.compile(r"(?P<name>.+)\.[0-9a-f]{12}\.tmp")
 
 
@@ -87,10 +88,23 @@ def locked_folder(folder: Path, *, wait: bool) -> Iterator[bool | None]:
         yield None
         return
     descriptor = os.open(folder, os.O_RDONLY)
+    _locked.add(descriptor)
     try:
         yield lock(descriptor, wait=wait)
     finally:
-        os.close(descriptor)
+        if descriptor in _locked:
+            _locked.remove(descriptor)
+            os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    """Close the locked folders in a forked process, such as one that reads data: it would keep them locked."""
+    while _locked:
+        os.close(_locked.pop())
+
+
+if os.name != "nt":
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock(file: IO[bytes] | int, *, wait: bool) -> bool | None:

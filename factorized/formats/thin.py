@@ -57,9 +57,10 @@ def kernels_suit(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: 
 
 
 def computing_type(x: Tensor) -> torch.dtype:
-    """Return the type that a convolution of ``x`` computes in: that of autocast, where it is on."""
+    """Return the type that a convolution of ``x`` computes in: that of autocast, where it is on and casts ``x``."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 @kept_by_compiler

@@ -48,5 +48,7 @@ def run_benchmarks(
         session.write()  # a folder that cannot be written fails before anything is measured
         BENCHMARKS[name].load()(session)
         session.write()
+        if only and not session.rows:
+            say(f"  no row was measured that has {only!r} in its name")
         if charts:
             say(", ".join(map(str, [session.path, *draw(session.to_dict(), folder)])))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from factorized.experiments.data.images import Images
+    from factorized.experiments.recipes.recipe import Recipe
 
 EXAMPLES = examples(
     "factorized compose out/digits/resnet8-wide-fd/seed-0 --to plain",
@@ -75,7 +76,7 @@ def compose(
     _check_path(path, suffix, overwrite)
     images = load_data_of_run(recipe, result, data)
     trained, before = count_parameters(network), logits_on_test(network.to(where), images, where)
-    _check_recorded(run, result, images, before)
+    _check_recorded(run, recipe, result, images, network, before)
     plain = plain_network(network.cpu(), low_rank=lower)
     about = describe_network(recipe, images)
     if not _write_checked(plain, to, path, images, about, before, where):
@@ -87,11 +88,14 @@ def compose(
 
 def _check_recorded(
     run: Path,
+    recipe: Recipe,
     result: dict[str, Any],
     images: Images,
-    logits: Tensor,  # (n, classes)
+    network: nn.Module,
+    logits: Tensor,  # (n, classes), in float32
 ) -> None:
     """Raise if the network's accuracy is not the one that the run recorded."""
+    from factorized.experiments.training.evaluate import evaluate_as_trained
     from factorized.experiments.training.export import accuracy_of
 
     if not logits.isfinite().all():
@@ -100,6 +104,8 @@ def _check_recorded(
         say(f"recorded {result['accuracy']:.2f} % on other images ({result['data']['name']}): not compared")
         return
     found = accuracy_of(logits, images)
+    if abs(found - result["accuracy"]) > ALLOWED_TO_RECORDED:  # which may be one of few images, in bfloat16
+        _, found = evaluate_as_trained(recipe, network, images)
     if abs(found - result["accuracy"]) > ALLOWED_TO_RECORDED:
         raise ValueError(
             f"{run} recorded {result['accuracy']:.2f} % on these images, and its network has {found:.2f} % now, more "
@@ -108,8 +114,11 @@ def _check_recorded(
 
 
 def _check_path(path: Path, suffix: str, overwrite: bool) -> None:
+    from factorized.experiments.training.export import SUFFIXES
+
     if path.suffix != suffix:
-        raise ValueError(f"--out {path}: the name of such a file must end in {suffix}")
+        other = next((f"; for {path.suffix}, give --to {to}" for to, end in SUFFIXES.items() if end == path.suffix), "")
+        raise ValueError(f"--out {path}: the name of such a file must end in {suffix}{other}")
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder; name a file")
     if path.exists() and not overwrite:

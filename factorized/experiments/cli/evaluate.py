@@ -23,8 +23,7 @@ def evaluate(run: Run, data: Data = None, device: Device = None, trust_model: Tr
     """
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.cli.images import load_data_of_run
-    from factorized.experiments.training.evaluate import Evaluator
-    from factorized.experiments.training.step import autocast_type
+    from factorized.experiments.training.evaluate import evaluate_as_trained
     from factorized.experiments.training.trained import load_trained
 
     where = pick_device(device)
@@ -33,7 +32,7 @@ def evaluate(run: Run, data: Data = None, device: Device = None, trust_model: Tr
         return
     recipe, result, network = load_trained(run, trust_model=trust_model)
     images = load_data_of_run(recipe, result, data)
-    loss, accuracy = Evaluator(network.to(where), images, autocast_type(recipe.run.precision, where), graph=False)()
+    loss, accuracy = evaluate_as_trained(recipe, network.to(where), images)
     recorded = result["accuracy"]
     say(f"test accuracy {accuracy:.2f} %, loss {loss:.4f}, on {len(images.y_test):,} images of {images.name}")
     if images.checksum != result["data"]["checksum"]:

@@ -22,7 +22,7 @@ class Stage(nn.Sequential):
     ) -> Tensor:  # (batch, out, height, width)
         """Run the layers."""
         layers: list[Any] = list(self)
-        if any(type(relu) is not nn.ReLU or has_hooks(relu) for relu in layers[2::3]):
+        if len(layers) % 3 or any(type(relu) is not nn.ReLU or has_hooks(relu) for relu in layers[2::3]):
             return super().forward(x)  # type: ignore[no-untyped-call]
         for conv, norm in zip(layers[::3], layers[1::3], strict=True):
             x = activate(norm, convolve_images(conv, x))

@@ -13,8 +13,8 @@ import torch
 from factorized.experiments.recipes.find import check_any_recipe
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.reproduce.data import corpus_of, images_of
-from factorized.experiments.reproduce.runs import FAILURE, read_run
-from factorized.experiments.training.folder import claimed
+from factorized.experiments.reproduce.runs import read_run
+from factorized.experiments.training.folder import FAILURE, claimed
 from factorized.experiments.training.interrupt import Interrupted, StopRequest
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import write_json

@@ -169,9 +169,14 @@ def _scores(
         for label, level in (levels or {}).items():
             axes.axhline(level, color="C7", linestyle="--", label=label)
         told = _seeds(variant for points in lines.values() for _, variant in points)
-        axes.set(xlabel=f"{xlabel}; {told}", ylabel="mean ± deviation", xscale="log" if log else "linear")
-        if log:  # powers of ten are few or none between the values
+        axes.set(xlabel=f"{xlabel}; {told}", ylabel="mean ± deviation")
+        if log:
             values = sorted({x for points in lines.values() for x, _ in points})
+            if values[0] > 0:
+                axes.set_xscale("log")
+            else:  # a strength of 0, a decade below the others
+                axes.set_xscale("symlog", linthresh=min((value for value in values if value > 0), default=1.0))
+            # powers of ten are few or none between the values
             axes.set_xticks(values, [f"{value:g}" for value in values])
             axes.minorticks_off()
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from factorized.experiments.training.folder import BEGUN, METRICS
+from factorized.experiments.recipes.identity import RUNS, settings
+from factorized.experiments.training.folder import BEGUN, FAILURE, METRICS
 from factorized.experiments.training.result import RESULT, Result, read_result_file
 
-FAILURE = "failure.json"  # beside the metrics of a run that ended in an error: recipe, seed and error
 LOWER_IS_BETTER = ("loss", "perplexity")
 NAMES = {"accuracy": "accuracy, %", "bleu": "BLEU", "f1": "F1"}
 
@@ -137,9 +137,15 @@ def read_run(path: Path) -> Run:
 
 
 def _identity(run: Run) -> str:
-    """Return what two files share that hold one run: the losses of every epoch to the last digit."""
+    """Return what two files share that hold one run: its settings, and the losses of every epoch to the last digit.
+
+    Another setting, such as a strength of 0, need not change any loss. Folders of other runs are on one machine.
+    """
+    folders = {f"{section}.{name}" for section, name in RUNS.items()}
+    decided = {key: value for key, value in settings(run.recipe).items() if key not in folders}
     losses = [row.get("loss") for row in run.result["history"]]
-    return json.dumps([run.name, run.seed, run.result["data"]["checksum"], run.score, losses])
+    told = [run.name, run.seed, run.result["data"]["checksum"], run.score, losses, decided]
+    return json.dumps(told, sort_keys=True)
 
 
 def _result_files(place: Path) -> Iterator[Path]:

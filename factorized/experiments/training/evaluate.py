@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from factorized.experiments.data.augment import normalize
 from factorized.experiments.data.images import Images
+from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.training.step import autocast_type
 from factorized.nn.running import evaluation_mode
 from factorized.nn.timing import capture
 
@@ -73,3 +75,9 @@ class Evaluator:
             logits = self.network(inputs).float()
         self.loss_sum += F.cross_entropy(logits, y, reduction="sum")
         self.correct += (logits.argmax(1) == y).sum()
+
+
+def evaluate_as_trained(recipe: Recipe, network: nn.Module, images: Images) -> tuple[float, float]:
+    """Return the loss and the accuracy in percent, computed in the type that a run of the recipe has on this device."""
+    precision = autocast_type(recipe.run.precision, next(network.parameters()).device)
+    return Evaluator(network, images, precision, graph=False)()

@@ -22,6 +22,7 @@ from factorized.files.atomic import locked_folder
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"  # of text: the folder that transformers' Trainer writes
 BEGUN = "begun.json"  # of text: what the run trains
+FAILURE = "failure.json"  # of a job whose run ended in an error: recipe, seed and error
 _LEFT = (state.FILE, METRICS, RESULT, norms.FILE, BEGUN)
 _MADE_FROM_IT = tuple(f"{stem}{suffix}" for stem in (COMPOSED, LOWERED) for suffix in SUFFIXES.values())
 
@@ -58,6 +59,7 @@ def prepare_folders(
     for folder in folders:
         for unfinished in (*folder.glob("*.tmp"), *(folder / trained.FOLDER).glob("*.tmp")):  # of a process killed
             unfinished.unlink()
+        (folder / FAILURE).unlink(missing_ok=True)  # the run goes on, or starts over
         if not resume:
             _clear(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from factorized._torch import leave_process_group
 from factorized.experiments.training.interrupt import StopRequest
 
 ASK = 20  # steps between two checks, across processes, for a stop request
 Result = TypeVar("Result")
+_groups = itertools.count()  # of processes, in the order in which every process joins them
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,11 @@ def joined_processes(device: torch.device | str | None = None) -> Iterator[Proce
         return
     mine = not dist.is_initialized()
     if mine:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # A part of the launcher's store for each group: in what an earlier one left there, gloo would wait for ever.
+        store, rank, count = next(rendezvous("env://"))
+        store = PrefixStore(f"factorized {next(_groups)}", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     try:
         yield Processes(device, dist.get_rank(), dist.get_world_size())
     finally:

@@ -134,12 +134,12 @@ class Trainer:
         with Recorder(folder if self.processes.is_first else None, state.history) as recorder:
             yield  # before the clock starts: others may have to be built
             for epoch in range(state.epoch, epochs):
-                lr = self._set_learning_rate(epoch)
                 first = self._begin_epoch(state, epoch)
+                lr = self._set_learning_rate(epoch, max(first - 1, 0))  # of the last step, where all have been taken
                 began = time.perf_counter()
                 for number in range(first, steps):
                     if self.recipe.schedule.shape == "linear":
-                        lr = self._set_learning_rate(epoch + (number + 0.5) / steps)
+                        lr = self._set_learning_rate(epoch, number)
                     self.step()
                     if self.processes.asked_to_stop(stop, number + 1):
                         self._check_finite(epoch, lr, number + 1)
@@ -161,8 +161,10 @@ class Trainer:
                     raise Interrupted(stop.number or signal.SIGTERM)
         return self._finish(state, folder)
 
-    def _set_learning_rate(self, epoch: float) -> float:
-        lr = self.recipe.schedule.learning_rate(self.recipe.optimizer.lr, epoch)
+    def _set_learning_rate(self, epoch: int, step: int) -> float:
+        schedule = self.recipe.schedule
+        at = epoch + (step + 0.5) / self.source.steps if schedule.shape == "linear" else epoch
+        lr = schedule.learning_rate(self.recipe.optimizer.lr, at)
         set_learning_rate(self.optimizer, lr)
         return lr
 
@@ -207,6 +209,7 @@ class Trainer:
 
     def _begin(self, state: RunState) -> None:
         restore(state, self.network, self.optimizer, self.step)
+        self.step.loss_sum *= self.processes.count  # saved as the mean of theirs
         if not self.processes.is_first:  # the first process holds the counts of the epoch under way
             self.step.loss_sum.zero_()
             self.step.correct.zero_()
@@ -281,8 +284,9 @@ class Trainer:
     def _save(self, state: RunState, folder: Path, epoch: int, step: int, began: float) -> None:
         state.epoch, state.step = epoch, step
         gather(state, self.network, self.optimizer, self.step)
-        for name in ("loss_sum", "correct"):
-            state.counts[name].fill_(self.processes.total(getattr(self.step, name)))
+        # as one process counts them: another number of processes may continue
+        state.counts["loss_sum"].fill_(self.processes.total(self.step.loss_sum) / self.processes.count)
+        state.counts["correct"].fill_(self.processes.total(self.step.correct))
         state.seconds += time.perf_counter() - began
         if self.processes.is_first:
             with writing(folder):

@@ -32,6 +32,11 @@ def test_a_quiet_run_says_only_where_its_files_are(cli: Cli, tmp_path: Path) -> 
     assert (said.code, said.out) == (0, f"{tmp_path}\n")
 
 
+def test_a_name_that_no_row_has_is_said(cli: Cli, tmp_path: Path) -> None:
+    said = cli("bench", "layers", "--out", tmp_path, "--device", "cpu", "--only", "ResNet")
+    assert "no row was measured that has 'ResNet' in its name" in said.out
+
+
 def test_wrong_arguments_say_what_is_allowed(cli: Cli, tmp_path: Path) -> None:
     error = cli("bench", "layers", "trainings", "--out", tmp_path).error
     assert "there is no benchmark 'trainings' (did you mean 'training'?); there are training, inference" in error

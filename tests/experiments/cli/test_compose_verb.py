@@ -7,17 +7,21 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from factorized.experiments.data.digits import load_digits
+from factorized.experiments.data.load import load_images
 from factorized.experiments.models.build import build_model
 from factorized.experiments.training import export
-from factorized.experiments.training.trained import load_trained
+from factorized.experiments.training.evaluate import evaluate_as_trained
+from factorized.experiments.training.trained import fit_images, load_trained
 from factorized.files.atomic import WholeFile
 from factorized.files.checksum import save_tensors
 from tests.experiments.cli.conftest import Cli
@@ -94,6 +98,27 @@ def test_a_network_with_another_accuracy_than_recorded_is_not_written(
     assert "% on these images, and its network has" in message
     assert "nothing was written" in message
     assert not list(run.glob("composed*"))
+
+
+def test_a_run_in_bfloat16_has_the_accuracy_that_it_recorded_where_rounding_decides(
+    cli: Cli, trained_dense: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained_dense, tmp_path / "run", ignore=shutil.ignore_patterns("composed*"))
+    (recipe, result, network), images = load_trained(run), load_digits()
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"precision": "bfloat16"})})
+    every = replace(images, x_test=images.x_train, y_test=images.y_train)
+    exact = export.logits_on_test(network, every, torch.device("cpu")).topk(2)
+    near = exact.values.diff().squeeze().abs().argsort()[:20]  # images whose classes are nearly as likely
+    parts = {"x_train": images.x_train, "y_train": images.y_train, "x_test": every.x_test[near]}
+    np.savez(tmp_path / "near.npz", y_test=exact.indices[near, 0], **{key: part.numpy() for key, part in parts.items()})
+    near_images = load_images(str(tmp_path / "near.npz"))
+    _, accuracy = evaluate_as_trained(recipe, network, fit_images(result, near_images))
+    assert accuracy < 99  # 100 in float32
+    data = {**result["data"], "checksum": near_images.checksum}
+    change_result(run, accuracy=accuracy, recipe=recipe.to_dict(), data=data)
+    said = cli("compose", run, "--data", tmp_path / "near.npz", "--out", tmp_path / "a.safetensors")
+    assert said.code == 0, said
+    assert "accuracy before 100.00 %, after 100.00 %" in said.out
 
 
 def test_a_network_whose_file_was_changed_is_refused(cli: Cli, trained_dense: Path, tmp_path: Path) -> None:
@@ -180,7 +205,11 @@ def test_a_missing_package_is_named(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--out", "m.onnx"], "must end in .safetensors"), (["--out", "/no/such/m.safetensors"], "there is no folder")],
+    [
+        (["--out", "m.onnx"], "must end in .safetensors; for .onnx, give --to onnx"),
+        (["--out", "m"], "in .safetensors\n"),
+        (["--out", "/no/such/m.safetensors"], "there is no folder"),
+    ],
 )
 def test_a_wrong_file_name_is_refused(cli: Cli, trained: Path, arguments: list[str], message: str) -> None:
     assert message in cli("compose", trained, *arguments).error

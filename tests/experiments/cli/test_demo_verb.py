@@ -62,6 +62,12 @@ def test_a_check_that_fails_is_exit_code_1(cli: Cli, tmp_path: Path, monkeypatch
     assert "FAIL" in (tmp_path / "report.html").read_text()
 
 
+def test_a_run_in_bfloat16_passes_its_checks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factorized.experiments.cli.demo.VARIANTS", {"digits/resnet8-wide-fd": "wide"})
+    said = cli("demo", *SHORT, "--set", "run.precision=bfloat16", "--out", tmp_path)
+    assert said.code == 0, said
+
+
 def test_a_wrong_change_is_one_line(cli: Cli, tmp_path: Path) -> None:
     assert "did you mean 'epochs'?" in cli("demo", "--set", "schedule.epoch=1", "--out", tmp_path).error
 

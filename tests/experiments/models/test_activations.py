@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from factorized.experiments.models.normalized import layers, tiles
+from factorized.experiments.models.normalized.convolutions import _follow as follow
 from factorized.experiments.models.normalized.layers import activate, norm_suits
 from factorized.experiments.models.resnet import resnet
 from factorized.experiments.models.vgg import vgg19_nfc
@@ -64,12 +67,50 @@ def test_only_what_nobody_else_has_is_written_over(make: Callable[[int], nn.Modu
         assert seen[0].min() < 0  # not yet activated
 
 
+def test_a_network_that_fx_recorded_writes_over_nothing_that_a_hook_keeps() -> None:
+    recorded, x = torch.fx.symbolic_trace(resnet(8).eval()), torch.randn(2, 3, 16, 16)
+    seen: list[tuple[Tensor, Tensor]] = []
+    for module in recorded.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.register_forward_hook(lambda module, given, output: seen.append((output, output.clone())))
+    recorded(x)
+    assert len(seen) == 7
+    assert all(torch.equal(*pair) for pair in seen)
+
+
+def test_a_hook_on_every_module_keeps_what_they_return() -> None:
+    network, seen = resnet(8).eval(), list[tuple[Tensor, Tensor]]()
+    hook = register_module_forward_hook(lambda module, given, output: seen.append((output, output.clone())))
+    try:
+        network(torch.randn(2, 3, 16, 16))
+    finally:
+        hook.remove()
+    assert len(seen) > 7
+    assert all(torch.equal(*pair) for pair in seen)
+
+
 def test_norms_suit_the_kernels_in_compiled_code_too() -> None:
     norm, x = nn.BatchNorm2d(6), torch.zeros(2, 6, 4, 4)
     compiled = torch.compile(lambda x: x + norm_suits(x, norm), fullgraph=True, backend="eager", dynamic=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert compiled(x).eq(1).all()
     assert compiled(x).eq(0).all()
+
+
+def test_what_autocast_leaves_in_float64_does_not_suit_the_kernels() -> None:
+    norm, x = nn.BatchNorm2d(6).double(), torch.randn(2, 6, 4, 4, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.conv2d(x, x).dtype == torch.float64
+        assert not norm_suits(x, norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_running_statistics_of_any_type_follow_those_of_a_batch(dtype: torch.dtype) -> None:
+    norm = nn.BatchNorm2d(2).to(dtype)
+    follow(norm, torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]))
+    torch.testing.assert_close(norm.running_mean, torch.tensor([0.1, 0.2], dtype=dtype))
+    torch.testing.assert_close(norm.running_var, torch.tensor([1.2, 1.4], dtype=dtype))
+    assert norm.num_batches_tracked == 1
 
 
 def test_norms_of_other_tensors_do_not_suit_the_kernels() -> None:
@@ -115,6 +156,12 @@ def test_what_follows_a_convolution_of_vgg_is_called_where_it_is_no_plain_relu(c
         usual = network(x)
         network.stages[1][2] = nn.Identity()  # type: ignore[index,operator]
         assert not torch.equal(network(x), usual)
+
+
+@pytest.mark.parametrize("end", range(7))
+def test_the_first_layers_of_a_stage_of_vgg_are_run_as_those_of_any_other_chain(end: int) -> None:
+    stage, x = vgg19_nfc().stages[0][:end], torch.randn(2, 3, 8, 8)  # type: ignore[index]
+    assert torch.equal(stage(x), nn.Sequential(*stage)(x))
 
 
 @pytest.mark.parametrize("channels", [16, 64, 160, 512, 640])

@@ -17,7 +17,8 @@ from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.shorten import shorten
 from factorized.experiments.reproduce.data import data_checksum
 from factorized.experiments.reproduce.job import Job, run_job
-from factorized.experiments.reproduce.runs import FAILURE, read_runs
+from factorized.experiments.reproduce.runs import read_runs
+from factorized.experiments.training.folder import FAILURE
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.trainer import Trainer
@@ -91,6 +92,26 @@ def test_an_error_ends_the_job_and_is_left_beside_its_run(tmp_path: Path) -> Non
     assert (left["recipe"]["name"], left["seed"], left["error"]) == (job.name, 0, outcome.error)
     (unfinished,) = read_runs([tmp_path / "out"]).unfinished
     assert unfinished.error == outcome.error
+
+
+def test_a_run_that_failed_and_is_stopped_later_is_not_called_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AfterFirstStep(Reporter):
+        def step(self, epoch: int, step: int, loss_sum: Tensor, images_per_second: float) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def broken(self: Trainer, state: object) -> None:
+        raise RuntimeError("out of memory")
+
+    job = jobs(tmp_path, length=1)[0]
+    with monkeypatch.context() as changed:
+        changed.setattr(Trainer, "_begin", broken)
+        assert run_job(job, "cpu").error == "RuntimeError: out of memory"
+    with pytest.raises(Interrupted):
+        run_job(job, "cpu", AfterFirstStep(quiet=True))
+    (unfinished,) = read_runs([tmp_path / "out"]).unfinished
+    assert unfinished.error is None
 
 
 def test_a_damaged_result_ends_its_job_and_no_other(tmp_path: Path) -> None:

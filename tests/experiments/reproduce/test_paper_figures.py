@@ -244,6 +244,14 @@ def test_a_sweep_has_a_tick_at_every_strength() -> None:
     assert axes.get_ylabel() == "mean ± deviation"
 
 
+def test_a_strength_of_0_has_a_place_beside_the_others() -> None:
+    axes = Figure().add_subplot()
+    sweep_panels(variants(*(("si", f"decay.strength={strength}") for strength in (0, 1e-4, 1e-3))))[0][1](axes)
+    places = [axes.transData.transform((strength, 90))[0] for strength in (0, 1e-4, 1e-3)]
+    assert places[1] - places[0] > 30  # pixels
+    assert places[2] - places[1] > 30
+
+
 def test_shortened_runs_are_marked_in_every_legend() -> None:
     short = [("decay.strength=1e-3", "schedule.epochs=2"), ("decay.strength=1e-4", "schedule.epochs=2")]
     found = variants(*((name, *changes) for name in ("wd", "si-fd") for changes in short))

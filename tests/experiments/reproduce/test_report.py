@@ -20,7 +20,8 @@ from factorized.experiments.reproduce.report import (
     report_tables,
     write_report,
 )
-from factorized.experiments.reproduce.runs import FAILURE, Found, read_runs
+from factorized.experiments.reproduce.runs import Found, read_runs
+from factorized.experiments.training.folder import FAILURE
 from tests.experiments.reproduce.made import LAYER, MACHINE, image_result, run_of, text_result, write
 
 PLAIN, SI = "cifar10/resnet32x2-lowrank-0.1", "cifar10/resnet32x2-lowrank-0.1-si"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from factorized.experiments.reproduce.runs import FAILURE, read_run, read_runs
+from factorized.experiments.reproduce.runs import read_run, read_runs
+from factorized.experiments.training.folder import FAILURE
 from tests.experiments.reproduce.made import image_result, text_result, write
 
 DENSE, LOW = "digits/resnet8", "digits/resnet8-lowrank-0.1"
@@ -102,6 +103,15 @@ def test_a_run_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     assert len(found.runs) == 1
     assert [file.path for file in found.left_out] == [copy]
     assert "the same run as" in found.left_out[0].why
+
+
+def test_runs_of_other_settings_with_the_same_losses_are_other_runs(tmp_path: Path) -> None:
+    for kind in ("weight", "none"):
+        result = image_result(DENSE, 0, 97.0, f"decay.kind={kind}", "decay.strength=0")
+        write(tmp_path / kind, result)
+    found = read_runs([tmp_path])
+    assert [run.recipe["decay"]["kind"] for run in found.runs] == ["none", "weight"]
+    assert found.left_out == []
 
 
 def test_a_second_run_of_a_seed_is_another_run(tmp_path: Path) -> None:

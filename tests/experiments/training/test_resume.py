@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
@@ -118,6 +119,28 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with(change: str, tmp_path: Path
         train(recipe(change), digits(), tmp_path / "cut", device="cpu", reporter=reporter)
     train(recipe(change), digits(), tmp_path / "cut", device="cpu", resume=True)
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_run_stopped_after_the_last_step_of_an_epoch_records_the_learning_rate_of_that_step(tmp_path: Path) -> None:
+    linear = recipe("schedule.shape=linear")
+    train(linear, digits(), tmp_path / "whole", device="cpu")
+    with pytest.raises(Interrupted):
+        train(
+            linear, digits(), tmp_path / "cut", device="cpu", reporter=Signals(signal.SIGTERM, epoch=1, step=STEPS - 2)
+        )
+    assert state_of(tmp_path / "cut").step == STEPS
+    train(linear, digits(), tmp_path / "cut", device="cpu", resume=True)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_run_is_resumed_while_the_processes_that_read_its_images_still_end(tmp_path: Path) -> None:
+    streamed = recipe("data.place=loader", "data.workers=1")
+    with pytest.raises(Interrupted) as stopped:
+        train(streamed, digits(), tmp_path, device="cpu", reporter=Signals(signal.SIGTERM, epoch=0, step=1))
+    assert stopped.tb is not None  # which holds on to the trainer and its reading process
+    assert multiprocessing.active_children()
+    train(streamed, digits(), tmp_path, device="cpu", resume=True)
+    assert state_of(tmp_path).epoch == 2
 
 
 def test_a_signal_after_an_epoch_saves_even_where_no_checkpoint_is_due(tmp_path: Path) -> None:

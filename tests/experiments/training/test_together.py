@@ -53,6 +53,12 @@ def test_every_process_ends_the_same_way(together: Path) -> None:
         assert found["left"] == "True"
 
 
+def test_one_run_after_another_joins_the_processes_anew(together: Path) -> None:
+    for rank in (0, 1):
+        found = json.loads((together / f"rank-{rank}.json").read_text())
+        assert found["in groups of its own"] == ["done", "done"]
+
+
 def test_only_the_first_process_writes(together: Path) -> None:
     assert not (together / "rank-1").exists()
     names = {path.name.partition(".")[0] for path in (together / "rank-0" / "whole" / "seed-0").iterdir()}
@@ -79,6 +85,15 @@ def test_processes_stop_together_in_the_middle_of_an_epoch_and_go_on_to_the_same
     assert all(torch.equal(tensor, whole.network[name]) for name, tensor in cut.network.items())
     assert all(torch.equal(tensor, whole.momentum[name]) for name, tensor in cut.momentum.items())
     assert metrics(cut.history) == metrics(whole.history)
+
+
+def test_the_loss_of_an_epoch_that_one_process_ends_is_that_of_all_its_steps(together: Path) -> None:
+    folder = together / "rank-0" / "to go on alone"
+    train(shared_recipe(), digits(), folder, device="cpu", resume=True, allow_other_devices=True)
+    alone, whole = state_of(folder), state_of(together / "rank-0" / "whole")
+    assert len(alone.ran_on) == 2
+    for row, other in zip(alone.history, whole.history, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
 def test_processes_stop_together_after_an_epoch(together: Path) -> None:

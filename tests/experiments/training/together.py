@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -60,6 +61,8 @@ def scenarios(folder: Path, mine: Path, rank: int) -> dict[str, Any]:
     signal_at(STEPS + 3, sender=1)
     found["cut in an epoch"] = outcome(mine / "cut")
     TrainingStep.__call__ = original  # type: ignore[method-assign]
+    if rank == 0:
+        shutil.copytree(mine / "cut", mine / "to go on alone")
     signal_at(STEPS - 1, sender=0)
     found["cut after an epoch"] = outcome(mine / "epoch")
     TrainingStep.__call__ = original  # type: ignore[method-assign]
@@ -83,6 +86,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = scenarios(folder, mine, rank)
     leave_process_group()
+    found["in groups of its own"] = [outcome(mine / "whole", resume=True) for _ in range(2)]
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

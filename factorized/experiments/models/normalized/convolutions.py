@@ -49,8 +49,8 @@ def normalized_convolutions(
 
 def _follow(norm: Any, mean: Tensor, variance: Tensor) -> None:
     """Let the running statistics of a norm follow those of a batch, as its own forward pass does."""
-    norm.running_mean.lerp_(mean, norm.momentum)
-    norm.running_var.lerp_(variance, norm.momentum)
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), norm.momentum)
+    norm.running_var.lerp_(variance.to(norm.running_var.dtype), norm.momentum)
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from factorized._torch import is_exporting, is_known, is_traced, is_transformed
 from factorized.experiments.models.normalized import tiles
@@ -34,7 +35,8 @@ def activate(
         found = followed(norm, known or measured(x), x.numel() // x.shape[1])
         return normalized_activation(x, norm.weight, norm.bias, found, shortcut, norm.eps)
     y = norm(x)
-    if type(norm) is not nn.BatchNorm2d or has_hooks(norm) or is_traced():  # others may return x, or keep the result
+    fresh = type(norm) is nn.BatchNorm2d and type(x) in PLAIN  # other norms may return x; fx records for later callers
+    if not fresh or has_hooks(norm) or is_traced():  # or the result may be kept
         return F.relu(y if shortcut is None else y + shortcut)
     return F.relu(y if shortcut is None else y.add_(shortcut), inplace=True)
 
@@ -121,4 +123,4 @@ def _is_plain_convolution(conv: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether anything else is to run when the module is called, which a kernel in its place would skip."""
-    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS)
+    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS) or bool(_has_any_global_hook())
