@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from factorized._torch import in_backward, rounds_products, without_autocast
+from factorized._torch import in_backward
 from factorized.formats.calibration import Moment
 from factorized.formats.convolution import explicit_padding, pad
 from factorized.nn.dense import dense_weight
@@ -36,18 +36,19 @@ class InputMoments:
         self.transposed = transposed or self.looks_up or isinstance(layer, _ConvTransposeNd)
         self.centered = centered
         self.samples = 0  # inputs seen: tokens, positions of patches, rows looked up
+        self.origin = torch.zeros(())  # (groups, inputs); taken from inputs if centered: constant ones leave nothing
         self.sums = torch.zeros(())  # of the moment's shape from the first call on
-        self.total = torch.zeros(())  # of all inputs, (groups, inputs)
+        self.total = torch.zeros(())  # (groups, inputs)
 
     @property
     def mean(self) -> Tensor:  # (groups, inputs)
         """The mean of the inputs, once there are samples."""
-        return self.total / self.samples
+        return self.origin + self.total / self.samples
 
     @property
     def moment(self) -> Moment:
         """What was collected, once there are samples."""
-        around = torch.einsum("gi,gj->gij", self.mean, self.total) if self.centered else 0
+        around = torch.einsum("gi,gj->gij", self.total, self.total) / self.samples if self.centered else 0
         return Moment(self.sums - around, self.transposed)
 
     @property
@@ -74,11 +75,12 @@ class InputMoments:
         self,
         x: Tensor,  # (groups, samples, inputs)
     ) -> None:
-        x = x if x.dtype == torch.float64 else x.float()
-        x = x.double() if rounds_products(x) else x
-        with without_autocast(x.device):  # of a model that turns it on in its forward
-            products = x.mT @ x
-        self._collect(products.double(), x.double().sum(1), x.shape[1])
+        x = x.double()  # rounding would outweigh what is small beside a large mean, and weights in unseen directions
+        if self.centered:
+            if not self.samples:
+                self.origin = x[:, :1].sum(1)
+            x = x - self.origin.unsqueeze(1)
+        self._collect(x.mT @ x, x.sum(1), x.shape[1])
 
     def _count(self, indices: Tensor, padding: int | None) -> None:
         """Count how often every row is looked up: its inputs are one-hot, so that their moment is diagonal."""

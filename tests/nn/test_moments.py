@@ -109,6 +109,15 @@ def test_a_centered_moment_is_that_around_the_mean() -> None:
     torch.testing.assert_close(centered.moment.sums, around.mT @ around)
 
 
+def test_of_constant_inputs_nothing_is_left_around_the_mean() -> None:
+    layer, row = nn.Linear(7, 3), torch.rand(1, 7) / 3
+    collected = InputMoments(layer, centered=True)
+    for samples in (0, 5, 300):
+        collected(layer, (row.expand(samples, 7),), {})
+    assert not collected.moment.sums.any()
+    assert torch.equal(collected.mean, row.double())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_inputs_neither_overflow_nor_lose_small_ones(dtype: torch.dtype) -> None:
     layer = nn.Linear(2, 3, dtype=dtype)
