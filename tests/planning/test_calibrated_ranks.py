@@ -258,6 +258,15 @@ def test_layers_that_the_loss_does_not_depend_on_are_named_and_have_the_mean_eff
     assert len(made.layers) == 4
 
 
+@pytest.mark.parametrize("row", [torch.zeros(32), torch.rand(32, generator=torch.Generator().manual_seed(0))])
+def test_a_layer_of_constant_inputs_whose_bias_keeps_its_outputs_has_the_mean_effect(row: Tensor) -> None:
+    batches = [((torch.randn(50, 32), row.expand(50, 32)), torch.randn(50, 64)) for _ in range(3)]
+    given = fz.Calibrated(batches, loss=F.mse_loss)
+    with pytest.warns(UserWarning, match="the loss does not depend on right, so the mean effect"):
+        made = fz.plan(Branches(), ratio=0.6, calibration=given, **WHOLE)
+    assert all(5 < entry.rank < 14 for entry in made.layers)  # type: ignore[operator]
+
+
 def test_a_weight_that_the_loss_depends_on_in_one_of_two_uses_has_the_effect_of_that_one() -> None:
     class Tied(nn.Module):
         def __init__(self, both: bool) -> None:
