@@ -60,14 +60,18 @@ class InputMoments:
         """Add the inputs of one call: a forward pre-hook with keywords."""
         if in_backward():  # they were added when the checkpoint ran the first time
             return
-        x = (arguments[0] if arguments else next(iter(keywords.values()))).detach()
+        x = _argument(0, "input", arguments, keywords)
+        x = (next(iter(keywords.values())) if x is None else x).detach()  # transformers' Conv1D calls it x
+        if not x.numel():
+            return
         if self.looks_up:
             self._count(x, layer.padding_idx if isinstance(layer, nn.EmbeddingBag) else None)
         elif isinstance(layer, _ConvNd):
             spatial = x if x.dim() == len(layer.kernel_size) + 2 else x.unsqueeze(0)
-            chunk = max(1, PATCH_ENTRIES // max(1, spatial[:1].numel() * prod(layer.kernel_size)))
+            output_size = _argument(1, "output_size", arguments, keywords)
+            chunk = max(1, PATCH_ENTRIES // (spatial[:1].numel() * prod(layer.kernel_size)))
             for part in spatial.split(chunk):
-                self._add(patches(part, layer))
+                self._add(patches(part, layer, output_size))
         else:
             self._add(x.reshape(1, -1, x.shape[-1]))
 
@@ -78,7 +82,7 @@ class InputMoments:
         x = x.double()  # rounding would outweigh what is small beside a large mean, and weights in unseen directions
         if self.centered:
             if not self.samples:
-                self.origin = x[:, :1].sum(1)
+                self.origin = x[:, 0]
             x = x - self.origin.unsqueeze(1)
         self._collect(x.mT @ x, x.sum(1), x.shape[1])
 
@@ -131,21 +135,29 @@ def collecting(
         yield
 
 
+def _argument(place: int, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Return an argument of a call, given by its place or its name, or None."""
+    return arguments[place] if len(arguments) > place else keywords.get(name)
+
+
 def patches(
     x: Tensor,  # (batch, in, *spatial)
     layer: _ConvNd,
+    output_size: list[int] | None = None,
 ) -> Tensor:  # (groups, batch·positions, in/groups·taps)
     """Return the inputs of every output position of a convolution, in the order of its weight's entries.
 
     A transposed convolution is a plain one with the kernel reversed, over its input with ``stride - 1`` zeros between
-    neighbours.
+    neighbours; ``output_size`` is what it is called with.
     """
     size, dilation, dims = layer.kernel_size, layer.dilation, range(len(layer.kernel_size))
     if layer.transposed:
+        added: Any = _ConvTransposeNd._output_padding  # of the layer, or what the output size asks for
+        added = added(layer, x, output_size, layer.stride, layer.padding, size, len(size), dilation)
         x = _spread(x, layer.stride)
         cut = [before for before, _ in explicit_padding(layer.padding, size, dilation)]
         kept = [dilation[d] * (size[d] - 1) - cut[d] for d in dims]
-        padding = tuple((kept[d], kept[d] + layer.output_padding[d]) for d in dims)
+        padding = tuple((kept[d], kept[d] + added[d]) for d in dims)
         stride: tuple[int, ...] = (1,) * len(size)
     else:
         padding, stride = explicit_padding(layer.padding, size, dilation), layer.stride
