@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import factorized as fz
 from factorized.experiments.cli.subjects import default_folder, open_subject
@@ -49,6 +49,14 @@ def test_batches_of_images_are_normalized_and_of_all_classes_though_the_set_is_s
     again = subject.batches(200)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, again, strict=True))
     assert sum(len(y) for _, y in subject.batches(10**6)) == len(images.y_train)
+
+
+@pytest.mark.parametrize(("extent", "sizes"), [(64, [128, 2]), (224, [10] * 13)])
+def test_large_images_come_in_smaller_batches(extent: int, sizes: list[int]) -> None:
+    x = torch.zeros(130, 1, extent, extent, dtype=torch.uint8)
+    images = replace(digits(), x_train=x, y_train=torch.arange(130) % 10, x_test=x[:10], y_test=torch.arange(10))
+    subject = ImageSubject("own", [], CPU, nn.Identity, model="resnet8", images=images)
+    assert [len(y) for _, y in subject.batches(2048)] == sizes
 
 
 @pytest.mark.parametrize(("task", "share"), [("language", 1 / 3), ("language", 2 / 3), ("masked", 1 / 3)])
