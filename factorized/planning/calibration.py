@@ -45,9 +45,9 @@ class Calibrated:
             the model; None runs them once. A layer with n inputs (for a convolution: in channels times taps) takes
             8 n² bytes.
         loss: called with the model's outputs and the other parts of the batch: ``F.cross_entropy`` for
-            ``(inputs, labels)``, ``lambda outputs: outputs.loss`` for a dict with labels. With it,
-            ``allocate="spectrum"`` weighs the layers by their effect on this loss, found in one backward pass; else an
-            equal share of any layer's outputs counts the same.
+            ``(inputs, labels)``, ``lambda outputs: outputs.loss`` for a dict with labels. It is a mean over the batch.
+            With it, ``allocate="spectrum"`` weighs the layers by their effect on this loss, found in one backward pass;
+            else an equal share of any layer's outputs counts the same.
 
     Raises:
         ValueError: an argument has a wrong value; when used, also if the batches hold no examples, or do not run
@@ -142,7 +142,8 @@ def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any]
         if not value.requires_grad:  # it depends on none of the layers that are watched
             return
         try:
-            value.backward()
+            # a loss is a mean over its batch: all examples count alike, those of a small last batch too
+            value.backward(torch.full_like(value, _examples(inputs)))
         except Exception as error:
             raise ValueError(
                 f"{text}: the backward pass of the loss raised {type(error).__name__}: {str(error).rstrip('.')}. Leave "

@@ -244,6 +244,32 @@ class TwoHeads(nn.Module):
         return self.head(x), self.other(x)
 
 
+class Mixed(nn.Module):
+    """Two layers of which each example uses one more than the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor, share: Tensor) -> Tensor:
+        out: Tensor = self.head(share * F.relu(self.left(x)) + (1 - share) * F.relu(self.right(x)))
+        return out
+
+
+@pytest.mark.parametrize("sizes", [[65, 65], [128, 2], [1] * 130])
+def test_all_examples_count_alike_for_the_loss_however_they_are_batched(sizes: list[int]) -> None:
+    model, x, labels = Mixed(), torch.randn(130, 32), torch.randint(10, (130,))
+    share = torch.tensor([0.3] * 128 + [1.0] * 2).unsqueeze(-1)  # the last two would favour the left layer
+    batches = [((a, b), y) for a, b, y in zip(*(part.split(sizes) for part in (x, share, labels)), strict=True)]
+    whole, ours = (
+        ranks(fz.plan(model, ratio=0.6, calibration=fz.Calibrated(given, loss=F.cross_entropy), **WHOLE))
+        for given in ([((x, share), labels)], batches)
+    )
+    assert whole["left"] < 0.6 * whole["right"]
+    assert ours == whole
+
+
 @pytest.mark.parametrize("size", [None, 1])
 @pytest.mark.parametrize(("first_learns", "named"), [(True, "other"), (False, "first, other")])
 def test_layers_that_the_loss_does_not_depend_on_are_named_and_have_the_mean_effect(
