@@ -129,6 +129,20 @@ def test_sentences_of_like_length_are_calibrated_with_together_so_that_little_of
     assert padded < 0.05 * sources.sum()  # of sentences in the order of the file, it is 70 %
 
 
+@pytest.mark.parametrize("task", ["translation", "language"])
+def test_tokens_of_short_sequences_weigh_as_much_on_the_loss_as_those_of_long_ones(task: str, tmp_path: Path) -> None:
+    made, corpus = small(task, tmp_path)
+    subject = TextSubject("own", [], CPU, nn.Identity, reads=made, corpus=corpus)
+    gradients = []
+    for length in (3, 40):
+        logits = torch.zeros(4, length, 10, requires_grad=True)
+        loss = subject.loss({"logits": logits}, torch.ones(4, length, dtype=torch.long))
+        loss.backward()
+        gradients.append(logits.grad)
+    short, long = gradients
+    torch.testing.assert_close(short[:, 0], long[:, 0])  # type: ignore[index]
+
+
 def test_other_weights_and_other_data_are_another_network(tmp_path: Path) -> None:
     for seed in (0, 1):
         changed = recipe("schedule.epochs=1", "run.batch=1024", name="digits/resnet8")
