@@ -154,7 +154,7 @@ def output_spectrum(
         values = torch.linalg.eigvalsh(_times(W, moment.of_matrix(shape)) @ W.mT).clamp(min=0)
         found.append(values.flip(-1).sum(0))
     spectrum = torch.stack(found).sum(0)
-    return spectrum * (output_error(exact, moments, shape) / spectrum.sum().clamp(min=torch.finfo().tiny))
+    return spectrum * (output_error(exact, moments, shape) / spectrum.sum().clamp(min=torch.finfo(spectrum.dtype).tiny))
 
 
 def refined(

@@ -116,4 +116,4 @@ def _checked_weight(candidate: LayerCandidate) -> Tensor:
 
 
 def _shares(spectrum: Tensor) -> Tensor:
-    return spectrum / spectrum.sum().clamp(min=torch.finfo().tiny)
+    return spectrum / spectrum.sum().clamp(min=torch.finfo(spectrum.dtype).tiny)

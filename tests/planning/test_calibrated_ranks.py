@@ -63,6 +63,20 @@ def test_the_scale_of_outputs_does_not_matter_without_a_loss() -> None:
     assert ranks(fz.plan(model, ratio=0.6, **WHOLE))["right"] < min(before.values())
 
 
+def test_small_outputs_count_in_full_whatever_the_default_type() -> None:
+    model = Branches()
+    with torch.no_grad():
+        model.left.weight *= 1e-5
+    given = fz.Calibrated([((torch.randn(200, 32), torch.randn(200, 32)), None)])
+    expected = ranks(fz.plan(model, ratio=0.6, calibration=given, **WHOLE))
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = ranks(fz.plan(model, ratio=0.6, calibration=given, **WHOLE))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == expected
+
+
 def test_a_loss_gives_ranks_to_the_layers_that_change_it() -> None:
     model = Branches(importance=0.3)
     batches = [((torch.randn(200, 32), torch.randn(200, 32)), torch.randn(200, 64)) for _ in range(2)]
