@@ -79,11 +79,11 @@ class InputMoments:
         self,
         x: Tensor,  # (groups, samples, inputs)
     ) -> None:
-        x = x.double()  # rounding would outweigh what is small beside a large mean, and weights in unseen directions
         if self.centered:
             if not self.samples:
-                self.origin = x[:, 0]
+                self.origin = x[:, 0].double()
             x = x - self.origin.unsqueeze(1)
+        x = x.double()  # rounding would outweigh what is small beside a large mean, and weights in unseen directions
         self._collect(x.mT @ x, x.sum(1), x.shape[1])
 
     def _count(self, indices: Tensor, padding: int | None) -> None:
