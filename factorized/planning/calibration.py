@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import torch
@@ -126,7 +127,8 @@ def _has_length(batches: Iterable[Any]) -> bool:
 
 
 def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any], text: str) -> None:
-    with frozen(model):
+    trained = nn.ModuleList(part for part in (model, loss) if isinstance(part, nn.Module))
+    with frozen(trained):
         outputs = run_once(model, inputs, text, gradients=True)
         try:
             with torch.enable_grad():
@@ -169,6 +171,11 @@ class Collected:
         found = {name: one.moment for name, one in self.ran.items()}
         if not all(torch.isfinite(moment.sums).all() for moment in found.values()):
             raise ValueError("its inputs on the batches of Calibrated hold NaN or infinite values; nothing was changed")
+        if not all(isfinite(one.mean_square) for one in self.gradients.values()):
+            raise ValueError(
+                "the gradients of the loss of Calibrated by its outputs hold NaN or infinite values; leave out loss= "
+                "to choose ranks by the outputs alone"
+            )
         if self.weighs:
             weights = {name: self.gradients[name].mean_square for name in found}
             found = {name: scaled(moment, weights[name]) for name, moment in found.items() if weights[name] > 0}
