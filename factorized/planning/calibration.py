@@ -190,7 +190,8 @@ def collect(
 ) -> Iterator[tuple[str, Collected]]:
     """Run the batches and yield what they show about every weight, by the name of the first layer that has it.
 
-    ``sharing`` has the layers of every weight by their names. With a loss, gradients are collected too.
+    ``sharing`` has the layers of every weight by their names. With a loss, gradients are collected too. What is yielded
+    is emptied at the next step.
     """
     held_once = _held_once(model)
     for part in _parts(list(sharing), calibration.layers_per_pass):
@@ -210,8 +211,9 @@ def collect(
         ):
             calibration.run(model, loss)
         for leader in part:
-            ran = {name: moments[name] for name in sharing[leader] if moments[name].samples}
+            ran = {name: moments.pop(name) for name in sharing[leader] if moments[name].samples}
             yield leader, Collected(ran, {name: gradients[name] for name in ran if gradients})
+            ran.clear()  # the caller's loop holds it while the batches run again
 
 
 def _held_once(model: nn.Module) -> set[nn.Parameter | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from factorized._checks import warn
 from factorized._torch import all_finite
 from factorized.attention.cost import attention_spectrum
-from factorized.formats.calibration import output_error, output_spectrum
+from factorized.formats.calibration import Moment, output_error, output_spectrum
 from factorized.formats.kernel import to_matrix
 from factorized.formats.svd import squared_singular_values
 from factorized.nn.dense import dense_weight
@@ -45,11 +45,7 @@ def spectra_of(
     for name, collected in collect(model, calibration, sharing, calibration.loss):
         if collected.ran:
             with named(name):
-                shape = first[name].shape
-                weight = dense_weight(first[name].module).reshape(shape.weight_shape)
-                moments = collected.moments
-                found[name] = output_spectrum(weight, moments, shape)
-                effect = output_error(weight.double(), moments, shape).item()
+                found[name], effect = _outputs(first[name], collected.moments)
             if collected.weighs and effect > 0:
                 effects[name] = effect
     if never_ran := [name for name in first if name not in found]:
@@ -113,6 +109,13 @@ def _checked_weight(candidate: LayerCandidate) -> Tensor:
     if not all_finite(weight):
         raise ValueError(f"{candidate.name}: weight holds NaN or infinite values, so it has no singular values")
     return weight.reshape(candidate.shape.weight_shape)
+
+
+def _outputs(candidate: LayerCandidate, moments: Sequence[Moment]) -> tuple[Tensor, float]:  # (full rank,)
+    """Return what every rank keeps of the outputs, and what these are, ``Σ ‖weight·x‖²``."""
+    weight = dense_weight(candidate.module).reshape(candidate.shape.weight_shape)
+    spectrum = output_spectrum(weight, moments, candidate.shape)
+    return spectrum, output_error(weight.double(), moments, candidate.shape).item()
 
 
 def _shares(spectrum: Tensor) -> Tensor:

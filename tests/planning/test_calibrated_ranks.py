@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import factorized as fz
+from factorized.nn.moments import InputMoments
 from factorized.planning.spectrum import noise_spectrum
 from tests.models.unchanged import unchanged
 from tests.planning.models_for_planning import ConvNet, Mlp, TiedReader
@@ -129,6 +132,32 @@ def test_convolutions_and_several_passes_choose_alike(size: int | None) -> None:
     once = fz.plan(model, ratio=0.5, allocate="spectrum", calibration=fz.Calibrated([(x, y)], loss=F.cross_entropy))
     assert ranks(made) == ranks(once)
     assert len(set(ranks(made).values())) > 1
+
+
+@pytest.mark.filterwarnings("ignore:init=Calibrated")
+@pytest.mark.parametrize("samples", [20, 200], ids=["fewer than directions", "enough"])
+@pytest.mark.parametrize("made", [fz.plan, fz.factorize])
+def test_no_moments_are_held_while_the_batches_run_again(
+    made: Callable[..., Any], samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    held: list[int] = []
+
+    class Counted(InputMoments):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            alive.add(self)
+
+    class Watched(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            held.append(sum(one.samples > 0 for one in alive))
+            return super().__iter__()
+
+    monkeypatch.setattr("factorized.planning.calibration.InputMoments", Counted)
+    model, x = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4))), torch.randn(samples, 48)
+    given = fz.Calibrated(Watched([(x, x)]), layers_per_pass=1, loss=F.mse_loss)
+    made(model, ratio=0.5, **WHOLE, **({"calibration": given} if made is fz.plan else {"init": given}))
+    assert held == [0] * (4 if made is fz.plan else 8)
 
 
 def test_energy_is_that_of_the_outputs() -> None:
