@@ -12,7 +12,7 @@ from torch import Tensor
 from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.formats.svd import truncated_factors
 
-# Added to the moments as a share of their mean: directions that no input has are kept by the size of their weights.
+# Added to the moments, as a share of the outputs: directions that no input has are kept by the size of their weights.
 RIDGE = 1e-8
 # Alternating least squares stops once a sweep over all cores lowers the error by less than this share of it.
 SWEEPS, WORTH_A_SWEEP = 8, 0.01
@@ -98,12 +98,19 @@ def scaled(moment: Moment, by: float) -> Moment:
     return Moment(by * moment.sums, moment.transposed)
 
 
-def regularized(moment: Moment) -> Moment:
-    """Return the moment with a small multiple of the identity added; the identity where every input is zero."""
-    sums = moment.sums
+def regularized(
+    moment: Moment,
+    weight: Tensor,  # of the shape of the layer's weight
+    shape: KernelShape,
+) -> Moment:
+    """Return the moment with a small multiple of the identity added, which raises ``Σ ‖weight·x‖²`` by a small share.
+
+    Where every output is zero, add the identity.
+    """
+    sums, W = moment.sums, by_output(weight, shape, moment.transposed)
+    outputs = (_times(W, sums) * W).sum((-2, -1))  # (groups,)
+    ridge = torch.where(outputs > 0, RIDGE * outputs / W.square().sum((-2, -1)), 1).unsqueeze(-1)
     diagonal = sums if sums.dim() == 2 else sums.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(-1, keepdim=True)  # (groups, 1)
-    ridge = torch.where(mean > 0, RIDGE * mean, 1)
     added = ridge if sums.dim() == 2 else torch.diag_embed(ridge.expand_as(diagonal))
     return Moment(sums + added, moment.transposed)
 
@@ -138,7 +145,8 @@ def output_spectrum(
     These are the squared singular values of the whitened weight, summed over groups. For weights without a closed form
     (``calibrated_factors``) they are approximate.
     """
-    exact, moments = weight.double(), [regularized(moment) for moment in moments]
+    exact = weight.double()
+    moments = [regularized(moment, exact, shape) for moment in moments]
     matrix = to_matrix(exact, shape)
     found = []
     for moment in moments:
@@ -147,7 +155,7 @@ def output_spectrum(
         values = torch.linalg.eigvalsh(_times(W, moment.of_matrix(shape)) @ W.mT).clamp(min=0)
         found.append(values.flip(-1).sum(0))
     spectrum = torch.stack(found).sum(0)
-    return spectrum * (output_error(exact, moments, shape) / spectrum.sum().clamp(min=torch.finfo().tiny))
+    return spectrum * (output_error(exact, moments, shape) / spectrum.sum().clamp(min=torch.finfo(spectrum.dtype).tiny))
 
 
 def refined(

@@ -115,7 +115,8 @@ class Format(ABC):
 
         The default is a local optimum, and needs a ``compose`` that is linear in every core.
         """
-        exact, moments = weight.double(), [regularized(moment) for moment in moments]
+        exact = weight.double()
+        moments = [regularized(moment, exact, self.shape) for moment in moments]
         cores = refined(self.compose, self.decompose(exact), exact, moments, self.shape)
         return tuple([core.to(weight.dtype) for core in cores])
 

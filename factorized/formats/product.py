@@ -105,7 +105,8 @@ class Product(Format):
         """
         if self.rank >= self.shape.full_rank:
             return self.decompose(weight)
-        exact, moments = weight.double(), [regularized(moment) for moment in moments]
+        exact = weight.double()
+        moments = [regularized(moment, exact, self.shape) for moment in moments]
         starts = [self._whitened(exact, moment) for moment in moments]
         U, V = starts[0]
         if len(moments) > 1 or not moments[0].is_exact(self.shape):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from factorized._torch import in_backward, rounds_products, without_autocast
+from factorized._torch import in_backward
 from factorized.formats.calibration import Moment
 from factorized.formats.convolution import explicit_padding, pad
 from factorized.nn.dense import dense_weight
@@ -36,18 +36,19 @@ class InputMoments:
         self.transposed = transposed or self.looks_up or isinstance(layer, _ConvTransposeNd)
         self.centered = centered
         self.samples = 0  # inputs seen: tokens, positions of patches, rows looked up
+        self.origin = torch.zeros(())  # (groups, inputs); taken from inputs if centered: constant ones leave nothing
         self.sums = torch.zeros(())  # of the moment's shape from the first call on
-        self.total = torch.zeros(())  # of all inputs, (groups, inputs)
+        self.total = torch.zeros(())  # (groups, inputs)
 
     @property
     def mean(self) -> Tensor:  # (groups, inputs)
         """The mean of the inputs, once there are samples."""
-        return self.total / self.samples
+        return self.origin + self.total / self.samples
 
     @property
     def moment(self) -> Moment:
         """What was collected, once there are samples."""
-        around = torch.einsum("gi,gj->gij", self.mean, self.total) if self.centered else 0
+        around = torch.einsum("gi,gj->gij", self.total, self.total) / self.samples if self.centered else 0
         return Moment(self.sums - around, self.transposed)
 
     @property
@@ -59,14 +60,18 @@ class InputMoments:
         """Add the inputs of one call: a forward pre-hook with keywords."""
         if in_backward():  # they were added when the checkpoint ran the first time
             return
-        x = (arguments[0] if arguments else next(iter(keywords.values()))).detach()
+        x = _argument(0, "input", arguments, keywords)
+        x = (next(iter(keywords.values())) if x is None else x).detach()  # transformers' Conv1D calls it x
+        if not x.numel():
+            return
         if self.looks_up:
             self._count(x, layer.padding_idx if isinstance(layer, nn.EmbeddingBag) else None)
         elif isinstance(layer, _ConvNd):
             spatial = x if x.dim() == len(layer.kernel_size) + 2 else x.unsqueeze(0)
-            chunk = max(1, PATCH_ENTRIES // max(1, spatial[:1].numel() * prod(layer.kernel_size)))
+            output_size = _argument(1, "output_size", arguments, keywords)
+            chunk = max(1, PATCH_ENTRIES // (spatial[:1].numel() * prod(layer.kernel_size)))
             for part in spatial.split(chunk):
-                self._add(patches(part, layer))
+                self._add(patches(part, layer, output_size))
         else:
             self._add(x.reshape(1, -1, x.shape[-1]))
 
@@ -74,11 +79,12 @@ class InputMoments:
         self,
         x: Tensor,  # (groups, samples, inputs)
     ) -> None:
-        x = x if x.dtype == torch.float64 else x.float()
-        x = x.double() if rounds_products(x) else x
-        with without_autocast(x.device):  # of a model that turns it on in its forward
-            products = x.mT @ x
-        self._collect(products.double(), x.double().sum(1), x.shape[1])
+        if self.centered:
+            if not self.samples:
+                self.origin = x[:, 0].double()
+            x = x - self.origin.unsqueeze(1)
+        x = x.double()  # rounding would outweigh what is small beside a large mean, and weights in unseen directions
+        self._collect(x.mT @ x, x.sum(1), x.shape[1])
 
     def _count(self, indices: Tensor, padding: int | None) -> None:
         """Count how often every row is looked up: its inputs are one-hot, so that their moment is diagonal."""
@@ -129,21 +135,29 @@ def collecting(
         yield
 
 
+def _argument(place: int, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Return an argument of a call, given by its place or its name, or None."""
+    return arguments[place] if len(arguments) > place else keywords.get(name)
+
+
 def patches(
     x: Tensor,  # (batch, in, *spatial)
     layer: _ConvNd,
+    output_size: list[int] | None = None,
 ) -> Tensor:  # (groups, batch·positions, in/groups·taps)
     """Return the inputs of every output position of a convolution, in the order of its weight's entries.
 
     A transposed convolution is a plain one with the kernel reversed, over its input with ``stride - 1`` zeros between
-    neighbours.
+    neighbours; ``output_size`` is what it is called with.
     """
     size, dilation, dims = layer.kernel_size, layer.dilation, range(len(layer.kernel_size))
     if layer.transposed:
+        added: Any = _ConvTransposeNd._output_padding  # of the layer, or what the output size asks for
+        added = added(layer, x, output_size, layer.stride, layer.padding, size, len(size), dilation)
         x = _spread(x, layer.stride)
         cut = [before for before, _ in explicit_padding(layer.padding, size, dilation)]
         kept = [dilation[d] * (size[d] - 1) - cut[d] for d in dims]
-        padding = tuple((kept[d], kept[d] + layer.output_padding[d]) for d in dims)
+        padding = tuple((kept[d], kept[d] + added[d]) for d in dims)
         stride: tuple[int, ...] = (1,) * len(size)
     else:
         padding, stride = explicit_padding(layer.padding, size, dilation), layer.stride

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import torch
@@ -45,9 +46,9 @@ class Calibrated:
             the model; None runs them once. A layer with n inputs (for a convolution: in channels times taps) takes
             8 n² bytes.
         loss: called with the model's outputs and the other parts of the batch: ``F.cross_entropy`` for
-            ``(inputs, labels)``, ``lambda outputs: outputs.loss`` for a dict with labels. With it,
-            ``allocate="spectrum"`` weighs the layers by their effect on this loss, found in one backward pass; else an
-            equal share of any layer's outputs counts the same.
+            ``(inputs, labels)``, ``lambda outputs: outputs.loss`` for a dict with labels. It is a mean over the batch.
+            With it, ``allocate="spectrum"`` weighs the layers by their effect on this loss, found in one backward pass;
+            else an equal share of any layer's outputs counts the same.
 
     Raises:
         ValueError: an argument has a wrong value; when used, also if the batches hold no examples, or do not run
@@ -126,7 +127,8 @@ def _has_length(batches: Iterable[Any]) -> bool:
 
 
 def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any], text: str) -> None:
-    with frozen(model):
+    trained = nn.ModuleList(part for part in (model, loss) if isinstance(part, nn.Module))
+    with frozen(trained):
         outputs = run_once(model, inputs, text, gradients=True)
         try:
             with torch.enable_grad():
@@ -142,7 +144,8 @@ def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any]
         if not value.requires_grad:  # it depends on none of the layers that are watched
             return
         try:
-            value.backward()
+            # a loss is a mean over its batch: all examples count alike, those of a small last batch too
+            value.backward(torch.full_like(value, _examples(inputs)))
         except Exception as error:
             raise ValueError(
                 f"{text}: the backward pass of the loss raised {type(error).__name__}: {str(error).rstrip('.')}. Leave "
@@ -168,6 +171,11 @@ class Collected:
         found = {name: one.moment for name, one in self.ran.items()}
         if not all(torch.isfinite(moment.sums).all() for moment in found.values()):
             raise ValueError("its inputs on the batches of Calibrated hold NaN or infinite values; nothing was changed")
+        if not all(isfinite(one.mean_square) for one in self.gradients.values()):
+            raise ValueError(
+                "the gradients of the loss of Calibrated by its outputs hold NaN or infinite values; leave out loss= "
+                "to choose ranks by the outputs alone"
+            )
         if self.weighs:
             weights = {name: self.gradients[name].mean_square for name in found}
             found = {name: scaled(moment, weights[name]) for name, moment in found.items() if weights[name] > 0}
@@ -182,7 +190,8 @@ def collect(
 ) -> Iterator[tuple[str, Collected]]:
     """Run the batches and yield what they show about every weight, by the name of the first layer that has it.
 
-    ``sharing`` has the layers of every weight by their names. With a loss, gradients are collected too.
+    ``sharing`` has the layers of every weight by their names. With a loss, gradients are collected too. What is yielded
+    is emptied at the next step.
     """
     held_once = _held_once(model)
     for part in _parts(list(sharing), calibration.layers_per_pass):
@@ -202,8 +211,9 @@ def collect(
         ):
             calibration.run(model, loss)
         for leader in part:
-            ran = {name: moments[name] for name in sharing[leader] if moments[name].samples}
+            ran = {name: moments.pop(name) for name in sharing[leader] if moments[name].samples}
             yield leader, Collected(ran, {name: gradients[name] for name in ran if gradients})
+            ran.clear()  # the caller's loop holds it while the batches run again
 
 
 def _held_once(model: nn.Module) -> set[nn.Parameter | None]:

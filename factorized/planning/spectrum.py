@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from factorized._checks import warn
 from factorized._torch import all_finite
 from factorized.attention.cost import attention_spectrum
-from factorized.formats.calibration import output_spectrum
+from factorized.formats.calibration import Moment, output_error, output_spectrum
 from factorized.formats.kernel import to_matrix
 from factorized.formats.svd import squared_singular_values
 from factorized.nn.dense import dense_weight
@@ -31,7 +31,7 @@ def spectra_of(
     are shares of the outputs, equal for all layers, or times the effect on the loss where it has one: what losing the
     whole output would change, by the mean squares of its gradient and of the output. Attention that is taken as a
     whole, and layers that never run, count by the shares of their bare weights, with the mean effect of the others, as
-    do layers that the loss does not depend on.
+    do layers that the loss does not depend on, such as one whose inputs are constant.
     """
     bare = {tied[0].name: tied[0] for tied in weights}
     if calibration is None:
@@ -45,11 +45,9 @@ def spectra_of(
     for name, collected in collect(model, calibration, sharing, calibration.loss):
         if collected.ran:
             with named(name):
-                shape = first[name].shape
-                weight = dense_weight(first[name].module).reshape(shape.weight_shape)
-                found[name] = output_spectrum(weight, collected.moments, shape)
-            if collected.weighs:
-                effects[name] = found[name].sum().item()
+                found[name], effect = _outputs(first[name], collected.moments)
+            if collected.weighs and effect > 0:
+                effects[name] = effect
     if never_ran := [name for name in first if name not in found]:
         warn(
             f"calibration: no batch reaches {listed(never_ran)} ({NEVER_CALLED}), so the spectra of the bare weights "
@@ -113,5 +111,12 @@ def _checked_weight(candidate: LayerCandidate) -> Tensor:
     return weight.reshape(candidate.shape.weight_shape)
 
 
+def _outputs(candidate: LayerCandidate, moments: Sequence[Moment]) -> tuple[Tensor, float]:  # (full rank,)
+    """Return what every rank keeps of the outputs, and what these are, ``Σ ‖weight·x‖²``."""
+    weight = dense_weight(candidate.module).reshape(candidate.shape.weight_shape)
+    spectrum = output_spectrum(weight, moments, candidate.shape)
+    return spectrum, output_error(weight.double(), moments, candidate.shape).item()
+
+
 def _shares(spectrum: Tensor) -> Tensor:
-    return spectrum / spectrum.sum().clamp(min=torch.finfo().tiny)
+    return spectrum / spectrum.sum().clamp(min=torch.finfo(spectrum.dtype).tiny)

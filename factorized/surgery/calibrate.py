@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,17 @@ from factorized.formats.calibration import by_output
 from factorized.nn.dense import dense_weight
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import listed, named
-from factorized.nn.moments import InputMoments
 from factorized.planning.calibration import NEVER_CALLED, Calibrated, Collected, collect
 from factorized.planning.plan import Plan
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.progress import Count
+
+
+class Seen(NamedTuple):
+    """How many inputs a layer had, and how many it needs: ``InputMoments`` without the moments."""
+
+    samples: int
+    directions: int
 
 
 @torch.no_grad()
@@ -41,12 +48,13 @@ def calibrate_all(
     for entry in plan.layers:
         sharing.setdefault(entry.tied_to or entry.name, {})[entry.name] = dense[entry.name]
     never_ran: dict[str, FactorizedLayer] = {}
-    short: dict[str, InputMoments] = {}
+    short: dict[str, Seen] = {}
     for leader, collected in collect(model, calibration, sharing):
         if not collected.ran:
             never_ran[leader] = layers[leader]
             continue
-        least = min(collected.ran.values(), key=lambda one: one.samples - one.directions)
+        seen = [Seen(one.samples, one.directions) for one in collected.ran.values()]
+        least = min(seen, key=lambda one: one.samples - one.directions)
         short |= {leader: least} if least.samples < least.directions else {}
         with named(leader):
             _fill(layers, leader, weights[leader], collected)
@@ -78,7 +86,7 @@ def _refuse_meta(weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def _warn(short: Mapping[str, InputMoments], never_ran: Sequence[str]) -> None:
+def _warn(short: Mapping[str, Seen], never_ran: Sequence[str]) -> None:
     if short:
         worst = max(short.values(), key=lambda one: one.directions / one.samples)
         warn(

@@ -129,11 +129,23 @@ def test_directions_without_inputs_are_kept_by_the_size_of_their_weights(samples
     torch.testing.assert_close((W - kept).square().sum(), best, rtol=1e-3, atol=0)
 
 
+def test_inputs_of_very_different_sizes_that_the_weights_make_up_for_reach_the_optimum() -> None:
+    sizes = torch.logspace(-6, 6, 20, dtype=torch.float64)
+    W, alike = draw(12, 20), moment_of(20)
+    apart = Moment(alike.sums * sizes * sizes.unsqueeze(-1))
+    format = Product(KernelShape.of((12, 20)), 4)
+    error = output_error(W / sizes - format.compose(format.calibrate(W / sizes, [apart])), [apart], format.shape)
+    torch.testing.assert_close(error, optimum(W, alike.sums, 4), rtol=1e-4, atol=0)
+    spectra = [output_spectrum(*one, format.shape) for one in ((W / sizes, [apart]), (W, [alike]))]
+    torch.testing.assert_close(*spectra, rtol=1e-4, atol=0)
+
+
 def test_inputs_that_are_all_zero_give_spectral_factors() -> None:
     W, format = draw(12, 20), Product(KernelShape.of((12, 20)), 4)
     cores = format.calibrate(W, [Moment(torch.zeros(1, 20, 20, dtype=torch.float64))])
     torch.testing.assert_close(format.compose(cores), format.compose(format.decompose(W)))
-    assert regularized(Moment(torch.zeros(1, 5, dtype=torch.float64))).sums.eq(1).all()
+    nothing = Moment(torch.zeros(1, 5, dtype=torch.float64), transposed=True)
+    assert regularized(nothing, draw(5, 3), KernelShape.of((5, 3))).sums.eq(1).all()
 
 
 def test_a_weight_of_zeros_gives_finite_factors_that_can_learn() -> None:

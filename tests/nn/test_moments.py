@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from factorized.formats.kernel import KernelShape
 from factorized.nn import moments
 from factorized.nn.moments import InputMoments, OutputGradients, collecting, patches
 
@@ -48,8 +49,6 @@ def test_the_moment_of_a_convolution_gives_the_energy_of_its_outputs(
     kind: type[Any], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moments, "PATCH_ENTRIES", 1)  # one example at a time
-    from factorized.formats.kernel import KernelShape
-
     conv = kind(4, 8, bias=False, dtype=torch.float64, **settings)
     shape = KernelShape.of(conv.weight.shape, conv.groups)
     x = images(conv)
@@ -63,13 +62,45 @@ def test_the_moment_of_a_convolution_gives_the_energy_of_its_outputs(
     )
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_output_size_that_a_transposed_convolution_is_called_with_counts(by_name: bool) -> None:
+    conv = nn.ConvTranspose2d(4, 8, 3, stride=(2, 3), padding=1, bias=False, dtype=torch.float64)
+    x, size = images(conv), [12, 21]  # one row and two columns more than without it
+    collected = InputMoments(conv)
+    with collecting({conv: collected}), torch.no_grad():
+        energy = (conv(output_size=size, input=x) if by_name else conv(x, size)).square().sum()
+    weight = conv.weight.detach()
+    shape = KernelShape.of(conv.weight.shape)
+    torch.testing.assert_close((weight * collected.moment.apply(weight, shape)).sum(), energy)
+
+
+def test_bags_find_their_indices_by_name_whatever_comes_first() -> None:
+    bag, indices = nn.EmbeddingBag(5, 3), torch.tensor([0, 1, 1, 4])
+    collected = InputMoments(bag)
+    with collecting({bag: collected}):
+        bag(offsets=torch.tensor([0, 2]), input=indices)
+    assert collected.moment.sums.tolist() == [[1, 2, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 8, 3), nn.ConvTranspose2d(4, 8, 3), nn.Linear(6, 8)])
+def test_calls_with_no_examples_count_nothing(layer: nn.Module) -> None:
+    collected, x = InputMoments(layer, centered=True), torch.randn(2, 4, 6, 6)
+    with collecting({layer: collected}):
+        layer(x[:0])
+        assert collected.samples == 0
+        layer(x)
+        seen = collected.moment.sums
+        layer(x[:0])
+    assert torch.equal(collected.moment.sums, seen)
+
+
 def test_of_many_images_few_are_unfolded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = nn.Conv2d(4, 8, 3, padding=1)
     limit = 2 * 9 * 4 * 6 * 7  # entries of the patches of two images
     sizes: list[int] = []
 
-    def watched(x: Tensor, layer: Any) -> Tensor:
-        found = patches(x, layer)
+    def watched(*given: Any) -> Tensor:
+        found = patches(*given)
         sizes.append(found.numel())
         return found
 
@@ -107,6 +138,15 @@ def test_a_centered_moment_is_that_around_the_mean() -> None:
     torch.testing.assert_close(centered.mean, seen.mean(1))
     around = seen - seen.mean(1, keepdim=True)
     torch.testing.assert_close(centered.moment.sums, around.mT @ around)
+
+
+def test_of_constant_inputs_nothing_is_left_around_the_mean() -> None:
+    layer, row = nn.Linear(7, 3), torch.rand(1, 7) / 3
+    collected = InputMoments(layer, centered=True)
+    for samples in (0, 5, 300):
+        collected(layer, (row.expand(samples, 7),), {})
+    assert not collected.moment.sums.any()
+    assert torch.equal(collected.mean, row.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

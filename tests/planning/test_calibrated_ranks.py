@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import factorized as fz
+from factorized.nn.moments import InputMoments
 from factorized.planning.spectrum import noise_spectrum
 from tests.models.unchanged import unchanged
 from tests.planning.models_for_planning import ConvNet, Mlp, TiedReader
@@ -61,6 +64,20 @@ def test_the_scale_of_outputs_does_not_matter_without_a_loss() -> None:
         model.left.weight *= 100
     assert ranks(fz.plan(model, ratio=0.6, calibration=fz.Calibrated(batches), **WHOLE)) == before
     assert ranks(fz.plan(model, ratio=0.6, **WHOLE))["right"] < min(before.values())
+
+
+def test_small_outputs_count_in_full_whatever_the_default_type() -> None:
+    model = Branches()
+    with torch.no_grad():
+        model.left.weight *= 1e-5
+    given = fz.Calibrated([((torch.randn(200, 32), torch.randn(200, 32)), None)])
+    expected = ranks(fz.plan(model, ratio=0.6, calibration=given, **WHOLE))
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = ranks(fz.plan(model, ratio=0.6, calibration=given, **WHOLE))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == expected
 
 
 def test_a_loss_gives_ranks_to_the_layers_that_change_it() -> None:
@@ -115,6 +132,32 @@ def test_convolutions_and_several_passes_choose_alike(size: int | None) -> None:
     once = fz.plan(model, ratio=0.5, allocate="spectrum", calibration=fz.Calibrated([(x, y)], loss=F.cross_entropy))
     assert ranks(made) == ranks(once)
     assert len(set(ranks(made).values())) > 1
+
+
+@pytest.mark.filterwarnings("ignore:init=Calibrated")
+@pytest.mark.parametrize("samples", [20, 200], ids=["fewer than directions", "enough"])
+@pytest.mark.parametrize("made", [fz.plan, fz.factorize])
+def test_no_moments_are_held_while_the_batches_run_again(
+    made: Callable[..., Any], samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    held: list[int] = []
+
+    class Counted(InputMoments):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            alive.add(self)
+
+    class Watched(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            held.append(sum(one.samples > 0 for one in alive))
+            return super().__iter__()
+
+    monkeypatch.setattr("factorized.planning.calibration.InputMoments", Counted)
+    model, x = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4))), torch.randn(samples, 48)
+    given = fz.Calibrated(Watched([(x, x)]), layers_per_pass=1, loss=F.mse_loss)
+    made(model, ratio=0.5, **WHOLE, **({"calibration": given} if made is fz.plan else {"init": given}))
+    assert held == [0] * (4 if made is fz.plan else 8)
 
 
 def test_energy_is_that_of_the_outputs() -> None:
@@ -228,60 +271,6 @@ def test_where_no_layer_runs_ranks_go_by_the_bare_weights(loss: Any) -> None:
     assert max(found.values()) - min(found.values()) <= 1  # of drawn weights that are alike
 
 
-class TwoHeads(nn.Module):
-    """A trunk whose first layer can run without gradients, and two heads."""
-
-    def __init__(self, first_learns: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.head, self.other = (nn.Linear(24, 24) for _ in range(4))
-        self.first_learns = first_learns
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.set_grad_enabled(self.first_learns and torch.is_grad_enabled()):
-            x = F.relu(self.first(x))
-        x = F.relu(self.second(x))
-        return self.head(x), self.other(x)
-
-
-@pytest.mark.parametrize("size", [None, 1])
-@pytest.mark.parametrize(("first_learns", "named"), [(True, "other"), (False, "first, other")])
-def test_layers_that_the_loss_does_not_depend_on_are_named_and_have_the_mean_effect(
-    first_learns: bool, named: str, size: int | None
-) -> None:
-    batches = [(torch.randn(60, 24), torch.randn(60, 24))]
-    given = fz.Calibrated(batches, loss=lambda out, y: F.mse_loss(out[0], y), layers_per_pass=size)
-    with pytest.warns(UserWarning, match=f"the loss does not depend on {named}, so the mean effect") as caught:
-        made = fz.plan(TwoHeads(first_learns), ratio=0.6, calibration=given, **WHOLE)
-    assert caught[0].filename == __file__
-    assert all(3 < entry.rank < 12 for entry in made.layers)  # by their weights, the layers named would take it all
-    assert len(made.layers) == 4
-
-
-def test_a_weight_that_the_loss_depends_on_in_one_of_two_uses_has_the_effect_of_that_one() -> None:
-    class Tied(nn.Module):
-        def __init__(self, both: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.table, self.mix, self.head, self.both = (
-                nn.Embedding(40, 16),
-                nn.Linear(16, 16),
-                nn.Linear(16, 40),
-                both,
-            )
-            self.head.weight = self.table.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            found = F.embedding(ids, self.table.weight) if not self.both else self.table(ids).detach()
-            out: Tensor = self.head(self.mix(found))
-            return out
-
-    ids = torch.arange(40).repeat(8)
-    given = fz.Calibrated([(ids, ids)], loss=F.cross_entropy)
-    one, two = (ranks(fz.plan(Tied(both), ratio=0.6, calibration=given, **WHOLE)) for both in (False, True))
-    assert one == two
-
-
 @pytest.mark.filterwarnings("ignore:init=Calibrated")
 def test_heads_that_are_cut_count_by_their_weights() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
@@ -315,49 +304,6 @@ def test_heads_that_are_cut_count_by_their_weights() -> None:
 def test_a_wrong_calibration_says_what_is_expected(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fz.plan(Mlp(), **options)
-
-
-class Backless(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise RuntimeError("no way back")
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (lambda out: out.sum(), "batch 0 .*: loss raised TypeError: .* called with the model's outputs and the other"),
-        (lambda out, y: F.cross_entropy(out, y + 9), r"Target \d+ is out of bounds\. It is called with"),
-        (lambda out, y: out.sum(-1), r"without dimensions, got one of shape \(30,\)"),
-        (lambda out, y: 0.5, r"loss must return one finite number as a tensor without dimensions, got 0\.5"),
-        (lambda out, y: out.sum() * torch.nan, "loss must return one finite number"),
-        (lambda out, y: y.float().sum(), "loss .* does not depend on the outputs of any layer"),
-        (lambda out, y: Backless.apply(out), "backward pass of the loss raised RuntimeError: no way back. Leave out"),
-    ],
-)
-def test_a_loss_that_cannot_be_used_says_why(loss: Any, message: str) -> None:
-    model = Mlp()
-    given = fz.Calibrated([(torch.randn(30, 20), torch.randint(5, (30,)))], loss=loss)
-    with unchanged(model), pytest.raises(ValueError, match=message):
-        fz.plan(model, ratio=0.5, allocate="spectrum", calibration=given)
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_a_loss_is_a_function() -> None:
-    with pytest.raises(ValueError, match=r"loss must be a function of outputs and labels, .* got 'cross_entropy'"):
-        fz.Calibrated([], loss="cross_entropy")  # type: ignore[arg-type]
-
-
-def test_no_layer_is_left_with_next_to_nothing_by_its_small_gradients() -> None:
-    model = Branches(importance=0.3)
-    torch.manual_seed(1)
-    batches = [((torch.randn(200, 32), torch.randn(200, 32)), torch.randn(200, 64))]
-    made = fz.plan(model, ratio=0.4, calibration=fz.Calibrated(batches, loss=F.mse_loss), **WHOLE)
-    assert 1 < ranks(made)["right"] < ranks(made)["left"]  # by what is lost alone it would be 1
 
 
 def test_noise_is_what_is_lost_over_what_is_kept() -> None:

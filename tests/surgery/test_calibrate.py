@@ -82,6 +82,29 @@ def test_gaussian_inputs_of_known_covariance_give_the_optimum(mean: float) -> No
     torch.testing.assert_close(error, best.detach(), rtol=1e-4, atol=0)
 
 
+def test_a_float32_model_reaches_the_optimum_though_inputs_vary_little_beside_their_mean() -> None:
+    x = colored(400, 20)[0].float() + 1e4
+    dense = nn.Sequential(nn.Linear(20, 12))
+    model = fz.factorize(copy.deepcopy(dense), rank=4, keep_first_and_last=False, init=fz.Calibrated(x.split(100)))
+    with torch.no_grad():
+        error = (model.double()(x.double()) - dense.double()(x.double())).square().sum()
+    around = x.double() - x.double().mean(0)
+    best = torch.linalg.svdvals(dense[0].weight.detach() @ around.mT)[4:].square().sum()
+    torch.testing.assert_close(error, best, rtol=1e-4, atol=0)
+
+
+def test_a_float32_model_keeps_directions_without_samples_by_the_size_of_their_weights() -> None:
+    x = torch.randn(5, 40)
+    dense = nn.Sequential(nn.Linear(40, 30, bias=False))
+    with pytest.warns(UserWarning, match="fewer samples than directions"):
+        model = fz.factorize(copy.deepcopy(dense), rank=12, keep_first_and_last=False, init=fz.Calibrated([x]))
+    W = dense[0].weight.detach().double()
+    outputs = torch.linalg.qr(W @ x.double().mT).Q  # which are kept whole
+    best = torch.linalg.svdvals(W - outputs @ (outputs.mT @ W))[12 - 5 :].square().sum()
+    lost = (W - model[0].weight.detach().double()).square().sum()  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(lost, best, rtol=1e-3, atol=0)
+
+
 def test_a_deep_product_at_lower_rank_reaches_the_same_optimum() -> None:
     x, _ = colored(400, 20)
     dense = nn.Linear(20, 12).double()
@@ -256,18 +279,22 @@ class InHalf(nn.Module):
 
 
 @pytest.mark.parametrize("rounded", ["by autocast", "by a setting of torch"])
-def test_moments_are_not_rounded_as_the_products_of_a_model_are(rounded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_are_not_rounded_as_the_products_of_a_model_are(rounded: str) -> None:
     dense, x = InHalf(), colored(400, 20)[0].float() + 4
-    layer = dense.layer
-    if rounded == "by a setting of torch":
-        monkeypatch.setattr("factorized.nn.moments.rounds_products", lambda x: x.dtype == torch.float32)
+    layer, setting = dense.layer, torch.backends.mkldnn.matmul
     collected = InputMoments(layer, centered=True)
+    before = setting.fp32_precision
     with layer.register_forward_pre_hook(collected, with_kwargs=True):
-        dense(x) if rounded == "by autocast" else layer(x)
+        if rounded == "by autocast":
+            dense(x)
+        else:
+            setting.fp32_precision = "bf16"
+            try:
+                layer(x)
+            finally:
+                setting.fp32_precision = before
     around = x.double() - x.double().mean(0)
-    # of products in float32 and in float64
-    tolerance = 1e-5 if rounded == "by autocast" else 1e-12
-    torch.testing.assert_close(collected.moment.sums[0], around.mT @ around, rtol=0, atol=tolerance * 400)
+    torch.testing.assert_close(collected.moment.sums[0], around.mT @ around, rtol=0, atol=1e-12 * 400)
 
 
 def test_batches_are_tensors_tuples_with_labels_or_dicts() -> None:

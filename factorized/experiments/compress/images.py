@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from factorized.planning.plan import Plan
 from factorized.surgery.compose import is_factorized
 from factorized.surgery.state import plain_state
 
-BATCH = 128
+BATCH, PIXELS = 128, 2**19  # most images of a batch, and about their pixels: all activations of a batch are held
 PLAIN = "model.safetensors"
 
 
@@ -60,10 +61,11 @@ class ImageSubject(Subject):
     def batches(self, samples: int) -> list[Any]:
         """Return training images in a fixed shuffle, normalized, with their labels."""
         images = self.images
+        size = min(BATCH, max(1, PIXELS // prod(images.size)))
         rows = torch.randperm(len(images.y_train), generator=torch.Generator().manual_seed(0))[:samples]
         return [
             (normalize(images.x_train[some], images.mean, images.std), images.y_train[some])
-            for some in rows.split(BATCH)
+            for some in rows.split(size)
         ]
 
     @property

@@ -36,7 +36,7 @@ def output_spectra(model: nn.Module, plan: Plan, calibration: Calibrated) -> dic
             with named(name):
                 weight = dense_weight(modules[name]).reshape(shape.weight_shape)
                 spectrum = output_spectrum(weight, collected.moments, shape)
-                found[name] = (spectrum / spectrum.sum().clamp(min=torch.finfo().tiny)).tolist()
+                found[name] = (spectrum / spectrum.sum().clamp(min=torch.finfo(spectrum.dtype).tiny)).tolist()
     return found
 
 

@@ -15,7 +15,7 @@ from factorized.experiments.models.hugging_face import quiet, write_model
 from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.models import auto_class
-from factorized.experiments.text.task import IGNORED, TextTask, in_batches
+from factorized.experiments.text.task import TextTask, in_batches
 from factorized.experiments.text.train import TASKS, train_text
 from factorized.experiments.text.trained import load_text_run
 from factorized.experiments.training.progress import Reporter
@@ -60,7 +60,8 @@ class TextSubject(Subject):
         return self._loss if self.task.predicts_tokens else _own_loss
 
     def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        return self.task.loss(outputs, labels, labels.ne(IGNORED).sum())
+        # a mean over the sequences, so that the tokens of short ones count as those of long ones
+        return self.task.loss(outputs, labels, labels.new_tensor(len(labels)))
 
     def evaluate(self, network: nn.Module) -> dict[str, float]:
         """Return the figures of the task on all text that was held out."""

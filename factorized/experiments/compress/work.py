@@ -192,7 +192,9 @@ class Work:
                 f"{self.folder} holds another compression: {differs}; choose another --out, or start over with "
                 "--overwrite"
             )
-        return found
+        gone = {place.name for place in folders if not place.exists()}  # what was deleted is done again
+        gone |= {"differences"} if gone.intersection(found).intersection((COMPRESSED, RECOVERED)) else set()
+        return {name: value for name, value in found.items() if name not in gone}
 
     def _stage(self, name: str, work: Callable[[], Any]) -> None:
         """Do one stage, unless it is done, and write down what it found."""
@@ -205,7 +207,7 @@ class Work:
         notes = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning))
         for note in notes:
             self.say(f"note: {note}")
-        self.state["notes"] = [*self.state["notes"], *notes]
+        self.state["notes"] = [*dict.fromkeys([*self.state["notes"], *notes])]
         self.state["seconds"][name] = time.perf_counter() - began
         with writing(self.folder):
             write_json(self.folder / STATE, self.state)

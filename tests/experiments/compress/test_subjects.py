@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import factorized as fz
 from factorized.experiments.cli.subjects import default_folder, open_subject
@@ -49,6 +49,14 @@ def test_batches_of_images_are_normalized_and_of_all_classes_though_the_set_is_s
     again = subject.batches(200)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, again, strict=True))
     assert sum(len(y) for _, y in subject.batches(10**6)) == len(images.y_train)
+
+
+@pytest.mark.parametrize(("extent", "sizes"), [(64, [128, 2]), (224, [10] * 13)])
+def test_large_images_come_in_smaller_batches(extent: int, sizes: list[int]) -> None:
+    x = torch.zeros(130, 1, extent, extent, dtype=torch.uint8)
+    images = replace(digits(), x_train=x, y_train=torch.arange(130) % 10, x_test=x[:10], y_test=torch.arange(10))
+    subject = ImageSubject("own", [], CPU, nn.Identity, model="resnet8", images=images)
+    assert [len(y) for _, y in subject.batches(2048)] == sizes
 
 
 @pytest.mark.parametrize(("task", "share"), [("language", 1 / 3), ("language", 2 / 3), ("masked", 1 / 3)])
@@ -119,6 +127,20 @@ def test_sentences_of_like_length_are_calibrated_with_together_so_that_little_of
     assert sum((batch[1] != -100).sum().item() for batch in batches) == len(targets.tokens)
     padded = sum((batch[0]["attention_mask"] == 0).sum().item() for batch in batches)
     assert padded < 0.05 * sources.sum()  # of sentences in the order of the file, it is 70 %
+
+
+@pytest.mark.parametrize("task", ["translation", "language"])
+def test_tokens_of_short_sequences_weigh_as_much_on_the_loss_as_those_of_long_ones(task: str, tmp_path: Path) -> None:
+    made, corpus = small(task, tmp_path)
+    subject = TextSubject("own", [], CPU, nn.Identity, reads=made, corpus=corpus)
+    gradients = []
+    for length in (3, 40):
+        logits = torch.zeros(4, length, 10, requires_grad=True)
+        loss = subject.loss({"logits": logits}, torch.ones(4, length, dtype=torch.long))
+        loss.backward()
+        gradients.append(logits.grad)
+    short, long = gradients
+    torch.testing.assert_close(short[:, 0], long[:, 0])  # type: ignore[index]
 
 
 def test_other_weights_and_other_data_are_another_network(tmp_path: Path) -> None:

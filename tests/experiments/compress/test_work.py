@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,18 @@ def test_plain_forms_from_before_a_recovery_are_written_again_though_that_was_st
     assert [one for one in last.done if one.startswith("save")] == [f"save {form}" for form in forms[written:]]
     for form in forms:
         assert state[form]["scores"]["loss"] == pytest.approx(state["recovered"]["scores"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("gone", ["compressed", "recovered", "lowered", "composed"])
+def test_a_folder_that_was_deleted_is_written_again(tmp_path: Path, gone: str) -> None:
+    before = Work(Points(), SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["lowered", "composed"])
+    shutil.rmtree(tmp_path / gone)
+    subject = Points()
+    state = Work(subject, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["lowered", "composed"])
+    assert (tmp_path / gone).is_dir()
+    assert subject.done.count("train") == (gone == "recovered")
+    assert [one for one in subject.done if one.startswith("save")] == [f"save {gone}"] * (gone != "recovered")
+    assert {**state, "seconds": 0} == {**before, "seconds": 0}
 
 
 def test_overwriting_leaves_nothing_of_the_compression_before(tmp_path: Path) -> None:
