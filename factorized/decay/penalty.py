@@ -18,7 +18,7 @@ from factorized.formats.svd import factor_spectrum, nuclear_gradients
 
 
 class ProductPenalty(AttachedDecay):
-    """Any penalty ``fn(W)`` on the composed products ``W = U M₁…M_d Vᵀ``; its gradient is added before every step.
+    """Penalize the composed products ``W = U M₁…M_d Vᵀ`` by any ``fn(W)``, whose gradient is added before every step.
 
     For a layer in another format, ``W`` is the matrix that low rank would read its weight as.
 
