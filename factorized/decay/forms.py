@@ -35,7 +35,7 @@ class Factor:
 
     @property
     def value(self) -> Tensor:
-        """The factor's present value, without gradient history; for a sharded one, the rows that this rank has."""
+        """The factor's current value, without gradient history; for a sharded one, the rows that this rank has."""
         return self.part(self.parameter.detach())
 
     @property

@@ -1,4 +1,4 @@
-"""``fz.parameter_groups``: what an optimizer's weight decay may act on when products are decayed as products."""
+"""``fz.parameter_groups``: parameter groups in which factors of products get no ordinary weight decay."""
 
 from __future__ import annotations
 

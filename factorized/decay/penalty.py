@@ -61,7 +61,7 @@ class ProductPenalty(AttachedDecay):
             return on_one_device([self._of(form, form.values) for form in self.forms]).sum()
 
     def apply_(self) -> None:
-        """Add the penalty's gradient to the present gradients, once."""
+        """Add the penalty's gradient to the current gradients, once."""
         self._refresh()
         self._act(None)
 
