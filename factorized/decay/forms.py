@@ -35,7 +35,7 @@ class Factor:
 
     @property
     def value(self) -> Tensor:
-        """The factor's present value, without gradient history; for a sharded one, the rows that this rank has."""
+        """The factor's current value, without gradient history; for a sharded one, the rows that this rank has."""
         return self.part(self.parameter.detach())
 
     @property
@@ -80,7 +80,7 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """One weight that is decayed as a whole: that of a factorized layer, or all heads of an attention form.
+    """A weight that is decayed as a whole: of a factorized layer, or of all heads of an attention form.
 
     A product ``U M₁…M_d Vᵀ`` is batched over groups or heads. In attention, ``"qk"`` is ``Q_h K_hᵀ`` and ``"ov"`` is
     ``V_h O_hᵀ``. Where query heads share a K/V head, the batch is (K/V heads, query heads of each), with 1 in the

@@ -126,7 +126,7 @@ class FrobeniusDecay(AttachedDecay):
         return on_one_device(halves).sum()
 
     def apply_(self, lr: Number | None = None) -> None:
-        """Act once, by hand: on the present gradients or, with ``decoupled=True``, on the parameters at ``lr``.
+        """Act once, by hand: on the current gradients or, with ``decoupled=True``, on the parameters at ``lr``.
 
         Parameters are shrunk whether they have gradients or not, so it may be called after ``zero_grad``.
         """

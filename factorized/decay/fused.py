@@ -23,7 +23,7 @@ MOST = 128  # products in one launch, whose arguments hold the addresses of thei
 
 
 class Tiles(NamedTuple):
-    """What one program of the kernels computes."""
+    """The sizes of a kernel program's block."""
 
     block: int = 32  # columns
     rows: int = 64  # of a product

@@ -1,4 +1,4 @@
-"""``fz.parameter_groups``: what an optimizer's weight decay may act on when products are decayed as products."""
+"""``fz.parameter_groups``: parameter groups in which factors of products get no ordinary weight decay."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for any torch optimizer: weights with ``weight_decay``, factors of products without.
 
-    A weight that packs both, factors of products and ordinary ones (``in_proj_weight``, GPT-2's ``c_attn``), gets a
-    separate group without decay by the optimizer: an attached decay or ``Flambe`` reads the group's ``"rest_decay"``
-    and decays the rest of the weight as the optimizer would have.
+    A weight that packs factors of products together with ordinary weights (``in_proj_weight``, GPT-2's ``c_attn``) gets
+    a separate group, which the optimizer does not decay: an attached decay or ``Flambe`` reads the group's
+    ``"rest_decay"`` and decays the rest of the weight as the optimizer would have.
 
     Args:
         model: a factorized model; its frozen parameters are left out.
-        weight_decay: of ordinary weights.
-        decay_norms: decay norms, too; with ``decay_biases`` as in the paper's ResNet recipe, which decays every
-            parameter alike.
-        decay_biases: decay biases, too.
+        weight_decay: the decay of ordinary weights.
+        decay_norms: also decay the parameters of normalization layers. The paper's ResNet recipe sets this and
+            ``decay_biases``.
+        decay_biases: also decay biases.
         crs: compression-rate scaling instead of Frobenius decay: each product's factors are decayed by
             ``weight_decay`` times their share of the dense weight's parameters, and attention like any weight.
-        attention: the forms of attention that are decayed as products, ``"ov"`` and ``"qk"``, and may be empty. The
-            weights of other forms are ordinary ones.
+        attention: the forms of attention that are decayed as products: ``"ov"``, ``"qk"``, both or none. The weights
+            of other forms count as ordinary weights.
 
     Raises:
         ValueError: ``weight_decay`` is not a finite number of at least 0, ``attention`` lists other forms, or what

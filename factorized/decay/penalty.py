@@ -18,7 +18,7 @@ from factorized.formats.svd import factor_spectrum, nuclear_gradients
 
 
 class ProductPenalty(AttachedDecay):
-    """Any penalty ``fn(W)`` on the composed products ``W = U M₁…M_d Vᵀ``; its gradient is added before every step.
+    """Penalize the composed products ``W = U M₁…M_d Vᵀ`` by any ``fn(W)``, whose gradient is added before every step.
 
     For a layer in another format, ``W`` is the matrix that low rank would read its weight as.
 
@@ -61,7 +61,7 @@ class ProductPenalty(AttachedDecay):
             return on_one_device([self._of(form, form.values) for form in self.forms]).sum()
 
     def apply_(self) -> None:
-        """Add the penalty's gradient to the present gradients, once."""
+        """Add the penalty's gradient to the current gradients, once."""
         self._refresh()
         self._act(None)
 

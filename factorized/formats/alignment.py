@@ -1,4 +1,4 @@
-"""Ranks that are multiples of eight, for GPUs: zeros are added to a chain of linears while it runs."""
+"""Padding of ranks to multiples of eight, for GPUs: zeros are added to a chain of linears while it runs."""
 
 from __future__ import annotations
 

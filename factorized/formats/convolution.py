@@ -29,7 +29,7 @@ class Geometry:
 
     @property
     def unpadded(self) -> Geometry:
-        """The same for an input that is padded already."""
+        """The same geometry for an input that is already padded."""
         return replace(self, padding=((0, 0),) * len(self.padding), padding_mode="zeros")
 
     def only(self, spans: tuple[int, ...]) -> Geometry:

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, and building the kernels ahead of them, in a thread while torch's compiler works."""
+"""Launch Triton kernels, and build them beforehand in a thread while torch's compiler works."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_all(launches: Sequence[Launch], device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _Like:
-    """What a kernel is built by, of a tensor."""
+    """The properties of a tensor that a kernel is built for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -158,7 +158,7 @@ class ResidualFormat(Format):
         adjust: Adjust | None = None,
         transposed: bool = False,
     ) -> Tensor:
-        """Apply part and rest: as one weight where the part is composed, else separately."""
+        """Apply part and rest: added into one weight where the part is composed, else separately."""
         if way == "composed":
             return super().run(way, x, cores, bias, geometry, adjust, transposed)
         y = apply_weight(self.rest(cores), x, None, geometry, self.shape.groups, transposed)

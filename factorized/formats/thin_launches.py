@@ -1,4 +1,4 @@
-"""The launches of thin convolutions: which tile each program of the kernels gets, and with which numbers."""
+"""Launches of the kernels of thin convolutions: the tile of each program, and its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKED_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Tiles:
-    """What one program of the kernels handles."""
+    """The sizes of a kernel program's tile, and how it is launched."""
 
     positions: int = 128
     outputs: int = 64

@@ -23,7 +23,7 @@ USUAL = ("attention_mask", "past_key_values", "position_embeddings", "position_i
 
 
 def fuse_decoder(model: Model) -> Model:
-    """Make the decoder layers of a lowered model faster where a Hopper GPU decodes one sequence; in place.
+    """Make the decoder layers of a lowered model decode one sequence faster on a Hopper GPU, in place.
 
     Queries, keys and values become two products instead of six, as do gate and up. Norms, activation and residuals
     are computed with them, and each product reads its matrix while the one before still runs. With a static cache the

@@ -15,21 +15,21 @@ ASKING = "sdpa_asking_for_masks"
 
 
 def skip_masks(model: Any, example: Mapping[str, Any]) -> bool:
-    """Let a transformers model that is compiled attend without a mask where none is needed; return whether it does.
+    """Make a compiled transformers model skip attention masks that it does not need; return whether it does.
 
     PyTorch's fastest attention takes no mask, so transformers makes none for sequences without padding: "causal" is a
-    flag. To know that, it reads values of tensors, which compiled code cannot, and so it makes a mask after all: for
-    any model with PyTorch 2.11 or transformers 5.17; with later ones for models called without ``use_cache`` whose rows
-    might hold several texts, by their position ids.
+    flag. To find this out, it reads values of tensors. Compiled code cannot do that, and makes a mask after all: for
+    any model with PyTorch 2.11 or transformers 5.17; with later versions for models called without ``use_cache``, whose
+    rows might hold several texts, by their position ids.
 
-    From here on, compiled calls skip such masks. They must not get position ids that begin again within a row. Padding,
-    sliding windows and chunks are masked as before. What is not compiled stays as it is, ``generate`` and saved files
-    too. ``model.set_attn_implementation("sdpa")`` undoes it.
+    After this call, compiled calls skip such masks. They must not get position ids that start again within a row.
+    Padding, sliding windows and chunks are masked as before. Uncompiled calls do not change, nor do ``generate`` and
+    saved files. ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Args:
-        model: a model of transformers whose attention is ``"sdpa"``, its default; else nothing changes.
-        example: inputs of the model by name, on its device. It is run on them once, without gradients, to see whether
-            it needs a mask that would be skipped; then nothing changes.
+        model: a model of transformers whose attention is ``"sdpa"``, its default; with another, nothing changes.
+        example: inputs of the model by name, on its device. The model runs on them once, without gradients, to see
+            whether it needs a mask that would be skipped; if so, nothing changes.
 
     Raises:
         ValueError: no part of the model is one of transformers.

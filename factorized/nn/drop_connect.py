@@ -10,9 +10,9 @@ from factorized.nn.model import Model, check_model
 def drop_connect(model: Model, share: float) -> Model:
     """Drop each entry of every product with probability ``share`` in training, scaling up the others; return the model.
 
-    DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion suggests. The layers compose their
-    weight for it in training; in evaluation they run as before. Code that reads the ``weight`` of a layer, instead of
-    calling the layer, gets all entries. ``share=0`` turns it off.
+    This is DropConnect (Wan et al., 2013) on the composed weight, as the paper's conclusion suggests. In training the
+    layers compose their weight; in evaluation they run as before. Code that reads the ``weight`` of a layer, instead
+    of calling the layer, gets all entries. ``share=0`` turns it off.
 
     Raises:
         ValueError: ``share`` is not in [0, 1), or ``model`` has no factorized layer.

@@ -18,7 +18,7 @@ NO_ROWS = "it renormalizes rows of the table, which the format does not store; k
 
 
 class FactorizedEmbedding(FactorizedLayer):
-    """A table (entries, dim) in a format; for a product, rows of ``U`` are looked up and ``V`` widens them.
+    """A factorized ``nn.Embedding``; for a product, rows of ``U`` are looked up and multiplied by ``Vᵀ``.
 
     Arguments are those of ``nn.Embedding`` (without ``max_norm``) and, for ``format``, ``depth`` and ``init``, of
     ``fz.FactorizedLinear``.

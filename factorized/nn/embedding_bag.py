@@ -14,13 +14,13 @@ from factorized.nn.layer import Lowered
 
 
 class FactorizedEmbeddingBag(FactorizedEmbedding):
-    """A table (entries, dim) in a format; the rows of every bag are summed, averaged or maximized.
+    """A factorized ``nn.EmbeddingBag``; for a product, rows of ``U`` are summed or averaged, then multiplied by ``Vᵀ``.
 
     Arguments are those of ``nn.EmbeddingBag`` (without ``max_norm``) and of ``fz.FactorizedEmbedding``.
 
-    For a product, sums and means of the thin rows of ``U`` are widened by ``V``, once per bag. A maximum widens every
-    row first, and so does ``scale_grad_by_freq``. Its counts are correct here, while torch 2.13 uses those of other
-    entries on the CPU. A maximum with padding is exported for one batch size only.
+    A maximum, and ``scale_grad_by_freq``, need every row multiplied first. The counts of ``scale_grad_by_freq`` are
+    correct here; torch 2.13 uses those of other entries on the CPU. A maximum with padding is exported for one batch
+    size only.
 
     Raises:
         ValueError: as for ``fz.FactorizedEmbedding``, or ``mode`` is unknown.

@@ -1,4 +1,4 @@
-"""What plain values of Python hold: torch registers no module or parameter that is in there."""
+"""Modules and parameters inside plain Python values, where torch does not register them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filling cores at random: what each name of an initialization does to a tensor."""
+"""Random initialization of cores: what each named initialization does to a tensor."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ class Lowered(NamedTuple):
 class FactorizedLayer(nn.Module):
     """A layer whose weight is held in the cores of a format. Abstract.
 
-    ``execution`` selects how it runs: ``"composed"`` forms the weight first, ``"chain"`` applies thin layers in turn,
-    ``"products"`` (of convolutions) shifts and stacks between two matrix products; ``"auto"`` takes the cheapest by
-    cost. All give the same result.
+    ``execution`` selects how it runs: ``"composed"`` forms the weight first, ``"chain"`` applies one thin layer after
+    another, ``"products"`` (of convolutions) shifts and stacks between two matrix products; ``"auto"`` takes the
+    cheapest by cost. All give the same result.
     """
 
     bias: nn.Parameter | None

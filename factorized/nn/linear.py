@@ -18,8 +18,8 @@ class FactorizedLinear(FactorizedLayer):
         in_features: as for ``nn.Linear``, and so are ``out_features``, ``bias``, ``device`` and ``dtype``.
         format: the rank of a product ``U Vᵀ``, or a ``Format``.
         depth: how many square matrices a product has between ``U`` and ``V``.
-        execution: how the layer runs: ``"composed"`` forms the weight first, ``"chain"`` applies thin layers in turn,
-            ``"auto"`` takes the cheaper one.
+        execution: how the layer runs: ``"composed"`` forms the weight first, ``"chain"`` applies one thin layer after
+            another, ``"auto"`` takes the cheaper way.
         init: how the factors are filled, as for ``fz.factorize``; None leaves them unfilled.
         dense_type: the class it replaces, if that keeps its weight transposed, (in, out), as transformers' ``Conv1D``
             does in GPT-2: then ``y = x W + b``, and the format is that of the transposed weight.

@@ -1,4 +1,4 @@
-"""Products of a row with matrices, as in decoding: on a GPU each starts while the kernel before it still runs."""
+"""Products of a row with matrices, as in decoding: on a GPU each kernel starts before the previous one ends."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _DISTRIBUTED = "_distributed_as"
 
 
 class ColwiseParallel(style.ColwiseParallel):
-    """Split a layer by its outputs, for ``parallelize_module``; a dense layer as torch's ``ColwiseParallel`` does.
+    """Split a layer by its outputs in ``parallelize_module``; for a dense layer, torch's ``ColwiseParallel``.
 
     The factor on the side of the output is split by rows, with the bias: ``U`` of a linear, ``V`` of an embedding or of
     a transposed linear. Only the gradient of the thin tensor is communicated, r numbers per token, in the backward
@@ -73,7 +73,7 @@ class ColwiseParallel(style.ColwiseParallel):
 
 
 class RowwiseParallel(style.RowwiseParallel):
-    """Split a layer by its inputs, for ``parallelize_module``; a dense layer as torch's ``RowwiseParallel`` does.
+    """Split a layer by its inputs in ``parallelize_module``; for a dense layer, torch's ``RowwiseParallel``.
 
     The factor on the side of the input is split by rows: ``V`` of a linear, ``U`` of a transposed linear or of an
     embedding (by entries). Only the thin tensor, r numbers per token, is communicated, in the forward pass. Where

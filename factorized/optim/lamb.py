@@ -19,7 +19,9 @@ Pairs = list[tuple[nn.Parameter, Tensor]]  # a parameter and its gradient
 
 
 class Lamb(Optimizer):
-    """``r = m̂ / (√v̂ + ε)``, ``u = r + λw``, ``w ← w - η (‖w‖/‖u‖) u``; the ratio is 1 where a norm is zero.
+    """LAMB: Adam with a trust ratio ‖w‖/‖u‖ for every parameter (You et al., 2020).
+
+    ``r = m̂ / (√v̂ + ε)``, ``u = r + λw``, ``w ← w - η (‖w‖/‖u‖) u``; the ratio is 1 where a norm is zero.
 
     Args:
         params: parameters or groups; the trust ratio ‖w‖/‖u‖ also applies in groups without decay.

@@ -1,4 +1,4 @@
-"""Which argument helps where a budget is out of reach, or starves the layers it is spent on."""
+"""Advice on which argument helps if a budget is out of reach, or leaves layers with tiny ranks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Calibrated:
 
     Spectral initialization minimizes ``‖W - U Vᵀ‖``; this one minimizes ``E‖(W - U Vᵀ)x‖²`` over the inputs ``x`` that
     the layer has while the model runs on the batches: whitened by their second moment, the weight is truncated by its
-    SVD. The bias of a layer, where it has one to itself, is adjusted to keep the mean of the outputs; then ``x`` is the
+    SVD. A bias that no other module shares is adjusted to keep the mean of the outputs; then ``x`` is the
     input less its mean. The model runs without gradients in evaluation mode, and data is moved to its device. A layer
     that never runs gets spectral initialization, and a warning names it. Heads that are cut get it too.
 

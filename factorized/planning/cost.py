@@ -29,7 +29,7 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class Measured:
-    """What one forward pass on the example input did."""
+    """What one forward pass on the example input called and computed."""
 
     macs: int  # of the whole model
     calls: dict[nn.Module, list[Call]]

@@ -30,7 +30,7 @@ _OPTIONAL = ("reason", "note", "tied_to", "macs", "macs_after")
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One layer of a plan: everything needed to build its replacement, and what that saves.
+    """One layer of a plan: what is needed to build its replacement, and what that saves.
 
     Attributes:
         name: the layer's dotted name in the model.

@@ -78,7 +78,7 @@ def plan(
 ) -> Plan:
     """Choose which layers of ``model`` to factorize, and their ranks; the model is not changed.
 
-    Exactly one of ``ratio``, ``rank_scale``, ``rank``, ``energy`` and ``macs`` is given; ``Overcomplete`` needs none.
+    Give exactly one of ``ratio``, ``rank_scale``, ``rank``, ``energy`` and ``macs``; ``Overcomplete`` needs none.
 
     Args:
         model: any ``nn.Module``, also one on the meta device.

@@ -1,4 +1,4 @@
-"""Whether a layer or an attention module can be replaced, and what would be lost if not."""
+"""Whether a layer or an attention module can be replaced, and what would be lost otherwise."""
 
 from __future__ import annotations
 

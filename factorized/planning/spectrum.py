@@ -1,4 +1,4 @@
-"""Spectra of weights, or of what they keep of their outputs, for budgets that are spent by them."""
+"""Spectra of weights, or of their outputs on data, for budgets that are spent by spectrum."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def compose(model: Model, *, allow_nonfinite: bool = False) -> Model:
     """Return a copy of ``model`` whose factorized layers are dense ``torch.nn`` layers with the same function.
 
     The weights are the products ``U M₁…M_d Vᵀ``; tied layers stay tied. Shrunk attention gets its dense head size
-    back, padded with zeros, in the class it came from. The given model is not changed, and the copy holds nothing of
-    this package.
+    back, padded with zeros, in its original class. The given model is not changed, and the copy does not need this
+    package.
 
     Raises:
         ValueError: the model has no factorized layer, is sharded over processes, or has weights that are not finite;

@@ -30,20 +30,19 @@ def lower(
 ) -> Model:
     """Return a copy of ``model`` whose low-rank layers are pairs of plain layers in ``nn.Sequential``.
 
-    Two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a factor. A
-    layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tensor train gives
-    two plain layers, a Tucker tensor three (1×1, k×k, 1×1) and a separable convolution its depthwise one before them;
-    where its dimensions mix outputs and inputs, the tensor is composed. Heads of shrunk attention keep their sizes,
+    A pair is two linears, two convolutions, or a narrow embedding and a linear; inner matrices are multiplied into a
+    factor. A layer whose pair would be larger than its dense weight (overcomplete ones) is composed instead. A tensor
+    train gives two plain layers, a Tucker tensor three (1×1, k×k, 1×1), and a separable convolution also its depthwise
+    layer; a tensor whose dimensions mix outputs and inputs is composed. Heads of shrunk attention keep their sizes,
     padded by plain layers where their class has one size for all; ``nn.MultiheadAttention`` gets its dense head size
-    back. A tied embedding and output layer keep sharing ``U``; ``V`` is transposed in one of them, and so is
-    copied.
+    back. A tied embedding and output layer keep sharing ``U``; ``V`` is copied, because one of them transposes it.
 
-    A pair has the settings of its dense layer (``in_features``, ``stride``) as attributes, no ``weight``, and takes no
-    ``output_size``. Layers whose weight the model's own code reads, and transposed convolutions that it gives an
-    ``output_size``, are composed: without ``example_input`` those that the source of its classes names, with it those
-    that a run asks for. Torch's encoder reads weights on its fast paths, which are disabled; as in
-    training, its output at padded positions is then not zero. A warning names every layer that is composed although its
-    factors are smaller, and attention that grows, with the reason.
+    A pair has the settings of its dense layer (``in_features``, ``stride``) as attributes, but no ``weight``, and takes
+    no ``output_size``. So layers whose weight the model's own code reads, and transposed convolutions that it calls
+    with an ``output_size``, are composed. They are found in the source of the model's classes or, with
+    ``example_input``, by a run. Torch's encoder reads weights on its fast paths, which are disabled; as in training,
+    its output at padded positions is then not zero. A warning names every layer that is composed although its factors
+    are smaller, and attention that grows, with the reason.
 
     Args:
         model: a factorized model; it is not changed.

@@ -31,7 +31,7 @@ def factorize_attention(
     forms: Sequence[FormName] = FORMS,
     example_input: ExampleInput | None = None,
 ) -> Model:
-    """Give every head of every attention module of ``model`` fewer dimensions, in place, and return the model.
+    """Shrink the heads of all attention modules of ``model`` in place, and return the model.
 
     ``"spectral"`` keeps the best approximation of each head's forms by truncated SVD; other inits draw new matrices.
     Biases are adjusted and the softmax scale stays. All modules are changed, or none. A model that is itself one

@@ -59,18 +59,18 @@ def truncate(
 ) -> Model:
     """Cut the products of a factorized ``model`` to lower ranks, in place, and return it.
 
-    Each becomes the best approximation of its present weight: a product by an SVD of its rank × rank core, a tensor
+    Each layer keeps the best approximation of its weight: a product by an SVD of its rank × rank core, a tensor
     train by rounding, a Tucker tensor by the HOSVD of its core, another format by decomposing its weight again. Shrunk
-    attention gets even smaller heads. Everything else stays, tied layers stay tied, and all layers are cut or none;
+    attention heads shrink further. Nothing else changes, tied layers stay tied, and all layers are cut or none;
     residuals, whose rest is frozen, cannot be cut. The parameters are new, so make a new optimizer and decay. Give
-    exactly one of:
+    exactly one of ``plan``, ``ratio``, ``rank_scale``, ``rank`` and ``energy``.
 
     Args:
         model: a model that ``fz.factorize`` or ``fz.load`` returned.
-        plan: a plan for the dense model, with ranks of at most those of the layers it names; other layers stay.
+        plan: a plan for the dense model, with ranks that are no higher than those of its layers; other layers stay.
         ratio: parameters after, relative to those of the factorized model now; never exceeded.
-        rank_scale: share of every rank that stays.
-        rank: the highest rank that stays; where a layer has several ranks, those below it are not cut.
+        rank_scale: the share of every rank to keep.
+        rank: the highest rank to keep; where a layer has several ranks, lower ones are not cut.
         energy: share of each product's squared singular values to keep.
 
     Raises:

@@ -137,13 +137,15 @@ Changes = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(metavar="cpu|cuda|cuda:1", help="Where to compute; a GPU where there is one.", show_default=False),
+    typer.Option(
+        metavar="cpu|cuda|cuda:1", help="Where to compute; by default a GPU if there is one.", show_default=False
+    ),
 ]
 TrustModel = Annotated[
     bool,
-    typer.Option("--trust-model", help="Run the code of the run's model where that is module:function, not ours."),
+    typer.Option("--trust-model", help="Allow running the code of a run's own model, module:function."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")]
 
 
 def examples(*lines: str) -> str:

@@ -29,22 +29,22 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="NAME",
-            help="Benchmarks to run, or `all`; without one they are listed.",
+            help="Benchmarks to run, or `all`; without any, they are listed.",
             autocompletion=complete_benchmark,
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where each benchmark's JSON and charts go.")] = Path("out/bench"),
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and charts of each benchmark.")] = Path("out/bench"),
     device: Device = None,
     seconds: Annotated[
         float, typer.Option(min=0, help="Time to spend on each group of rows; three rounds at least.")
     ] = 10,
     only: Annotated[
-        str, typer.Option(metavar="TEXT", help="Only rows with this in their name.", show_default=False)
+        str, typer.Option(metavar="TEXT", help="Only rows whose name contains this.", show_default=False)
     ] = "",
     quiet: Quiet = False,
 ) -> None:
-    """Measure speed and memory on this machine: ways of doing one job in turn, medians with their spread.
+    """Measure speed and memory on this machine, beside dense models and other packages.
 
     Weights and data are random. Times of one CPU thread (OMP_NUM_THREADS=1) are CPU time, not the wall clock's.
     """

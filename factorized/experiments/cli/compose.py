@@ -37,15 +37,19 @@ def compose(
     to: Annotated[Kind, typer.Option(help="A plain safetensors checkpoint, an ONNX or a torch.export file.")] = "plain",
     out: Annotated[
         Path | None,
-        typer.Option(help="The file; RUN/composed.*, or RUN/lowered.* with --lower, unless given.", show_default=False),
+        typer.Option(
+            help="The file to write; by default RUN/composed.*, or RUN/lowered.* with --lower.", show_default=False
+        ),
     ] = None,
-    lower: Annotated[bool, typer.Option("--lower", help="Keep it low-rank: two plain layers for a product.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    lower: Annotated[
+        bool, typer.Option("--lower", help="Keep the network low-rank: two plain layers for each product.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     data: Data = None,
     device: Device = None,
     trust_model: TrustModel = False,
 ) -> None:
-    """Turn a trained run into one file without factors, and measure its accuracy before and after.
+    """Export a trained run as one file without factors, and compare its accuracy before and after.
 
     The accuracy before is compared with the recorded one where the images are those of the run. The file is read back
     and run over the test images. If the accuracies differ by more than 0.05 points, nothing is left behind and the exit

@@ -43,14 +43,14 @@ def compress(
             show_default=False,
         ),
     ],
-    ratio: Annotated[float, typer.Option(help="Parameters after, as a share of those before.", show_default=False)],
+    ratio: Annotated[float, typer.Option(help="Share of the parameters to keep.", show_default=False)],
     data: Data = None,
     recover: Annotated[
         str | None,
         typer.Option(
             metavar="RECIPE",
-            help="A recipe to train the compressed network by. Without it, a run of ours trains for a tenth of its own "
-            f"recipe, and others do not train; `{NO_RECOVERY}` trains nothing.",
+            help="The recipe that trains the compressed network further. Without it, a run of ours trains for a tenth "
+            f"of its own recipe, and other models are not trained; `{NO_RECOVERY}` trains nothing.",
             autocompletion=complete_recipe,
             show_default=False,
         ),
@@ -59,23 +59,24 @@ def compress(
         list[Form] | None,
         typer.Option(
             metavar="lowered|composed",
-            help="Write the network as plain modules, too: still low-rank, or dense.",
+            help="Also write the network as plain modules: still low-rank, or dense.",
             show_default=False,
         ),
     ] = None,
     ranks: Annotated[
         Literal["loss", "outputs", "uniform"],
-        typer.Option(help="Spend the ratio by the effect on the loss, by outputs, or on equal rank scales."),
+        typer.Option(help="How ranks are chosen: by effect on the loss, by outputs, or one rank scale for all."),
     ] = "loss",
     kind: Annotated[
-        Literal["spatial", "channel"], typer.Option(help="Two one-dimensional convolutions, or k×k and 1×1.")
+        Literal["spatial", "channel"],
+        typer.Option(help="A convolution becomes two one-dimensional ones, or k×k and 1×1."),
     ] = "spatial",
     exclude: Annotated[
         list[str] | None,
         typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.", show_default=False),
     ] = None,
     first_and_last: Annotated[
-        bool, typer.Option("--first-and-last", help="Factorize the first and the last layer, too.")
+        bool, typer.Option("--first-and-last", help="Also factorize the first and the last layer.")
     ] = False,
     multiple_of: Annotated[
         int | None, typer.Option(min=1, help="Round ranks to multiples.", show_default=False)
@@ -84,14 +85,21 @@ def compress(
     layers_per_pass: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Hold the moments of this many layers at a time: slower, in less memory.", show_default=False
+            min=1,
+            help="Collect moments for this many layers at a time: slower, but needs less memory.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder; RUN/compressed-RATIO, or out/compressed/NAME-RATIO.", show_default=False),
+        typer.Option(
+            help="The folder to write; by default RUN/compressed-RATIO, or out/compressed/NAME-RATIO.",
+            show_default=False,
+        ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over, whatever the folder holds.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start over, and replace what the folder holds.")
+    ] = False,
     device: Device = None,
     trust_model: TrustModel = False,
     quiet: Quiet = False,

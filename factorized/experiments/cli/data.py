@@ -19,7 +19,7 @@ app = typer.Typer(
 ROOM_FOR_DETAILS = 100  # columns below which a list has counts only
 Folder = Annotated[
     Path | None,
-    typer.Option(help="Where prepared sets lie; without it $FACTORIZED_DATA, else ./data.", show_default=False),
+    typer.Option(help="Folder of prepared sets; by default $FACTORIZED_DATA, else ./data.", show_default=False),
 ]
 
 
@@ -48,8 +48,8 @@ def prepare_set(
         ),
     ],
     folder: Folder = None,
-    name: Annotated[str | None, typer.Option(help="What recipes call it.", show_default=False)] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the set if it is there.")] = False,
+    name: Annotated[str | None, typer.Option(help="The name of the set in recipes.", show_default=False)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the set if it exists.")] = False,
 ) -> None:
     """Convert a data set once into one safe, memory-mapped file, with a checksum of all images and labels."""
     from factorized.experiments.data.prepare import prepare

@@ -35,8 +35,8 @@ LEAD = (
 
 
 def demo(
-    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="How many seeds of each variant.")] = 3,
-    out: Annotated[Path, typer.Option(help="Where runs and report.html go.")] = Path("out/demo"),
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Number of seeds for each variant.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for runs and report.html.")] = Path("out/demo"),
     changes: Changes = None,
     quiet: Quiet = False,
 ) -> None:

@@ -14,18 +14,18 @@ EXAMPLES = examples('factorized generate --run out/language/tiny/seed-0 "The for
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="What it begins with.")],
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="The beginning of the text.")],
     run: Annotated[
         Path,
         typer.Option("--run", autocompletion=complete_run, help="The folder of a finished run of a language model."),
     ],
-    tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens to add.")] = 50,
+    tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Number of tokens to add.")] = 50,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Draw with this seed; the likeliest tokens unless given.")
+        int | None, typer.Option(min=0, help="Sample with this seed; by default the likeliest tokens are taken.")
     ] = None,
     device: Device = None,
 ) -> None:
-    """Continue a text by a finished run of a language model."""
+    """Continue a text with a finished run of a language model."""
     import torch
 
     from factorized.experiments.cli.device import pick_device

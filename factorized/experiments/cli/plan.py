@@ -58,7 +58,9 @@ def plan(
         str | None,
         typer.Option(help="What --ratio and --macs are a share of: model or selected layers.", show_default=False),
     ] = None,
-    multiple_of: Annotated[int | None, typer.Option(help="Round ranks to multiples of it.", show_default=False)] = None,
+    multiple_of: Annotated[
+        int | None, typer.Option(help="Round ranks to multiples of this number.", show_default=False)
+    ] = None,
     min_size: Annotated[
         int | None, typer.Option(help="Leave layers with fewer parameters dense.", show_default=False)
     ] = None,
@@ -77,20 +79,22 @@ def plan(
     classes: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_CLASSES, help="With --model: how many classes; 10 unless given.", show_default=False
+            min=1, max=MOST_CLASSES, help="With --model: number of classes; by default 10.", show_default=False
         ),
     ] = None,
     size: Annotated[
         int | None,
-        typer.Option(min=1, help="With --model: height and width of its images; 32 unless given.", show_default=False),
+        typer.Option(min=1, help="With --model: height and width of the images; by default 32.", show_default=False),
     ] = None,
     channels: Annotated[
         int | None,
-        typer.Option(min=1, help="With --model: channels of its images; 3 unless given.", show_default=False),
+        typer.Option(min=1, help="With --model: channels of the images; by default 3.", show_default=False),
     ] = None,
     changes: Changes = None,
     data: Data = None,
-    html: Annotated[Path | None, typer.Option(help="Also draw the plan on this page.", show_default=False)] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write the plan to this HTML page.", show_default=False)
+    ] = None,
 ) -> None:
     """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
     from factorized.experiments.cli.images import load_data
@@ -177,7 +181,7 @@ def _show(name: str, dense: nn.Module, made: Plan | None, html: Path | None) -> 
     if html is not None:
         with writing_to(html, "name another place by --html"):
             write_text(html, made.to_html())
-        say(f"drawn on {html}")
+        say(f"written to {html}")
 
 
 def _images_of(recipe: Recipe, data: str | None) -> tuple[Recipe, Images]:

@@ -25,8 +25,8 @@ ROOM_FOR_TITLES = 120  # columns below which the paper's column is left out
     "ls", cls=Verb, epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q")
 )
 def list_recipes(
-    part: Annotated[str, typer.Argument(metavar="PART", help="Only names that hold this.", show_default=False)] = "",
-    names_only: Annotated[bool, typer.Option("--quiet", "-q", help="Only the names, one on a line.")] = False,
+    part: Annotated[str, typer.Argument(metavar="PART", help="Only names that contain this.", show_default=False)] = "",
+    names_only: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the names, one per line.")] = False,
 ) -> None:
     """List the recipes, with the accuracy of the paper that each aims at."""
     from factorized.experiments.recipes.find import load_any_recipe, recipe_names
@@ -52,7 +52,7 @@ def list_recipes(
 )
 def show_recipe(
     name: RecipeName,
-    whole: Annotated[bool, typer.Option("--whole", help="With what it extends and every default.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Include what it extends and every default.")] = False,
 ) -> None:
     """Show a recipe: its file or its table cell, or every field with its value."""
     from factorized.experiments.recipes.find import load_any_recipe, recipe_text

@@ -21,14 +21,14 @@ def report(
     results: Annotated[
         list[Path], typer.Argument(metavar="RESULTS", help="Result files, or folders with results at any depth.")
     ],
-    out: Annotated[Path, typer.Option(help="Where report.html and tables/ go.")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Folder for report.html and tables/.")] = Path("report"),
     title: Annotated[str, typer.Option(help="The heading of the page.", show_default=False)] = "",
     figures: Annotated[
         bool, typer.Option("--figures", help="Also redraw the paper's figures from these runs.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write one page of finished runs, yours or the paper's: tables, curves, layers, hardware, what is missing.
+    """Write one page about finished runs: tables, curves, layers, hardware, what is missing.
 
     The page needs no network and no other file. Every table is also written as CSV and Markdown. A file that is not a
     result, or is damaged, is named and left out; nothing is deleted.

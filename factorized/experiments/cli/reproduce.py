@@ -65,55 +65,58 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds 0 to N-1 of every recipe.")] = 3,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Shorten runs on images; they are marked as shortened.", show_default=False),
+        typer.Option(min=1, help="Shorten runs on images; results are marked as shortened.", show_default=False),
     ] = None,
     updates: Annotated[
-        int | None, typer.Option(min=1, help="Shorten runs on text, marked likewise.", show_default=False)
+        int | None, typer.Option(min=1, help="Shorten runs on text in the same way.", show_default=False)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and how long it takes.")] = False,
-    out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME-FINGERPRINT/seed-SEED.")] = Path("out"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be trained, and how long it would take.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Runs are written to OUT/NAME-FINGERPRINT/seed-SEED.")] = Path("out"),
     results: Annotated[
-        Path, typer.Option(help="Results from elsewhere, which count as finished; see `factorized results add`.")
+        Path, typer.Option(help="Results of other machines, which count as finished; see `factorized results add`.")
     ] = Path(RESULTS),
     engine: Annotated[
-        Literal["local", "ray", "slurm"], typer.Option(help="What runs them: this machine or a cluster.")
+        Literal["local", "ray", "slurm"], typer.Option(help="Where to train: on this machine or a cluster.")
     ] = "local",
     device: Annotated[
         str | None,
         typer.Option(
             metavar="cpu|cuda|cuda:1",
-            help="local: where to compute; on all GPUs unless given.",
+            help="local: where to compute; by default all GPUs.",
             show_default=False,
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="local: processes; one for each GPU unless given.", show_default=False),
+        typer.Option(min=1, max=1024, help="local: number of processes; by default one per GPU.", show_default=False),
     ] = None,
     at_once: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MOST_SEEDS,
-            help="local: seeds of images that take turns on a GPU; up to three unless given.",
+            help="local: seeds of an image recipe that share a GPU; by default up to three.",
             show_default=False,
         ),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="ray: of a running cluster; without it, one is started here.", show_default=False)
+        str | None,
+        typer.Option(help="ray: address of a running cluster; by default one is started here.", show_default=False),
     ] = None,
     gpus: Annotated[
         float | None,
-        typer.Option(min=0, max=64, help="ray, slurm: GPUs of a run; ray takes a share.", show_default=False),
+        typer.Option(min=0, max=64, help="ray, slurm: GPUs per run; ray also takes fractions.", show_default=False),
     ] = None,
-    cpus: Annotated[float, typer.Option(min=0.1, max=1024, help="ray: CPU cores of a run.")] = 1.0,
+    cpus: Annotated[float, typer.Option(min=0.1, max=1024, help="ray: CPU cores per run.")] = 1.0,
     slurm: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="slurm: a parameter of submitit.", show_default=False),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Do the runs of a table that are missing, and show ours beside the paper's figures.
+    """Train the missing runs of a table, and show ours beside the paper's figures.
 
     What is finished is never repeated, and what was stopped is resumed: give the same command again. A changed recipe
     is another run. The exit code is 1 if a run failed or its data are missing.

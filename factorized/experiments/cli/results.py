@@ -16,39 +16,41 @@ ADD = examples(
     "factorized results add out/cifar10/resnet32x2/seed-0/result.json",
     "factorized results add out/bert/small/seed-0/result.json --changed --note 'four runs shared the GPU'",
 )
-app = typer.Typer(cls=Group, help="Take in results of runs made elsewhere.", epilog=ADD)
+app = typer.Typer(cls=Group, help="Add results of runs from other machines.", epilog=ADD)
 
 
 @app.callback()
 def results() -> None:
-    """Take in results of runs made elsewhere."""
+    """Add results of runs from other machines."""
 
 
 @app.command("add", cls=Verb, epilog=ADD)
 def add(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON files of runs.", show_default=False)],
-    results: Annotated[Path, typer.Option(help="Where results are kept, as NAME/seed-SEED.json.")] = Path("results"),
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON files with results.", show_default=False)],
+    results: Annotated[Path, typer.Option(help="Folder of results, as NAME/seed-SEED.json.")] = Path("results"),
     data: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="The folder of data sets, to compare checksums with; without it, those of the results that are there.",
+            help="The folder of data sets to compare checksums with; by default, those of earlier results.",
             show_default=False,
         ),
     ] = None,
     changed: Annotated[
         bool,
-        typer.Option("--changed", help="Also runs with other settings than their recipe's, as NAME+SETTING=VALUE."),
+        typer.Option(
+            "--changed", help="Also add runs whose settings differ from their recipe's, as NAME+SETTING=VALUE."
+        ),
     ] = False,
     note: Annotated[
         str | None,
         typer.Option(
-            help="What readers must know, such as that runs shared a GPU; the times of the runs are then not shown.",
+            help="A remark for readers, such as that runs shared a GPU; times of these runs are not shown.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Take in results whose recipe and data are ours; `factorized reproduce` counts them as finished.
+    """Add results whose recipe and data are ours; `factorized reproduce` counts them as finished.
 
     A file that does not fit is named with the reason and left where it is; the exit code is then 1.
     """

@@ -41,32 +41,30 @@ def train(
     seeds: Annotated[
         int | None, typer.Option(min=1, max=MOST_SEEDS, help="Train seeds 0 to N-1.", show_default=False)
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Train this seed; 0 unless given.", show_default=False)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Train this seed; by default 0.", show_default=False)] = None,
     at_once: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_SEEDS, help="Seeds that take turns on the device: a small network leaves a GPU idle."
+            min=1, max=MOST_SEEDS, help="Number of seeds that share the device: a small network leaves a GPU idle."
         ),
     ] = 1,
-    out: Annotated[Path, typer.Option(help="Runs land in OUT/NAME/seed-SEED.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Runs are written to OUT/NAME/seed-SEED.")] = Path("out"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint of these runs.")] = False,
     auto_resume: Annotated[
-        bool, typer.Option("--auto-resume", help="Continue where there is a run, and start where there is none.")
+        bool, typer.Option("--auto-resume", help="Continue a run if there is one, else start it.")
     ] = False,
     allow_other_devices: Annotated[
         bool,
         typer.Option(
             "--allow-other-devices",
-            help="Resume with another number of processes or on another kind of device: another result than without.",
+            help="Resume with another number of processes or another kind of device; this changes the result.",
         ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over where there is a run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over if there is a run.")] = False,
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train a recipe, with one seed or several; checkpoints, curves and the result go to OUT/NAME/seed-SEED."""
+    """Train a recipe with one or several seeds; each run is written to OUT/NAME/seed-SEED."""
     if seeds is not None and seed is not None:
         raise ValueError(f"give --seeds {seeds} for seeds 0 to {seeds - 1}, or --seed {seed} for one, not both")
     if seed is not None and seed > LARGEST_SEED:

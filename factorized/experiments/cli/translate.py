@@ -23,7 +23,7 @@ def translate(
     ],
     device: Device = None,
 ) -> None:
-    """Translate sentences by a finished run; one line for each."""
+    """Translate sentences with a finished run, one line each."""
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.text.trained import load_text_run
     from factorized.experiments.text.translation import translate_texts

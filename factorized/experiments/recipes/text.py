@@ -102,14 +102,15 @@ class TextDecay(Section):
 
     kind: Literal["none", "weight", "frobenius"] = "weight"
     strength: Strength = 0.01
-    rest: Strength | None = None  # of parameters that belong to no product; the strength unless given
+    rest: Strength | None = None  # of frobenius: for parameters in no product; the strength unless given
     # which products Frobenius decay acts on; factorized layers and the OV forms of attention unless given
     forms: Annotated[list[Literal["layers", "ov", "qk"]], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _forms_go_with_frobenius(self) -> Self:
-        if self.kind != "frobenius" and self.forms is not None:
-            raise ValueError(f'forms = {self.forms} is for kind = "frobenius", got kind = "{self.kind}"')
+    def _rest_and_forms_go_with_frobenius(self) -> Self:
+        for name, value in (("rest", self.rest), ("forms", self.forms)):
+            if self.kind != "frobenius" and value is not None:
+                raise ValueError(f'{name} = {value} is for kind = "frobenius", got kind = "{self.kind}"')
         return self
 
     @property

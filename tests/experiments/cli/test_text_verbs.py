@@ -127,7 +127,7 @@ def test_a_budget_replaces_that_of_a_recipe_and_a_page_is_drawn(cli: Cli) -> Non
     whole, half = (cli("plan", "language/tiny-lowrank-0.5", *how).out for how in ((), ("--ratio", "0.25")))
     assert whole != half
     said = cli("plan", "language/tiny-lowrank-0.5", "--html", "plan.html")
-    assert said.out == f"{whole}drawn on plan.html\n"
+    assert said.out == f"{whole}written to plan.html\n"
     assert "down_proj" in Path("plan.html").read_text()
 
 

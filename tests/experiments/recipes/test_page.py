@@ -11,21 +11,23 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from factorized.experiments.recipes.find import check_recipe, merge, read_recipe
-from factorized.experiments.recipes.recipe import Recipe, Section
+from factorized.experiments.recipes.recipe import Factorize, Recipe, Section
+from factorized.experiments.recipes.text import Task, TextFactorize, TextRecipe
 
 PAGE = (Path(__file__).parents[3] / "docs/recipes.md").read_text()
 TITLES = re.findall(r"^### `\[(\w+)\]`", PAGE, flags=re.MULTILINE)
+TEXT_TITLES = re.findall(r"^### Text: `\[(\w+)\]`", PAGE, flags=re.MULTILINE)
 
 
-def section(name: str) -> type[Section]:
-    annotation = Recipe.model_fields[name].annotation
+def section(recipe: type[Recipe | TextRecipe], name: str) -> type[Section]:
+    annotation = recipe.model_fields[name].annotation
     choices = get_args(annotation) or (annotation,)
     return next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
 
 
-def documented(name: str) -> dict[str, tuple[str, str]]:
+def documented(title: str) -> dict[str, tuple[str, str]]:
     """Return default and meaning of each field, as the page has them."""
-    table = PAGE.split(f"### `[{name}]`")[1].split("###")[0]
+    table = PAGE.split(f"### {title}")[1].split("###")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| (.+) \|$", table, flags=re.MULTILINE)
     return {field: (default, meaning) for field, default, meaning in rows}
 
@@ -42,10 +44,26 @@ def test_every_table_of_a_recipe_is_on_the_page() -> None:
     assert sections == TITLES
 
 
-@pytest.mark.parametrize("name", TITLES)
-def test_every_field_is_on_the_page_with_its_default_and_what_it_may_be(name: str) -> None:
-    fields = section(name).model_fields
-    told = documented(name)
+def test_every_table_of_a_recipe_for_text_is_on_the_page() -> None:
+    sections = [name for name in TextRecipe.model_fields if name not in ("name", "title", "shortened_from")]
+    of_images = ("paper", "task", "factorize")
+    assert [name for name in sections if name not in of_images] == TEXT_TITLES
+    about = PAGE.split("## Fields of a recipe for text")[1].split("###")[0]
+    assert [task for task in words(Task) if json.dumps(task) not in about] == []
+    assert list(TextFactorize.model_fields) == list(Factorize.model_fields)
+    inits = [words(cls.model_fields["init"].annotation) for cls in (TextFactorize, Factorize)]
+    assert [word for word in inits[0] if word not in inits[1]] == ["network"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "title"),
+    [(Recipe, name, f"`[{name}]`") for name in TITLES] + [(TextRecipe, n, f"Text: `[{n}]`") for n in TEXT_TITLES],
+)
+def test_every_field_is_on_the_page_with_its_default_and_what_it_may_be(
+    recipe: type[Recipe | TextRecipe], name: str, title: str
+) -> None:
+    fields = section(recipe, name).model_fields
+    told = documented(title)
     assert list(told) == list(fields)
     for field, (default, meaning) in told.items():
         info = fields[field]

@@ -31,6 +31,7 @@ def test_a_recipe_of_text_is_none_of_images() -> None:
         (["run.accumulate=3"], "run.batch = 16 must be a multiple of run.accumulate = 3"),
         (["decay.kind=frobenius", "decay.forms=[]"], "at least 1 item"),
         (['decay.forms=["qk"]'], 'is for kind = "frobenius"'),
+        (["decay.rest=0.5"], 'rest = 0.5 is for kind = "frobenius", got kind = "weight"'),
         (["model.name=bert"], "expected hf:FOLDER"),
         (["schedule.update=3"], "there is no field 'schedule.update' (did you mean 'updates'"),
     ],
