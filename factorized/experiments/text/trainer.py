@@ -29,6 +29,7 @@ from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.step import autocast_type
 from factorized.integrations.masks import skip_masks
+from factorized.integrations.transformers import own_names
 from factorized.optim.lamb import Lamb
 
 Row = dict[str, Any]
@@ -195,7 +196,8 @@ class TextTrainer(Trainer):
         if self.sharded:
             state_dict = whole_weights(self.network)
         if self.args.should_save:
-            super()._save(output_dir, state_dict)
+            with own_names(self.network):
+                super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.sharded:
