@@ -135,6 +135,12 @@ class TextTrainer(Trainer):
                 network: Any = self.network
                 network.set_attn_implementation("sdpa")
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Continue from a checkpoint; batches were made ahead of it, so what they draw does not go on by itself."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        args = self.args
+        self.task.continue_after(self.state.num_input_tokens_seen // args.world_size, args.seed + args.process_index)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Count the tokens of a batch, its padding included, and do Trainer's step, as one CUDA graph if it can.
 

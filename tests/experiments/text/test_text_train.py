@@ -103,7 +103,7 @@ def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluation
     assert result["machine"]["transformers"] == transformers.__version__
 
 
-@pytest.mark.parametrize("task", ["language", "translation"])
+@pytest.mark.parametrize("task", ["language", "masked", "translation"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
