@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -27,7 +28,8 @@ def skip_masks(model: Any, example: Mapping[str, Any]) -> bool:
     saved files. ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Args:
-        model: a model of transformers whose attention is ``"sdpa"``, its default; with another, nothing changes.
+        model: a model of transformers whose attention is ``"sdpa"``, its default. With another, nothing changes, nor
+            where the model's code tests for that name, as that of MiniMax-M3 does to choose what a token attends to.
         example: inputs of the model by name, on its device. The model runs on them once, without gradients, to see
             whether it needs a mask that would be skipped; if so, nothing changes.
 
@@ -58,6 +60,8 @@ def skip_masks(model: Any, example: Mapping[str, Any]) -> bool:
     ways = [getattr(config, "_attn_implementation", None) for config in configs]
     if not any(ways):
         raise ValueError(f"model must be one of transformers, got {type(model).__name__}")
+    if any(_tests_for_sdpa(module) for module in model.modules()):
+        return False
     changed = [config for config, way in zip(configs, ways, strict=True) if way in ("sdpa", SKIPPING)]
     chosen = "sdpa"
     try:
@@ -93,6 +97,7 @@ def _is_plain(
     *,
     q_length: int,
     kv_length: int,
+    mask_function: Callable[..., Any],
     attention_mask: Any = None,
     local_size: int | None = None,
     use_vmap: bool = False,
@@ -101,10 +106,18 @@ def _is_plain(
 ) -> bool:
     """Return whether a mask, by what transformers makes it from, says nothing but "causal", or nothing at all."""
     whole = q_length == kv_length or allow_is_bidirectional_skip
-    return whole and attention_mask is None and not use_vmap and (local_size is None or kv_length < local_size)
+    widened = use_vmap or mask_function.__name__ == "or_mask"  # by transformers' or_masks: images or a prefix see ahead
+    return whole and attention_mask is None and not widened and (local_size is None or kv_length < local_size)
+
+
+def _tests_for_sdpa(module: Any) -> bool:
+    """Return whether the forward of a module has "sdpa" among its constants; it would not know other names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    constants = () if code is None else code.co_consts
+    return any("sdpa" in (found if isinstance(found, (tuple, frozenset)) else (found,)) for found in constants)
 
 
 def _choose(configs: list[Any], name: str) -> None:
     """Set how the models with these configs attend, without changing the configs inside them."""
     for config in configs:
-        config._attn_implementation = {"": name}
+        config._attn_implementation_internal = name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -110,9 +112,13 @@ class FactorizedTrainerMixin(Trainer):
         return made(groups, **settings)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
         model: Any = self.model
-        if self.args.should_save and is_factorized(model):
+        if not is_factorized(model):
+            super()._save(output_dir, state_dict)
+            return
+        with own_names(model):
+            super()._save(output_dir, state_dict)
+        if self.args.should_save:
             save_plan(model, output_dir or str(self.args.output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -120,6 +126,26 @@ class FactorizedTrainerMixin(Trainer):
         if checkpoint is not None and self.decay is not None:  # a schedule of the decay continues
             state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
             self.decay.load_state_dict({"steps": state["global_step"]})
+
+
+@contextmanager
+def own_names(model: Any) -> Iterator[None]:
+    """Within this context, let a model of transformers save its weights under the names that it has for them.
+
+    Transformers saves Mixtral and others under the names in the original checkpoints. Its ``from_pretrained`` reads
+    both; its ``Trainer``, when it resumes or loads the best model, passes over names that the model does not have.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    saver: Any = model
+    saver.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+    try:
+        yield
+    finally:
+        del saver.save_pretrained
 
 
 def _decayed_attention(model: nn.Module, strength: Strength) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch.fx import GraphModule
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
 
 import factorized as fz
 from factorized.integrations.masks import SKIPPING, skip_masks
@@ -185,6 +186,31 @@ def test_a_decoder_that_attends_to_a_padded_text_computes_the_same() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(**inputs).logits, eager)
+
+
+@torch.no_grad()
+def test_a_prefix_that_the_example_does_not_have_sees_ahead() -> None:
+    torch.manual_seed(0)
+    model = t.HrmTextForCausalLM(t.HrmTextConfig(**DECODER, head_dim=8)).eval()
+    prefix = {"token_type_ids": (torch.arange(LENGTH) < 8).long().expand(2, -1)}
+    expected = model(**PLAIN, **prefix).logits
+    assert not torch.allclose(expected, model(**PLAIN).logits, atol=1e-3)
+    assert skip_masks(model, PLAIN)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(**PLAIN, **prefix).logits, expected)
+
+
+@torch.no_grad()
+def test_a_model_that_tests_for_the_name_of_its_attention_is_left_as_it_is() -> None:
+    torch.manual_seed(0)
+    sparse = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 1}
+    experts = {"num_local_experts": 4, "dense_intermediate_size": 32, "shared_intermediate_size": 32}
+    kinds = {"layer_types": ["minimax_m3_sparse"] * 2, "head_dim": 16, "rotary_dim": 8}
+    model = MiniMaxM3VLForCausalLM(t.MiniMaxM3VLTextConfig(**DECODER, **sparse, **experts, **kinds)).eval()
+    expected = model(**PLAIN).logits
+    assert not skip_masks(model, PLAIN)
+    assert torch.equal(model(**PLAIN).logits, expected)
 
 
 def test_it_generates_and_saves_as_before(tmp_path: Path) -> None:

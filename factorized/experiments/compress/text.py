@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from factorized.experiments.compress.subject import Plain, Subject
@@ -49,9 +48,8 @@ class TextSubject(Subject):
         examples: Any = self.task.examples
         count = min(samples, len(examples))
         some = sorted((examples[number * len(examples) // count] for number in range(count)), key=self.task.lengths)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            found = [self.task.collate(batch) for batch in in_batches(some, BATCH)]
+        self.task.continue_after(0, seed=0)
+        found = [self.task.collate(batch) for batch in in_batches(some, BATCH)]
         return [self.task.for_plain_model(batch) for batch in found] if self.task.predicts_tokens else found
 
     @property

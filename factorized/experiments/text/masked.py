@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from factorized.experiments.text.positions import take_positions, taking_positions
 from factorized.experiments.text.task import IGNORED, Batch, Example, RunningText, Windows, in_batches, totals
+from factorized.experiments.training.source import draws_seed
 
 REPLACED, KEPT = 0.8, 0.1  # of the tokens to predict: replaced by [MASK], left as they are; the rest become random
 
@@ -20,14 +21,21 @@ class MaskedTask(RunningText):
 
     score = "loss"
     around = 2  # [CLS] and [SEP]
+    _tokens, _seed = 0, 0  # of the training batches so far: nothing else decides what is drawn for the next one
 
     def prepare(self, model: nn.Module) -> None:
         """Let the model compute the logits of the tokens to predict only."""
         take_positions(model)
 
+    def continue_after(self, tokens: int, seed: int) -> None:
+        """Mask the next training batch as after so many tokens."""
+        self._tokens, self._seed = tokens, seed
+
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Stack sequences and mask some of their tokens."""
-        return self._masked(examples, None)
+        batch = self._masked(examples, torch.Generator().manual_seed(draws_seed(self._seed, self._tokens)))
+        self._tokens += batch["input_ids"].numel()
+        return batch
 
     def for_plain_model(self, batch: Batch) -> tuple[Batch, Tensor]:
         """Return the masked sequences, and labels for all of their tokens."""
@@ -45,7 +53,7 @@ class MaskedTask(RunningText):
             found = totals(model, (self._masked(examples, draws) for examples in some))
         return {"loss": found.loss / found.labels, "accuracy": 100 * found.right / found.labels}
 
-    def _masked(self, examples: Sequence[Example], draws: torch.Generator | None) -> Batch:
+    def _masked(self, examples: Sequence[Example], draws: torch.Generator) -> Batch:
         tokens = torch.from_numpy(np.stack([example["input_ids"] for example in examples]))
         ends = tokens.new_full((len(tokens), 1), self.tokenizer.sep_token_id)
         starts = torch.full_like(ends, self.tokenizer.cls_token_id)

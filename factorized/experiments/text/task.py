@@ -42,6 +42,9 @@ class TextTask(ABC):
     def prepare(self, model: nn.Module) -> None:  # noqa: B027
         """Change how the model is called, where the task's batches need it; raise if it does not take them."""
 
+    def continue_after(self, tokens: int, seed: int) -> None:  # noqa: B027
+        """Draw what is random in the next training batch as after so many tokens of them."""
+
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Return training examples as one batch."""

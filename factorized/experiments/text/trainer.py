@@ -29,6 +29,7 @@ from factorized.experiments.training.interrupt import StopRequest
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.step import autocast_type
 from factorized.integrations.masks import skip_masks
+from factorized.integrations.transformers import own_names
 from factorized.optim.lamb import Lamb
 
 Row = dict[str, Any]
@@ -134,6 +135,12 @@ class TextTrainer(Trainer):
                 network: Any = self.network
                 network.set_attn_implementation("sdpa")
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Continue from a checkpoint; batches were made ahead of it, so what they draw does not go on by itself."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        args = self.args
+        self.task.continue_after(self.state.num_input_tokens_seen // args.world_size, args.seed + args.process_index)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Count the tokens of a batch, its padding included, and do Trainer's step, as one CUDA graph if it can.
 
@@ -195,7 +202,8 @@ class TextTrainer(Trainer):
         if self.sharded:
             state_dict = whole_weights(self.network)
         if self.args.should_save:
-            super()._save(output_dir, state_dict)
+            with own_names(self.network):
+                super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.sharded:

@@ -16,9 +16,10 @@ import torch
 import transformers
 
 import factorized as fz
+from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text import network, train, trainer
-from factorized.experiments.text.corpus import Corpus
+from factorized.experiments.text.corpus import Corpus, load_corpus
 from factorized.experiments.text.language import LanguageTask
 from factorized.experiments.text.network import build_text_network, build_text_optimizer
 from factorized.experiments.text.train import TASKS, _last_checkpoint, train_text
@@ -102,7 +103,7 @@ def test_a_result_says_how_many_tokens_were_read_and_how_fast_without_evaluation
     assert result["machine"]["transformers"] == transformers.__version__
 
 
-@pytest.mark.parametrize("task", ["language", "translation"])
+@pytest.mark.parametrize("task", ["language", "masked", "translation"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,24 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
     assert [row["update"] for row in resumed["history"]] == [row["update"] for row in whole["history"]]
+
+
+def test_a_stopped_run_of_a_mixture_from_a_folder_continues_with_its_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(**sizes, vocab_size=300, num_key_value_heads=2, num_local_experts=2)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "network")
+    small("language", tmp_path)[1].tokenizer.save_pretrained(tmp_path / "network")
+    changes = (f"model.name=hf:{tmp_path / 'network'}", "data.length=16", "run.batch=4", "data.vocabulary=300")
+    steps = ("schedule.updates=4", "run.evaluate_every=2", "run.checkpoint_every=2", "optimizer.lr=0.01")
+    recipe = load_any_recipe("language/tiny", (*files(tmp_path, "language"), *changes, *steps))
+    assert isinstance(recipe, TextRecipe)
+    corpus = load_corpus(recipe, tmp_path, tmp_path / "packed")
+    (whole,) = train_text(recipe, corpus, tmp_path / "whole", device="cpu")
+    train_until(2, recipe, corpus, tmp_path / "stopped", monkeypatch)
+    (resumed,) = train_text(recipe, corpus, tmp_path / "stopped", device="cpu", resume=True)
+    assert resumed["scores"] == whole["scores"]
 
 
 def test_the_seconds_of_a_run_are_those_of_all_its_parts(
