@@ -19,6 +19,8 @@ from factorized.nn.running import removing
 
 # Patches of this many entries are multiplied at a time, or those of one example if that has more.
 PATCH_ENTRIES = 2**24
+# Rows of a moment that are computed at a time, from their diagonal entries on: what is below mirrors what is above.
+ROWS = 256
 
 
 class InputMoments:
@@ -37,7 +39,7 @@ class InputMoments:
         self.centered = centered
         self.samples = 0  # inputs seen: tokens, positions of patches, rows looked up
         self.origin = torch.zeros(())  # (groups, inputs); taken from inputs if centered: constant ones leave nothing
-        self.sums = torch.zeros(())  # of the moment's shape from the first call on
+        self.sums = torch.zeros(())  # of the moment's shape from the first call on, blocks below the diagonal left out
         self.total = torch.zeros(())  # (groups, inputs)
 
     @property
@@ -48,8 +50,11 @@ class InputMoments:
     @property
     def moment(self) -> Moment:
         """What was collected, once there are samples."""
+        if self.looks_up:
+            return Moment(self.sums, self.transposed)
         around = torch.einsum("gi,gj->gij", self.total, self.total) / self.samples if self.centered else 0
-        return Moment(self.sums - around, self.transposed)
+        upper = (self.sums - around).triu()
+        return Moment(upper + upper.triu(1).mT, self.transposed)
 
     @property
     def directions(self) -> int:
@@ -84,17 +89,23 @@ class InputMoments:
                 self.origin = x[:, 0].double()
             x = x - self.origin.unsqueeze(1)
         x = x.double()  # rounding would outweigh what is small beside a large mean, and weights in unseen directions
-        self._collect(x.mT @ x, x.sum(1), x.shape[1])
+        groups, samples, inputs = x.shape
+        if not self.samples:
+            self.sums = x.new_zeros(groups, inputs, inputs)
+        for start in range(0, inputs, ROWS):
+            rows = slice(start, start + ROWS)
+            self.sums[:, rows, start:].baddbmm_(x[..., rows].mT, x[..., start:])
+        self._count_in(x.sum(1), samples)
 
     def _count(self, indices: Tensor, padding: int | None) -> None:
         """Count how often every row is looked up: its inputs are one-hot, so that their moment is diagonal."""
         counts = torch.bincount(indices.reshape(-1), minlength=self.weight_shape[0]).double().unsqueeze(0)
         if padding is not None:
             counts[:, padding] = 0  # bags leave it out
-        self._collect(counts, counts, indices.numel())
+        self.sums = self.sums + counts
+        self._count_in(counts, indices.numel())
 
-    def _collect(self, sums: Tensor, total: Tensor, samples: int) -> None:
-        self.sums = self.sums.add_(sums) if self.samples else sums
+    def _count_in(self, total: Tensor, samples: int) -> None:
         self.total = self.total + total if self.samples else total
         self.samples += samples
 

@@ -127,6 +127,21 @@ def test_linear_inputs_of_any_shape_are_counted_and_given_by_keyword() -> None:
     assert found[layer].samples == 9  # the hooks are gone
 
 
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("centered", [False, True])
+def test_blocks_below_the_diagonal_mirror_those_above(
+    rows: int, centered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments, "ROWS", rows)
+    layer, x = nn.Linear(12, 3), torch.randn(40, 12, dtype=torch.float64)
+    collected = InputMoments(layer, centered=centered)
+    for part in x.split(25):
+        collected(layer, (part,), {})
+    x = x - x.mean(0) if centered else x
+    torch.testing.assert_close(collected.moment.sums[0], x.mT @ x)
+    assert torch.equal(collected.moment.sums, collected.moment.sums.mT)
+
+
 def test_a_centered_moment_is_that_around_the_mean() -> None:
     conv = nn.Conv2d(4, 6, 3, groups=2).double()
     x = images(conv) + 2
