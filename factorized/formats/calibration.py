@@ -105,11 +105,12 @@ def regularized(
 ) -> Moment:
     """Return the moment with a small multiple of the identity added, which raises ``Σ ‖weight·x‖²`` by a small share.
 
-    Where every output is zero, add the identity.
+    A group whose outputs are zero gets the mean share; where every output is zero, add the identity.
     """
     sums, W = moment.sums, by_output(weight, shape, moment.transposed)
-    outputs = (_times(W, sums) * W).sum((-2, -1))  # (groups,)
-    ridge = torch.where(outputs > 0, RIDGE * outputs / W.square().sum((-2, -1)), 1).unsqueeze(-1)
+    outputs, sizes = (_times(W, sums) * W).sum((-2, -1)), W.square().sum((-2, -1))  # (groups,)
+    mean = torch.where(outputs.sum() > 0, RIDGE * outputs.sum() / sizes.sum(), 1)
+    ridge = torch.where(outputs > 0, RIDGE * outputs / sizes, mean).unsqueeze(-1)
     diagonal = sums if sums.dim() == 2 else sums.diagonal(dim1=-2, dim2=-1)
     added = ridge if sums.dim() == 2 else torch.diag_embed(ridge.expand_as(diagonal))
     return Moment(sums + added, moment.transposed)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from factorized._torch import is_jit_tracing
+from factorized._torch import is_jit_tracing, is_transformed
 
-LAST_DIMS = (4, 5)  # dimensions of inputs that torch also lays out with channels last
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by dimensions of an input
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -93,7 +93,7 @@ def convolve(
         x = pad(x, geometry.padding, geometry.padding_mode)
         padding = (0,) * len(geometry.padding)
     apply = _CONVOLVE[len(geometry.stride)]
-    return apply(x, _fitted(kernel, x), bias, geometry.stride, padding, geometry.dilation, groups)
+    return apply(x, _fitted(kernel, x, groups), bias, geometry.stride, padding, geometry.dilation, groups)
 
 
 def convolve_transposed(
@@ -106,30 +106,30 @@ def convolve_transposed(
     """Apply the transpose of ``convolve`` with the same kernel, and torch's output padding."""
     padding = tuple(before for before, _ in geometry.padding)
     settings = (geometry.stride, padding, geometry.output_padding, groups, geometry.dilation)
-    return _TRANSPOSED[len(geometry.stride)](x, _fitted(kernel, x), bias, *settings)
+    return _TRANSPOSED[len(geometry.stride)](x, _fitted(kernel, x, groups), bias, *settings)
 
 
-def _fitted(kernel: Tensor, x: Tensor) -> Tensor:
+def _fitted(kernel: Tensor, x: Tensor, groups: int) -> Tensor:
     """Return a kernel in the layout of its input; a view of factors may look channels-last, and so would the result.
 
-    On a CPU its strides are those of a new tensor: oneDNN misreads others, even of dimensions with one entry. Where
-    gradients are computed it is copied: float64 and float16 convolutions need that for correct ones.
+    It is copied on a CPU where gradients are computed: float64 and float16 convolutions need that for correct ones. So
+    are grouped ones there, whose strides oneDNN misreads unless they are those of a new tensor, even of dimensions with
+    one entry.
     """
     last = x.dim() == kernel.dim() and is_channels_last(x)
     if last and x.is_cuda:
         return kernel
-    last = last and not torch.compiler.is_compiling()  # a compiler lays it out, with odd strides if it is permuted
-    in_order = kernel.movedim(1, -1) if last else kernel  # vmap has no copies in a memory format
-    if not x.is_cuda and (is_jit_tracing() or (torch.is_grad_enabled() and kernel.requires_grad)):
-        # a trace is recorded with gradients and checked without: the same in both
-        in_order = in_order.clone(memory_format=torch.contiguous_format)
-    else:
-        in_order = in_order.reshape(-1).view(in_order.shape)  # contiguous() keeps strides of pointwise kernels
-    return in_order.movedim(-1, 1) if last else in_order
+    # compilers lay kernels out, with odd strides if they are permuted, and vmap has no copies in such a layout
+    last = last and not (torch.compiler.is_compiling() or is_transformed())
+    # a trace is recorded with gradients and checked without: the same in both
+    learns = not x.is_cuda and (is_jit_tracing() or (torch.is_grad_enabled() and kernel.requires_grad))
+    if learns or (last and groups > 1):
+        return kernel.clone(memory_format=CHANNELS_LAST[x.dim()] if last else torch.contiguous_format)
+    return kernel if last else kernel.reshape(-1).view(kernel.shape)  # contiguous() keeps strides of pointwise kernels
 
 
 def is_channels_last(
     x: Tensor,  # (batch, channels, *spatial)
 ) -> bool:
     """Return whether the channels of a position lie side by side in memory; one position has either layout."""
-    return x.dim() in LAST_DIMS and x.shape[1] > 1 and x.stride(1) == 1 and x.stride(-1) != 1
+    return x.dim() in CHANNELS_LAST and x.shape[1] > 1 and x.stride(1) == 1 and x.stride(-1) != 1

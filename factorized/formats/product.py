@@ -111,14 +111,16 @@ class Product(Format):
         U, V = starts[0]
         if len(moments) > 1 or not moments[0].is_exact(self.shape):
             plain = replace(self, depth=0)
-            starts += [plain.decompose(exact)]
-            errors = [output_error(exact - plain.compose(start), moments, self.shape) for start in starts]
-            best = starts[int(torch.stack(errors).argmin())]
+
+            def error(factors: Sequence[Tensor]) -> float:
+                return output_error(exact - plain.compose(factors), moments, self.shape).item()
+
+            start = min(*starts, plain.decompose(exact), key=error)
             if len(moments) > 1:
-                best = refined(plain.compose, best, exact, moments, self.shape)
+                found = refined(plain.compose, start, exact, moments, self.shape)
             else:
-                best = refined_factors(best[0], best[1], exact, moments[0], self.shape)
-            U, V = plain.products(best)
+                found = refined_factors(start[0], start[1], exact, moments[0], self.shape)
+            U, V = plain.products(min(start, found, key=error))
             U, V = (factor.flatten(-3, -2) for factor in truncated_factors(U, V, self.rank))
         return self.with_inner(U.to(weight.dtype), V.to(weight.dtype))
 

@@ -328,6 +328,14 @@ def test_the_spectrum_of_a_kernel_split_over_both_factors_adds_up_to_its_outputs
     assert (spectrum.diff() <= 0).all()
 
 
+def test_a_group_without_inputs_does_not_outweigh_small_inputs_of_another() -> None:
+    W, moment = draw(10, 8), moment_of(8, groups=2)
+    inputs = 1e-12 * moment.sums * torch.tensor([0, 1]).view(2, 1, 1)
+    spectrum = output_spectrum(W, [Moment(inputs)], KernelShape.of((10, 8), groups=2))
+    alone = output_spectrum(W[5:], [Moment(inputs[1:])], KernelShape.of((5, 8)))
+    torch.testing.assert_close(spectrum, alone, rtol=1e-6, atol=1e-6 * alone.sum().item())
+
+
 def test_a_weight_or_inputs_of_zeros_have_a_finite_spectrum() -> None:
     shape = KernelShape(5, 4, (), 1)
     zeros = Moment(torch.zeros(1, 4, 4, dtype=torch.float64))

@@ -115,3 +115,14 @@ def test_zeros_and_what_is_no_moment_change_nothing() -> None:
     factors = format.decompose(W)
     found = refined_factors(*factors, W, Moment(-moment.sums), format.shape)
     assert all(torch.equal(a, b) for a, b in zip(found, factors, strict=True))
+
+
+@pytest.mark.parametrize(("extents", "groups", "transposed"), CASES)
+def test_a_weight_that_the_factors_can_hold_is_kept_where_no_input_shows_it(
+    extents: tuple[int, ...], groups: int, transposed: bool
+) -> None:
+    format, W, moment = problem(extents, groups, transposed)
+    W = format.compose(format.decompose(W))
+    shown = torch.arange(moment.sums.shape[-1]) % 2
+    seen = Moment(moment.sums * shown * shown[:, None], transposed)
+    torch.testing.assert_close(format.compose(format.calibrate(W, [seen])), W, rtol=1e-9, atol=1e-9)
