@@ -25,7 +25,7 @@ from factorized.nn.running import count_parameters
 from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
 from factorized.planning.ranks import Choice, Item, lowest_cost, spend_uniformly
 from factorized.planning.spectrum import rank_for_energy
-from factorized.surgery.heads import shrunk_attention
+from factorized.surgery.heads import hand_hooks, shrunk_attention
 from factorized.surgery.replace import refuse_wrapped, replace_modules
 from factorized.surgery.state import is_sharded, plain_name
 
@@ -279,6 +279,7 @@ def _heads_cut(name: str, unit: AttentionUnit) -> Cut:
         qk, ov = of_both(choice)
         whole = read_unit(plain_module(unit, unit.head_size, padded_matrices(unit, unit.head_size)))
         new = shrunk_module(whole, qk, ov, spectral_matrices(whole, qk, ov, kinds, may_add_bias=ov < unit.head_size))
+        hand_hooks(unit.module, new)
 
         return lambda model: replace_modules(model, {unit.module: new})
 
