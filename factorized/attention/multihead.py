@@ -60,7 +60,7 @@ class ShrunkMultiheadAttention(nn.Module):
     @classmethod
     def like(cls, dense: nn.MultiheadAttention, qk_size: int, ov_size: int) -> ShrunkMultiheadAttention:
         """Return a module with the settings of ``dense`` and heads of these sizes, on the meta device."""
-        return cls(
+        new = cls(
             dense.embed_dim,
             dense.num_heads,
             qk_size,
@@ -73,6 +73,8 @@ class ShrunkMultiheadAttention(nn.Module):
             batch_first=dense.batch_first,
             device="meta",
         )
+        _keep_output_bias(dense, new)
+        return new
 
     def forward(
         self,
@@ -173,17 +175,27 @@ def dense_multihead(module: nn.Module) -> nn.MultiheadAttention | None:
     """Return the ``nn.MultiheadAttention`` that a shrunk one came from, on the meta device; None for other modules."""
     if not isinstance(module, ShrunkMultiheadAttention):
         return None
-    return nn.MultiheadAttention(
+    new = nn.MultiheadAttention(
         module.embed_dim,
         module.num_heads,
         dropout=module.dropout,
-        bias=module.out_proj.bias is not None,
+        bias=module.q_proj.bias is not None,
         add_zero_attn=module.add_zero_attn,
         kdim=module.kdim,
         vdim=module.vdim,
         batch_first=module.batch_first,
         device="meta",
     )
+    _keep_output_bias(module, new)
+    return new
+
+
+def _keep_output_bias(old: nn.Module, new: nn.Module) -> None:
+    """Give ``new`` an output bias, on the meta device, where ``old`` has no bias but that one."""
+    projection = new.get_submodule("out_proj")
+    bias = old.get_submodule("out_proj").bias
+    if isinstance(bias, Tensor) and projection.bias is None:
+        projection.bias = nn.Parameter(torch.empty_like(bias, device="meta"))
 
 
 def _is_batched(query: Tensor, key: Tensor, value: Tensor) -> bool:

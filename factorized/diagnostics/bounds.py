@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,15 @@ from torch.nn.modules.conv import _ConvNd
 
 from factorized._checks import is_number
 from factorized._torch import computable, without_autocast
+from factorized.attention.family import is_transposed
+from factorized.attention.heads import is_around_heads
 from factorized.formats.kernel import KernelShape, to_matrix
+from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
 from factorized.nn.running import evaluation_mode, move_to
 
-_WEIGHTED = (nn.Linear, _ConvNd, FactorizedLayer)
+_WEIGHTED = (nn.Linear, _ConvNd, nn.MultiheadAttention, HeldWeight)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ def margin_bounds(
 ) -> MarginBounds:
     """Return the generalization terms of ``model`` on a loader of (inputs, classes).
 
-    Convolutions count as the matrices they are factorized as. The appendix bounds ‖W‖₂ by one σ for all layers; here
+    Linear layers and convolutions count, and projections of attention, gates and experts: as the matrices they are
+    factorized as. Embeddings do not. The appendix bounds ‖W‖₂ by one σ for all layers; here
     each layer's own norm is used, which is the same theorem and sharper. (As printed, corollary A.1 has both σ²ᴸ and
     the product of the norms; the theorem that it applies has only the product.)
 
@@ -88,11 +93,11 @@ def margin_bounds(
         raise ValueError(f"the margin gamma must be a finite number above 0, got {gamma!r}")
     if not (is_number(delta) and 0 < delta < 1):
         raise ValueError(f"delta must be a probability between 0 and 1, got {delta!r}")
-    weighted = [module for module in model.modules() if isinstance(module, _WEIGHTED)]
+    weighted = [module for module in dict.fromkeys(named_layers(model).values()) if _is_weighted(module)]
     if not weighted:
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to bound")
     margins, radius = _margins(model, loader)  # raises if the weights are not finite, and so neither are the scores
-    spectra = [_spectrum(module) for module in weighted]
+    spectra = [spectrum for module in weighted for spectrum in _spectra(module)]
     if gamma is None:
         gamma = torch.quantile(margins, 0.1).item()
         if not gamma > 0:
@@ -185,13 +190,34 @@ def _scores_of(output: object, classes: Tensor) -> Tensor:  # (samples, classes)
     return scores
 
 
-def _spectrum(module: nn.Linear | _ConvNd | FactorizedLayer) -> tuple[int, int, Tensor]:
-    """Return rows, rank and singular values of a layer's matrix; groups count as one block-diagonal matrix."""
+def _is_weighted(module: nn.Module) -> bool:
+    if isinstance(module, FactorizedLayer):
+        return module.form_kind != "embedding"
+    return isinstance(module, _WEIGHTED) or is_transposed(module) or is_around_heads(module)
+
+
+def _spectra(module: nn.Module) -> list[tuple[int, int, Tensor]]:
+    """Return rows, rank and singular values of each matrix of a layer; groups count as one block-diagonal matrix."""
     with without_autocast(next(module.parameters()).device):
         if isinstance(module, FactorizedLayer):
             shape, rank = module.shape, module.format.matrix_rank
             values = module.format.spectrum([computable(factor) for factor in module.factors])
-            return shape.groups * shape.rows, shape.groups * rank, values.flatten()
-    shape = KernelShape.of(tuple(module.weight.shape), module.groups if isinstance(module, _ConvNd) else 1)
-    values = torch.linalg.svdvals(computable(to_matrix(module.weight, shape)))
-    return shape.groups * shape.rows, shape.groups * shape.full_rank, values.flatten()
+            return [(shape.groups * shape.rows, shape.groups * rank, values.flatten())]
+        found = []
+        for weight, groups in _weights(module):
+            shape = KernelShape.of(tuple(weight.shape), groups)
+            values = torch.linalg.svdvals(computable(to_matrix(weight, shape)))
+            found.append((shape.groups * shape.rows, shape.groups * shape.full_rank, values.flatten()))
+        return found
+
+
+def _weights(module: Any) -> list[tuple[Tensor, int]]:
+    """Return the weights of a dense layer, each with its number of groups."""
+    if isinstance(module, nn.MultiheadAttention):  # its output projection is a layer
+        if module.in_proj_weight is not None:
+            return [(weight, 1) for weight in module.in_proj_weight.chunk(3)]
+        return [(weight, 1) for weight in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)]
+    if isinstance(module, HeldWeight):
+        return [(module.weight.reshape(module.matrix_shape), module.groups)]
+    groups = module.groups if isinstance(module, _ConvNd) else 1
+    return [(module.weight.mT if is_transposed(module) else module.weight, groups)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from factorized._checks import is_whole
+from factorized._torch import is_jit_tracing
 from factorized.formats.cost import POSITIONS, TRAFFIC, Device
 from factorized.formats.format import Call, Cores, Format, Rank, Way, pull_back
 from factorized.formats.light_expansion import Indices, light_expansion
@@ -148,9 +149,10 @@ class TensorFormat(Format):
         """Expand the tensor; near full rank, only its cores are kept for the backward pass.
 
         A compiler would unroll the slices of that pass into ten times as many products; it decides itself what is kept.
+        A trace by ``torch.jit`` could not be saved with a Python function in it.
         """
         batch = cores[0].shape[: cores[0].dim() - len(self.core_shapes[0])]
-        if batch or torch.compiler.is_compiling() or self.keeps_little:
+        if batch or torch.compiler.is_compiling() or is_jit_tracing() or self.keeps_little:
             tensor = self.expand(cores)
         else:
             tensor = light_expansion(self.expand, self.indices, cores)

@@ -97,5 +97,6 @@ def _time_executions(layer: FactorizedLayer, x: Tensor, rounds: int, compiled: b
         for execution in layer.executions:
             candidate = deepcopy(layer)
             candidate.execution = execution
+            candidate.drop_connect = 0.0  # with it every execution composes in training; this is for all other calls
             steps[execution] = training_step(candidate, x, compiled)
         return median_milliseconds(steps, cuda=x.is_cuda, rounds=rounds, repeats=10 if x.is_cuda else 1)

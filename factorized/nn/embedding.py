@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from factorized._torch import is_jit_tracing
 from factorized.formats.format import Format
 from factorized.nn.dense import check_dense, format_of
 from factorized.nn.init import Init
@@ -135,7 +136,9 @@ class FactorizedEmbedding(FactorizedLayer):
         factors = self.factors
         *wide, thin = self.format.chain_weights(factors)
         x = widened(F.embedding(input, thin, self.padding_idx, sparse=self.sparse), wide, factors[0].dtype)
-        scale = self._gradient_scale(input, x.dtype) if torch.is_grad_enabled() else None
+        # A trace is recorded with gradients and checked without: the same in both.
+        records = torch.is_grad_enabled() or is_jit_tracing()
+        scale = self._gradient_scale(input, x.dtype) if records else None
         return x if scale is None else scale_gradient(x, scale)
 
     def _gradient_scale(self, indices: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -213,6 +216,9 @@ def widened(
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:  # like x
     """Return ``x``, whose gradient will be multiplied by ``scale``."""
+    if is_jit_tracing():  # a trace with a Python function in it could not be saved
+        fixed = x.detach()
+        return fixed + (x - fixed) * scale
     function = _ScaleGradient if torch.compiler.is_compiling() else _ScaleGradientAlone
     return function.apply(x, scale)
 

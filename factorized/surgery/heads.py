@@ -13,6 +13,7 @@ from factorized.attention.multihead import allow_nested_tensors, is_shrunk_multi
 from factorized.attention.register import adapter_of, find_attention, read_attention
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
 from factorized.attention.unit import FORMS, AttentionUnit, shrunk_note
+from factorized.nn.dense import CALL_HOOKS
 from factorized.nn.init import Init
 from factorized.nn.model import module_names
 from factorized.planning.plan import AttentionEntry
@@ -42,9 +43,20 @@ def with_plain_attention(
 ) -> nn.Module:
     """Replace shrunk attention by what ``to_plain`` returns; return the model."""
     places = module_names(model)
-    model = replace_modules(model, {unit.module: to_plain(places[unit.module], unit) for unit in shrunk})
+    new = {unit.module: to_plain(places[unit.module], unit) for unit in shrunk}
+    for module, plain in new.items():
+        hand_hooks(module, plain)
+    model = replace_modules(model, new)
     allow_nested_tensors(model)
     return model
+
+
+def hand_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give attention that replaces another one its hooks, and those of its projections that have a place in it."""
+    places = dict(new.named_modules())
+    for path, module in old.named_modules():
+        if path in places:
+            places[path].__dict__ |= {name: module.__dict__[name] for name in CALL_HOOKS}
 
 
 def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[AttentionEntry]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from operator import gt
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from factorized.nn.running import count_parameters
 from factorized.planning.plan import AttentionEntry, Plan, PlanEntry
 from factorized.planning.ranks import Choice, Item, lowest_cost, spend_uniformly
 from factorized.planning.spectrum import rank_for_energy
-from factorized.surgery.heads import shrunk_attention
+from factorized.surgery.heads import hand_hooks, shrunk_attention
 from factorized.surgery.replace import refuse_wrapped, replace_modules
 from factorized.surgery.state import is_sharded, plain_name
 
@@ -37,7 +38,7 @@ class Cut:
 
     name: str  # as in a plan
     item: Item
-    choices: Sequence[Choice]  # formats, or sizes of a head
+    choices: Sequence[Choice]  # formats, or the sizes of a head in its shrunk forms
     energies: Callable[[], torch.Tensor]  # squared singular values
     planned: Callable[[PlanEntry | AttentionEntry], Choice]  # the choice of a plan's entry
     cut: Callable[[Choice], Install]
@@ -45,7 +46,7 @@ class Cut:
     def at_most(self, rank: int) -> Choice:
         """Return the present choice with every rank above ``rank`` lowered to it."""
         now = self.choices[0]
-        return _capped(now, rank) if isinstance(now, Format) else min(now, rank)
+        return _capped(now, rank) if isinstance(now, Format) else tuple(min(size, rank) for size in now)
 
 
 def truncate(
@@ -139,7 +140,8 @@ def _cuts(model: nn.Module) -> list[Cut]:
             items[format] = _item(path, lambda format: format.numel, _ranks), path
         cuts.append(_layer_cut(layers[0][0], [layer for _, layer in layers], *items[format]))
     places = module_names(model)
-    cuts += [_heads_cut(plain_name(places[unit.module][0]), unit) for unit in shrunk_attention(model)]
+    heads = [unit for unit in shrunk_attention(model) if unit.shrunk_forms]
+    cuts += [_heads_cut(plain_name(places[unit.module][0]), unit) for unit in heads]
     if not cuts:
         raise ValueError(f"{type(model).__name__} has no factorized layer; call fz.factorize first")
     return cuts
@@ -258,23 +260,30 @@ def _layer_cut(name: str, layers: Sequence[FactorizedLayer], item: Item, path: S
 def _heads_cut(name: str, unit: AttentionUnit) -> Cut:
     kinds, now = unit.shrunk_forms, (unit.query.head_size, unit.value.head_size)
     cost = AttentionCost(unit, kinds)
-    sizes = [size for kind, size in zip(FORMS, now, strict=True) if kind in kinds]
-    path = list(range(max(sizes), 0, -1))
+    sizes = [size for kind, size in zip(FORMS, now, strict=True) if kind in kinds]  # a choice has one for each
+    path = [tuple(max(1, round(size * rank / max(sizes))) for size in sizes) for rank in range(max(sizes), 0, -1)]
 
-    def planned(entry: PlanEntry | AttentionEntry) -> int:
-        rank = entry.rank if isinstance(entry, AttentionEntry) else None
-        if not isinstance(entry, AttentionEntry) or rank is None or cost.ranks(rank) != entry.head_ranks:
+    def of_both(choice: tuple[int, ...]) -> tuple[int, int]:
+        given = dict(zip(kinds, choice, strict=True))
+        qk, ov = (given.get(kind, size) for kind, size in zip(FORMS, now, strict=True))
+        return qk, ov
+
+    def planned(entry: PlanEntry | AttentionEntry) -> tuple[int, ...]:
+        asked = entry.head_ranks if isinstance(entry, AttentionEntry) else None
+        choice = tuple(size for kind, size in zip(FORMS, asked or (), strict=False) if kind in kinds)
+        if asked is None or of_both(choice) != asked or any(map(gt, asked, now)):
             raise ValueError(f"{name} has heads of {now}, which the plan does not cut. Nothing was changed")
-        return min(rank, path[0])
+        return choice
 
-    def cut(size: int) -> Install:
-        qk, ov = cost.ranks(size)
+    def cut(choice: tuple[int, ...]) -> Install:
+        qk, ov = of_both(choice)
         whole = read_unit(plain_module(unit, unit.head_size, padded_matrices(unit, unit.head_size)))
         new = shrunk_module(whole, qk, ov, spectral_matrices(whole, qk, ov, kinds, may_add_bias=ov < unit.head_size))
+        hand_hooks(unit.module, new)
 
         return lambda model: replace_modules(model, {unit.module: new})
 
-    item = _item(path, cost.params, lambda size: (size,))
+    item = _item(path, lambda choice: cost.params_at(*of_both(choice)), lambda choice: (max(choice),))
     return Cut(name, item, path, lambda: attention_spectrum(name, unit, kinds), planned, cut)
 
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import factorized as fz
 
@@ -133,6 +134,68 @@ def test_a_composed_model_has_the_same_frobenius_term(options: dict[str, Any]) -
     by_rank, by_frobenius = terms(matrices, B=ours.radius, m=12, r=ours.rank, gamma=0.5, samples=5)
     assert ours.log10_frobenius_term == pytest.approx(by_frobenius, abs=1e-9)
     assert ours.log10_rank_term == pytest.approx(by_rank, abs=1e-9)
+
+
+class Classifier(nn.Module):
+    """An embedding of the rounded inputs, a module of any kind, and a linear layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(4, 8), inner, nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x.abs().long() % 4)
+        attends = not isinstance(self.inner, (Conv1D, nn.LSTM))
+        x = self.inner(x, x, x[..., :4])[0] if attends else self.inner(x)
+        return self.head((x[0] if isinstance(x, tuple) else x).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("inner", "matrices"),
+    [
+        (lambda: Conv1D(8, 8), lambda m: [m.weight.T]),
+        (
+            lambda: nn.LSTM(8, 8, batch_first=True),
+            lambda m: [torch.block_diag(*W.chunk(4)) for W in m._flat_weights[:2]],
+        ),
+        (
+            lambda: nn.MultiheadAttention(8, 2, vdim=4, batch_first=True),
+            lambda m: [m.q_proj_weight, m.k_proj_weight, m.v_proj_weight, m.out_proj.weight],
+        ),
+    ],
+    ids=["Conv1D", "LSTM", "attention"],
+)
+def test_layers_of_every_kind_count_dense_as_they_do_factorized(
+    inner: Callable[[], nn.Module], matrices: Callable[[Any], list[Tensor]]
+) -> None:
+    torch.manual_seed(0)
+    model = Classifier(inner()).double()
+    settings: dict[str, Any] = {"attention": "heads", "keep_first_and_last": False}
+    factorized = fz.factorize(model, rank_scale=0.5, **settings)
+    dense = fz.compose(factorized)
+    bounds = fz.margin_bounds(dense, LOADER, gamma=1.0)
+    found = [W.detach() for W in (*matrices(dense.inner), dense.head.weight)]
+    by_rank, by_frobenius = terms(found, bounds.radius, bounds.width, bounds.rank, 1.0, 4)
+    assert (bounds.log10_rank_term, bounds.log10_frobenius_term) == pytest.approx((by_rank, by_frobenius), abs=1e-9)
+    ours = fz.margin_bounds(factorized, LOADER, gamma=1.0)
+    assert ours.log10_frobenius_term == pytest.approx(by_frobenius, abs=1e-9)
+    assert ours.layers == bounds.layers == len(found)
+
+
+def test_packed_projections_of_attention_are_three_matrices() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(2, 1), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x, x)[0])
+
+    model = Attends()
+    bounds = fz.margin_bounds(model, LOADER, gamma=1.0)
+    matrices = [*model.attention.in_proj_weight.detach().chunk(3), model.attention.out_proj.weight, model.head.weight]
+    by_rank, by_frobenius = terms([W.detach() for W in matrices], bounds.radius, 2, 2, 1.0, 4)
+    assert (bounds.log10_rank_term, bounds.log10_frobenius_term) == pytest.approx((by_rank, by_frobenius), abs=1e-5)
 
 
 def test_the_rank_of_groups_is_that_of_the_block_diagonal_matrix() -> None:

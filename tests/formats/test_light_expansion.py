@@ -160,3 +160,11 @@ def test_nothing_is_recorded_where_nothing_needs_a_gradient(tensor: TensorFormat
     cores = [torch.randn(shape, requires_grad=not frozen) for shape in tensor.core_shapes]
     with torch.set_grad_enabled(frozen):
         assert not light_expansion(tensor.expand, tensor.indices, cores).requires_grad
+
+
+@pytest.mark.parametrize("tensor", NEAR_FULL, ids=str)
+def test_a_trace_passes_the_check_of_torch_and_holds_torchs_functions_only(tensor: TensorFormat) -> None:
+    cores = tuple([torch.randn(shape, requires_grad=True) for shape in tensor.core_shapes])
+    traced = torch.jit.trace(lambda *cores: tensor.compose(cores), cores)
+    assert "PythonOp" not in str(traced.graph)
+    torch.testing.assert_close(traced(*cores), tensor.compose(cores))

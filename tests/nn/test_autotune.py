@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from factorized import FactorizedConv2d, FactorizedEmbedding, FactorizedLinear
+from factorized import FactorizedConv2d, FactorizedEmbedding, FactorizedLinear, drop_connect
 from factorized.nn.autotune import autotune
+from factorized.nn.layer import FactorizedLayer
 from factorized.testing import error
 
 CONV = FactorizedConv2d(4, 4, 3, 2).executions
@@ -82,6 +83,23 @@ def test_what_it_measures_decides(x: Tensor) -> None:
     for name, times in autotune(model, x, rounds=1).items():
         assert all(milliseconds > 0 for milliseconds in times.values())
         assert model.get_submodule(name).execution == min(times, key=times.__getitem__)
+
+
+def test_under_drop_connect_executions_are_timed_as_evaluation_runs_them(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[str] = []
+
+    def step(layer: FactorizedLayer, *_: Any) -> Any:
+        timed.append(layer.chosen_execution())
+        return lambda: None
+
+    pretend(monkeypatch, {len(CONV): "chain"})
+    monkeypatch.setattr(sys.modules["factorized.nn.autotune"], "training_step", step)
+    model = drop_connect(nn.Sequential(FactorizedConv2d(4, 4, 3, 2)), 0.5).train()
+    autotune(model, x)
+    assert timed == list(CONV)
+    assert (model[0].execution, model[0].drop_connect) == ("chain", 0.5)
 
 
 def test_equal_layers_are_measured_once(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,19 @@ def test_a_padding_row_that_is_not_zero_is_looked_up_but_trains_nothing(sparse: 
     assert error(y, layer.weight[padding]) < 1e-6
     y.sum().backward()
     assert [factor.grad.to_dense().abs().max().item() for factor in layer.factors] == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of torch's own code
+@pytest.mark.parametrize("settings", [{"padding_idx": 2}, {"padding_idx": 2, "scale_grad_by_freq": True}], ids=str)
+def test_a_trace_passes_the_check_of_torch_and_has_the_same_gradients(settings: dict[str, Any]) -> None:
+    layer, x = FactorizedEmbedding(ENTRIES, WIDTH, 3, **settings), torch.tensor([[1, 2], [4, 4]])
+    traced = torch.jit.trace(layer, x)
+    assert "PythonOp" not in str(traced.graph)
+    for given in (x, x.mT.repeat(2, 1)):
+        expected, found = layer(given), traced(given)
+        assert torch.equal(found, expected)
+        wanted = torch.autograd.grad(expected.square().sum(), layer.factors)
+        assert max(map(error, torch.autograd.grad(found.square().sum(), [traced.U, traced.V]), wanted)) < 1e-6
 
 
 @pytest.mark.parametrize(

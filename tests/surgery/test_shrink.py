@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,25 @@ def test_value_biases_move_into_the_output_bias() -> None:
     attention = model.encoder.layer[0].attention
     assert error(attention.output.dense.bias, expected) < 1e-12
     assert attention.self.value.bias.abs().max() == 0
+
+
+@torch.no_grad()
+def test_an_output_bias_stays_where_there_are_no_input_biases(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).double().eval()
+        model.self_attn.in_proj_bias = None
+        return model
+
+    model, x = make(), torch.randn(2, 5, 16).double()
+    nn.init.normal_(model.self_attn.out_proj.bias)
+    shrunk = fz.factorize_attention(deepcopy(model), rank_scale=1)
+    assert error(shrunk(x), model(x)) < 1e-10
+    assert error(fz.compose(shrunk)(x), model(x)) < 1e-10
+    assert fz.compose(shrunk).state_dict().keys() == model.state_dict().keys()
+    half = fz.factorize_attention(deepcopy(model), rank_scale=0.5)
+    fz.save(half, tmp_path)
+    assert error(fz.load(tmp_path, make())(x), half(x)) == 0
 
 
 def test_an_output_layer_without_bias_gets_one_for_the_value_biases() -> None:

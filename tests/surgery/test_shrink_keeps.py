@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,20 @@ def test_hooks_around_the_projections_go_on_and_their_handles_remove_them(place:
     handle.remove()
     BERT.run(model)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("to_plain", [fz.compose, fz.lower, lambda model: fz.truncate(model, rank=1)])
+@pytest.mark.parametrize("place", ["", "self.query", "output.dense"])
+@pytest.mark.filterwarnings("ignore:lowered, ")
+def test_hooks_on_shrunk_attention_stay_when_it_is_replaced(place: str, to_plain: Any) -> None:
+    bert, calls = fz.factorize_attention(BERT.make(), {"qk": 0.5, "ov": 0.75}), []
+    bert.encoder.layer[0].attention.get_submodule(place).register_forward_hook(lambda *_: calls.append(1))
+    BERT.run(to_plain(bert))
+    assert len(calls) == 1
+    packed, x = fz.factorize_attention(nn.Sequential(nn.MultiheadAttention(16, 2))), torch.randn(3, 1, 16)
+    packed[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    to_plain(packed)[0](x, x, x)
+    assert len(calls) == 2
 
 
 def test_plain_attributes_of_projections_and_of_their_weights_go_to_the_new_ones() -> None:

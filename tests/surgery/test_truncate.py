@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import factorized as fz
 from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.nn.layer import FactorizedLayer
+from factorized.surgery.describe import describe
 from factorized.testing import error
 from tests.attention.attention_zoo import EVERY, Kind, register_own
 
@@ -254,6 +255,34 @@ def test_shrunk_attention_gets_smaller_heads(settings: dict[str, Any]) -> None:
     reference = fz.factorize(composed, rank=qk, attention="heads", include=["self_attn"], keep_first_and_last=False)
     assert error(model.self_attn(x, x, x)[0], reference.self_attn(x, x, x)[0]) < 1e-10
     fz.compose(model)(x)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [({"rank_scale": 0.5}, (4, 1)), ({"ratio": 0.95}, (4, 1)), ({"rank": 2}, (2, 2)), ({"rank": 3}, (3, 2))],
+)
+def test_unequal_sizes_of_heads_fall_in_proportion_and_a_rank_limits_both(
+    settings: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    model = fz.factorize_attention(attends(), {"qk": 0.75, "ov": 0.25})
+    fz.truncate(model, **settings)
+    assert (model.self_attn.shrunk.qk, model.self_attn.shrunk.ov) == sizes
+
+
+@pytest.mark.parametrize("scales", [{"qk": 0.5, "ov": 0.125}, {"qk": 0.75, "ov": 0.25}])
+def test_a_plan_of_unequal_sizes_of_heads_says_both(scales: dict[Any, float]) -> None:
+    plan = describe(fz.factorize_attention(attends(), scales))
+    model = fz.truncate(fz.factorize_attention(attends(), {"qk": 0.75, "ov": 0.25}), plan)
+    assert (model.self_attn.shrunk.qk, model.self_attn.shrunk.ov) == (8 * scales["qk"], 8 * scales["ov"])
+
+
+def test_heads_of_their_dense_size_are_not_cut() -> None:
+    model = fz.factorize_attention(attends(), rank_scale=1)
+    with pytest.raises(ValueError, match="has no factorized layer"):
+        fz.truncate(deepcopy(model), rank=2)
+    fz.truncate(fz.factorize(model, rank=8, include=["linear1"]), rank=2)
+    assert model.linear1.rank == 2
+    assert model.self_attn.shrunk.qk == model.self_attn.shrunk.ov == 8
 
 
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
