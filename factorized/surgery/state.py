@@ -44,8 +44,15 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether any parameter of ``model`` is spread over processes."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    """Return whether any parameter of ``model`` is spread over processes.
+
+    One that FSDP2 has gathered, as the root's after an evaluation, counts too: its changes are undone.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return True
+    from torch.distributed.fsdp import FSDPModule  # takes a while
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

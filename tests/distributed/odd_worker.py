@@ -137,6 +137,15 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
+def evaluated() -> nn.Module:
+    """Return a sharded model whose parameters FSDP2 has gathered and not yet let go of."""
+    model = fully_shard(build()).eval()
+    with torch.no_grad():
+        model(torch.zeros(2, 6, dtype=torch.int64))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return model
+
+
 def partly_sharded() -> None:
     model = nn.Sequential(fz.FactorizedLinear(6, 4, 2))
     fully_shard(model, ignored_params={model[0].U})
@@ -188,6 +197,9 @@ def odd() -> dict[str, Any]:
         "load dense": refused(lambda: fz.load_dense(shard(build()), dense)),
         "compose": refused(lambda: fz.compose(shard(build()))),
         "lower": refused(lambda: fz.lower(shard(build()))),
+        "load dense after an evaluation": refused(lambda: fz.load_dense(evaluated(), dense)),
+        "truncate after an evaluation": refused(lambda: fz.truncate(evaluated(), rank=1)),
+        "compose after an evaluation": refused(lambda: fz.compose(evaluated())),
         "partly sharded": refused(partly_sharded),
     }
 

@@ -55,6 +55,9 @@ def test_lamb_takes_weights_that_are_sharded_by_columns(odd: dict[str, Any]) -> 
         ("load dense", "load before fully_shard. Nothing was changed"),
         ("compose", "call fz.save, which gathers"),
         ("lower", "call fz.save, which gathers"),
+        ("load dense after an evaluation", "load before fully_shard. Nothing was changed"),
+        ("truncate after an evaluation", "truncate before fully_shard. Nothing was changed"),
+        ("compose after an evaluation", "call fz.save, which gathers"),
         ("partly sharded", "0.U is not sharded, but 0.V, a factor of the same product, is"),
     ],
 )
