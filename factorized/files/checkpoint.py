@@ -55,10 +55,11 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
     """
     check_model(model)
     model = unwrapped(model)
-    plan = describe(model)
+    plan, state = describe(model), plain_state(model)
+    _check_fillable(model, state)
     if not allow_nonfinite:
         check_finite(model, "nothing was written. Pass allow_nonfinite=True to save the model as it is")
-    tensors, aliases = distinct_tensors(plain_state(model))
+    tensors, aliases = distinct_tensors(state)
     tensors = in_file_order(tensors)
     values = gathered(tensors)
     if not is_sharded(model):
@@ -115,6 +116,17 @@ def load(
         return model
     wrapped = next(name for name, module in model.named_modules() if module is inside)
     return cast(Model, replace_module(model, wrapped, filled))
+
+
+def _check_fillable(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raise if the state dict has other names than parameters and buffers, which are what ``fz.load`` fills."""
+    odd = sorted(state.keys() ^ {name for name, _, _, _ in named_slots(model)})
+    if odd:
+        raise ValueError(
+            f"the state dict {'holds' if odd[0] in state else 'lacks'} {odd[0]}, because get_extra_state or a state "
+            "dict hook changes it, but fz.load fills parameters and buffers only. Make it a buffer, or keep it in "
+            "another file, and remove the hook. Nothing was written"
+        )
 
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:

@@ -239,10 +239,32 @@ class WithExtraState(Small):
     def set_extra_state(self, state: dict[str, int]) -> None: ...
 
 
+class WithExtraTensor(Small):
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Tensor) -> None: ...
+
+
+def without_a_key() -> nn.Module:
+    model = factorized()
+    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.__delitem__("norm.bias"))
+    return model
+
+
+def with_a_graph() -> nn.Module:
+    model = factorized()
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: fz.factorize(WithExtraState(), rank=2), r"_extra_state is dict; a checkpoint without pickle"),
+        (lambda: fz.factorize(WithExtraTensor(), rank=2), r"state dict holds _extra_state, .*keep it in another file"),
+        (without_a_key, r"state dict lacks norm.bias, because .* a state dict hook changes it"),
+        (with_a_graph, r"graph is sparse \(torch.sparse_coo\).*persistent=False"),
         (lambda: fz.factorize(Small().to("meta"), rank=2), r"first.weight is on the meta device and has no values"),
         (Small, r"Small has no factorized layer; call fz.factorize first"),
     ],
