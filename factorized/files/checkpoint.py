@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -41,11 +42,12 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
 
     Wrappers of ``torch.compile`` and ``DistributedDataParallel`` are not saved, only the model inside. For a sharded
     model (``fully_shard``) every rank must call this: the shards are gathered one tensor at a time, rank 0 writes, and
-    all ranks return when it has finished, or raise its error.
+    all ranks return when it has finished, or raise its error. Stages of a pipeline need a folder each, to which the
+    first of their ranks writes.
 
     Raises:
-        ValueError: the model has no factorized layer, something in it cannot be saved without pickle, or weights are
-            not finite; ``allow_nonfinite=True`` saves those too.
+        ValueError: the model has no factorized layer, something in it cannot be saved without pickle, ranks save
+            different stages to one folder, or weights are not finite; ``allow_nonfinite=True`` saves those too.
         OSError: the files could not be written; an earlier checkpoint is kept.
 
     Examples:
@@ -65,16 +67,31 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
     if not is_sharded(model):
         write_checkpoint(Path(folder), plan, tensors, values, aliases)
         return
-    outcome: list[BaseException | None] = [None]
-    if dist.get_rank() == 0:
+    writer = writing_rank(folder, tensors)
+    failure: BaseException | None = None
+    if dist.get_rank() == writer:
         try:
             write_checkpoint(Path(folder), plan, tensors, values, aliases)
         except BaseException as error:  # sent to the other ranks, which would otherwise wait forever
-            outcome = [error]
-    deque(values, maxlen=0)  # the other ranks, and a rank 0 that failed, take part and keep nothing
-    dist.broadcast_object_list(outcome)
-    if outcome[0] is not None:
-        raise outcome[0]
+            failure = error
+    deque(values, maxlen=0)  # the other ranks, and a writer that failed, take part and keep nothing
+    failures: list[BaseException | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if (told := failures[writer]) is not None:
+        raise told
+
+
+def writing_rank(folder: str | Path, names: Iterable[str]) -> int:
+    """Return the first of the ranks that save to ``folder``; raise on all ranks if they save other ``names``."""
+    saved = str(Path(folder).absolute()), hashlib.sha256("\n".join(names).encode()).hexdigest()
+    found = [saved] * dist.get_world_size()
+    dist.all_gather_object(found, saved)
+    if len(set(found)) > len({place for place, _ in found}):
+        raise ValueError(
+            f"ranks save different models to one folder, got {saved[0]} on rank {dist.get_rank()}: give every stage of "
+            "a pipeline a folder of its own. Nothing was written"
+        )
+    return found.index(saved)
 
 
 def load(
