@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,8 @@ def load(
     real weights. The file is compared with the model before anything is changed.
 
     Raises:
-        ValueError: the folder holds no checkpoint, its files are damaged, or it does not fit the model.
+        ValueError: the folder holds no checkpoint, its files are damaged, it does not fit the model, or ``device`` or
+            ``dtype`` is not one that weights can have.
 
     Examples:
         >>> fz.save(fz.factorize(nn.Sequential(nn.Linear(64, 64)), rank=8, keep_first_and_last=False), "saved")
@@ -116,6 +117,7 @@ def load(
         (torch.bfloat16, 8)
     """
     check_model(model)
+    check_target(device, dtype)
     refuse_wrapped(model)
     inside = unwrapped(model)
     saved, tensors = read_checkpoint(Path(folder))
@@ -144,6 +146,17 @@ def _check_fillable(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             "dict hook changes it, but fz.load fills parameters and buffers only. Make it a buffer, or keep it in "
             "another file, and remove the hook. Nothing was written"
         )
+
+
+def check_target(device: object, dtype: object) -> None:
+    """Raise unless weights can be put on ``device``, in ``dtype``; None leaves either as it is."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
+    try:
+        torch.empty(0, device=cast(Any, device))
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f'device must be one of this machine, such as "cpu", got {device!r}: {reason}') from error
 
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:

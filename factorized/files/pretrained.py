@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from factorized.files.checkpoint import load, save, writing_rank
+from factorized.files.checkpoint import check_target, load, save, writing_rank
 from factorized.files.folder import MANIFEST, read_plan_of_transformers, write_plan
 from factorized.nn.model import Model, check_model
 from factorized.planning.plan import Plan
@@ -125,8 +125,7 @@ def from_pretrained(
         raise ValueError(f"cls must be a model class of transformers, got a model: pass {type(cls).__name__} itself")
     if not (is_model or callable(getattr(cls, "from_config", None))):
         raise ValueError(f"cls must be a model class of transformers, got {cls!r}; the folder comes after it")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
+    check_target(device, dtype)
     path = Path(folder)
     _check_files(path, cls)
     from transformers import AutoConfig, GenerationConfig

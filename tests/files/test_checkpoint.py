@@ -277,6 +277,25 @@ def test_what_cannot_be_saved_is_refused_before_a_file_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype must be a floating-point torch.dtype, .* got 'bfloat16'"),
+        ({"dtype": torch.int8}, "got torch.int8"),
+        ({"device": "gpu"}, "device must be one of this machine, .* got 'gpu': "),
+        ({"device": 1.5}, "device must be one of this machine, .* got 1.5: "),
+    ],
+)
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_wrong_device_or_type_is_refused_before_the_model_is_changed(
+    tmp_path: Path, options: dict[str, Any], message: str, on_meta: bool
+) -> None:
+    fz.save(factorized(), tmp_path)
+    fresh = small(seed=5).to("meta") if on_meta else small(seed=5)
+    with unchanged(fresh), pytest.raises(ValueError, match=message):
+        fz.load(tmp_path, fresh, **options)
+
+
 def test_a_meta_model_with_buffers_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     fz.save(fz.factorize(LLAMA.fresh(), rank=4), tmp_path)
     with torch.device("meta"):
