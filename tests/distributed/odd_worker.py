@@ -97,10 +97,21 @@ PENALTIES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def half_gradients() -> float:
-    """Return how far what the decay adds to half gradients is from what it adds in one process."""
+def half() -> nn.Module:
+    return build(torch.bfloat16)
+
+
+def mixed() -> nn.Module:
+    model = build(torch.float32)
+    model.wide.double()
+    model.deep.bfloat16()
+    return model
+
+
+def added_gradients(make: Callable[[], nn.Module]) -> float:
+    """Return how far what the decay adds to gradients is from what it adds in one process."""
     added = []
-    for model in (shard(build(torch.bfloat16)), build(torch.bfloat16)):
+    for model in (shard(make()), make()):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         fz.FrobeniusDecay(model, 0.1).apply_()
@@ -187,7 +198,8 @@ def odd() -> dict[str, Any]:
     ]
     dense = fz.compose(build()).state_dict()
     return result | {
-        "half": half_gradients(),
+        "half": added_gradients(half),
+        "mixed types": added_gradients(mixed),
         "mixed precision": mixed_precision(),
         "matched": matched(),
         "by columns": by_columns(),

@@ -31,6 +31,10 @@ def test_half_factors_get_the_decay_of_one_process_to_the_last_bit_but_one(odd: 
     assert odd["half"] < 1e-3
 
 
+def test_sharded_factors_of_several_types_get_the_decay_of_one_process(odd: dict[str, Any]) -> None:
+    assert odd["mixed types"] < 1e-3
+
+
 def test_mixed_precision_trains_as_single_precision_does_within_its_digits(odd: dict[str, Any]) -> None:
     assert 0 < odd["mixed precision"] < 5e-3
 
