@@ -107,8 +107,8 @@ def load(
     real weights. The file is compared with the model before anything is changed.
 
     Raises:
-        ValueError: the folder holds no checkpoint, its files are damaged, it does not fit the model, or ``device`` or
-            ``dtype`` is not one that weights can have.
+        ValueError: the folder holds no checkpoint, its files are damaged, it does not fit the model, which must not be
+            sharded, or ``device`` or ``dtype`` is not one that weights can have.
 
     Examples:
         >>> fz.save(fz.factorize(nn.Sequential(nn.Linear(64, 64)), rank=8, keep_first_and_last=False), "saved")
@@ -120,6 +120,11 @@ def load(
     check_target(device, dtype)
     refuse_wrapped(model)
     inside = unwrapped(model)
+    if is_sharded(inside):
+        raise ValueError(
+            f"{type(inside).__name__} is sharded over processes, but loading needs whole weights; load before "
+            "fully_shard. Nothing was changed"
+        )
     saved, tensors = read_checkpoint(Path(folder))
     plan = _renamed(saved, inside)
     layers = build_layers(inside, plan, init=None)

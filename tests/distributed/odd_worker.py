@@ -157,6 +157,12 @@ def evaluated() -> nn.Module:
     return model
 
 
+def load_into_shards() -> None:
+    folder = Path(sys.argv[2]).with_name(f"saved-{dist.get_rank()}")
+    fz.save(nn.Sequential(fz.FactorizedLinear(6, 4, 2), nn.Linear(4, 4)), folder)
+    fz.load(folder, nn.Sequential(nn.Linear(6, 4), fully_shard(nn.Linear(4, 4))))
+
+
 def partly_sharded() -> None:
     model = nn.Sequential(fz.FactorizedLinear(6, 4, 2))
     fully_shard(model, ignored_params={model[0].U})
@@ -207,6 +213,7 @@ def odd() -> dict[str, Any]:
         "scaled alike": rates[0] == rates[1],
         "set weight": refused(lambda: shard(build()).wide.reset_parameters("spectral")),
         "load dense": refused(lambda: fz.load_dense(shard(build()), dense)),
+        "load": refused(load_into_shards),
         "compose": refused(lambda: fz.compose(shard(build()))),
         "lower": refused(lambda: fz.lower(shard(build()))),
         "load dense after an evaluation": refused(lambda: fz.load_dense(evaluated(), dense)),

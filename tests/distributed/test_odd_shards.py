@@ -57,6 +57,7 @@ def test_lamb_takes_weights_that_are_sharded_by_columns(odd: dict[str, Any]) -> 
     [
         ("set weight", "sharded over processes and cannot be set as a whole; do this before fully_shard"),
         ("load dense", "load before fully_shard. Nothing was changed"),
+        ("load", "loading needs whole weights; load before fully_shard. Nothing was changed"),
         ("compose", "call fz.save, which gathers"),
         ("lower", "call fz.save, which gathers"),
         ("load dense after an evaluation", "load before fully_shard. Nothing was changed"),
