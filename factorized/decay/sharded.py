@@ -193,7 +193,7 @@ def _sum_over_shards(
         flat = torch.cat([result[i].flatten() for i in indices])
         dist.all_reduce(flat, group=group)
         for i, summed in zip(indices, flat.split([grams[i].numel() for i in indices]), strict=True):
-            result[i] = summed.view_as(grams[i])
+            result[i] = summed.view_as(grams[i]).to(grams[i].dtype)  # which others in the sum may have widened
     return result
 
 

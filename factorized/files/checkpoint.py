@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,11 +42,12 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
 
     Wrappers of ``torch.compile`` and ``DistributedDataParallel`` are not saved, only the model inside. For a sharded
     model (``fully_shard``) every rank must call this: the shards are gathered one tensor at a time, rank 0 writes, and
-    all ranks return when it has finished, or raise its error.
+    all ranks return when it has finished, or raise its error. Stages of a pipeline need a folder each, to which the
+    first of their ranks writes.
 
     Raises:
-        ValueError: the model has no factorized layer, something in it cannot be saved without pickle, or weights are
-            not finite; ``allow_nonfinite=True`` saves those too.
+        ValueError: the model has no factorized layer, something in it cannot be saved without pickle, ranks save
+            different stages to one folder, or weights are not finite; ``allow_nonfinite=True`` saves those too.
         OSError: the files could not be written; an earlier checkpoint is kept.
 
     Examples:
@@ -55,25 +57,41 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
     """
     check_model(model)
     model = unwrapped(model)
-    plan = describe(model)
+    plan, state = describe(model), plain_state(model)
+    _check_fillable(model, state)
     if not allow_nonfinite:
         check_finite(model, "nothing was written. Pass allow_nonfinite=True to save the model as it is")
-    tensors, aliases = distinct_tensors(plain_state(model))
+    tensors, aliases = distinct_tensors(state)
     tensors = in_file_order(tensors)
     values = gathered(tensors)
     if not is_sharded(model):
         write_checkpoint(Path(folder), plan, tensors, values, aliases)
         return
-    outcome: list[BaseException | None] = [None]
-    if dist.get_rank() == 0:
+    writer = writing_rank(folder, tensors)
+    failure: BaseException | None = None
+    if dist.get_rank() == writer:
         try:
             write_checkpoint(Path(folder), plan, tensors, values, aliases)
         except BaseException as error:  # sent to the other ranks, which would otherwise wait forever
-            outcome = [error]
-    deque(values, maxlen=0)  # the other ranks, and a rank 0 that failed, take part and keep nothing
-    dist.broadcast_object_list(outcome)
-    if outcome[0] is not None:
-        raise outcome[0]
+            failure = error
+    deque(values, maxlen=0)  # the other ranks, and a writer that failed, take part and keep nothing
+    failures: list[BaseException | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if (told := failures[writer]) is not None:
+        raise told
+
+
+def writing_rank(folder: str | Path, names: Iterable[str]) -> int:
+    """Return the first of the ranks that save to ``folder``; raise on all ranks if they save other ``names``."""
+    saved = str(Path(folder).absolute()), hashlib.sha256("\n".join(names).encode()).hexdigest()
+    found = [saved] * dist.get_world_size()
+    dist.all_gather_object(found, saved)
+    if len(set(found)) > len({place for place, _ in found}):
+        raise ValueError(
+            f"ranks save different models to one folder, got {saved[0]} on rank {dist.get_rank()}: give every stage of "
+            "a pipeline a folder of its own. Nothing was written"
+        )
+    return found.index(saved)
 
 
 def load(
@@ -89,7 +107,8 @@ def load(
     real weights. The file is compared with the model before anything is changed.
 
     Raises:
-        ValueError: the folder holds no checkpoint, its files are damaged, or it does not fit the model.
+        ValueError: the folder holds no checkpoint, its files are damaged, it does not fit the model, which must not be
+            sharded, or ``device`` or ``dtype`` is not one that weights can have.
 
     Examples:
         >>> fz.save(fz.factorize(nn.Sequential(nn.Linear(64, 64)), rank=8, keep_first_and_last=False), "saved")
@@ -98,8 +117,14 @@ def load(
         (torch.bfloat16, 8)
     """
     check_model(model)
+    check_target(device, dtype)
     refuse_wrapped(model)
     inside = unwrapped(model)
+    if is_sharded(inside):
+        raise ValueError(
+            f"{type(inside).__name__} is sharded over processes, but loading needs whole weights; load before "
+            "fully_shard. Nothing was changed"
+        )
     saved, tensors = read_checkpoint(Path(folder))
     plan = _renamed(saved, inside)
     layers = build_layers(inside, plan, init=None)
@@ -115,6 +140,28 @@ def load(
         return model
     wrapped = next(name for name, module in model.named_modules() if module is inside)
     return cast(Model, replace_module(model, wrapped, filled))
+
+
+def _check_fillable(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raise if the state dict has other names than parameters and buffers, which are what ``fz.load`` fills."""
+    odd = sorted(state.keys() ^ {name for name, _, _, _ in named_slots(model)})
+    if odd:
+        raise ValueError(
+            f"the state dict {'holds' if odd[0] in state else 'lacks'} {odd[0]}, because get_extra_state or a state "
+            "dict hook changes it, but fz.load fills parameters and buffers only. Make it a buffer, or keep it in "
+            "another file, and remove the hook. Nothing was written"
+        )
+
+
+def check_target(device: object, dtype: object) -> None:
+    """Raise unless weights can be put on ``device``, in ``dtype``; None leaves either as it is."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
+    try:
+        torch.empty(0, device=cast(Any, device))
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f'device must be one of this machine, such as "cpu", got {device!r}: {reason}') from error
 
 
 def _renamed(plan: Plan, model: nn.Module) -> Plan:

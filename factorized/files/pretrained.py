@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from factorized.files.checkpoint import load, save
+from factorized.files.checkpoint import check_target, load, save, writing_rank
 from factorized.files.folder import MANIFEST, read_plan_of_transformers, write_plan
 from factorized.nn.model import Model, check_model
 from factorized.planning.plan import Plan
@@ -28,7 +28,7 @@ GENERATION = "generation_config.json"
 def save_pretrained(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
     """Write a factorized transformers model to ``folder``: its config, and weights and plan as ``fz.save`` does.
 
-    For a sharded ``model`` every rank must call this, and rank 0 writes.
+    For a sharded ``model`` every rank must call this, and one writes.
 
     Raises:
         ValueError: the model has no transformers config, or what ``fz.save`` raises; ``allow_nonfinite=True`` saves
@@ -47,7 +47,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, allow_nonfinite: bo
     if config is None or not callable(getattr(config, "save_pretrained", None)):
         raise ValueError(f"{type(inside).__name__} has no transformers config; use fz.save(model, folder)")
     save(model, folder, allow_nonfinite=allow_nonfinite)
-    if is_sharded(model) and dist.get_rank() != 0:
+    if is_sharded(model) and dist.get_rank() != writing_rank(folder, ()):
         return
     config = deepcopy(config)  # as transformers writes it, with the type of the weights and the class
     name = type(inside).__name__.removeprefix("FSDP")  # fully_shard makes a subclass of that name
@@ -125,8 +125,7 @@ def from_pretrained(
         raise ValueError(f"cls must be a model class of transformers, got a model: pass {type(cls).__name__} itself")
     if not (is_model or callable(getattr(cls, "from_config", None))):
         raise ValueError(f"cls must be a model class of transformers, got {cls!r}; the folder comes after it")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
+    check_target(device, dtype)
     path = Path(folder)
     _check_files(path, cls)
     from transformers import AutoConfig, GenerationConfig

@@ -176,6 +176,13 @@ class HoldsGates(HoldsFactors):
     _flat_weights_names: list[str]
     hidden_size: int
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a bias as any module does; torch's networks would read, so compose, all weights for their list."""
+        if name in self.__dict__.get("_parameters", ()):
+            nn.Module.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def composed_weights(self) -> dict[str, Tensor]:
         """Return the weights; on a GPU in one block of memory with the biases, or else cuDNN warns."""
         composed = super().composed_weights()

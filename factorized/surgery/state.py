@@ -40,12 +40,25 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     odd = [key for key, value in state.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(f"{odd[0]} is {type(state[odd[0]]).__name__}; a checkpoint without pickle holds tensors only")
+    sparse = [key for key, value in state.items() if value.layout != torch.strided]
+    if sparse:
+        raise ValueError(
+            f"{sparse[0]} is sparse ({state[sparse[0]].layout}), and a file holds dense tensors only; make it dense, "
+            "or register it with persistent=False"
+        )
     return state
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether any parameter of ``model`` is spread over processes."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    """Return whether any parameter of ``model`` is spread over processes.
+
+    One that FSDP2 has gathered, as the root's after an evaluation, counts too: its changes are undone.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return True
+    from torch.distributed.fsdp import FSDPModule  # takes a while
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def distinct_tensors(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -149,6 +162,8 @@ def _not_finite(name: str, module: nn.Module, attribute: str, tensor: Tensor) ->
         return None
     if values.dtype.itemsize == 1:  # torch cannot check float8 for finite values
         values = values.float()
+    if values.is_sparse:
+        values = values.coalesce().values()
     may_be_infinite = attribute in module._buffers and not isinstance(module, _NormBase)
     good = ~values.isnan() if may_be_infinite else values.isfinite()
     if good.all():

@@ -97,10 +97,21 @@ PENALTIES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def half_gradients() -> float:
-    """Return how far what the decay adds to half gradients is from what it adds in one process."""
+def half() -> nn.Module:
+    return build(torch.bfloat16)
+
+
+def mixed() -> nn.Module:
+    model = build(torch.float32)
+    model.wide.double()
+    model.deep.bfloat16()
+    return model
+
+
+def added_gradients(make: Callable[[], nn.Module]) -> float:
+    """Return how far what the decay adds to gradients is from what it adds in one process."""
     added = []
-    for model in (shard(build(torch.bfloat16)), build(torch.bfloat16)):
+    for model in (shard(make()), make()):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         fz.FrobeniusDecay(model, 0.1).apply_()
@@ -135,6 +146,21 @@ def refused(call: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def evaluated() -> nn.Module:
+    """Return a sharded model whose parameters FSDP2 has gathered and not yet let go of."""
+    model = fully_shard(build()).eval()
+    with torch.no_grad():
+        model(torch.zeros(2, 6, dtype=torch.int64))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return model
+
+
+def load_into_shards() -> None:
+    folder = Path(sys.argv[2]).with_name(f"saved-{dist.get_rank()}")
+    fz.save(nn.Sequential(fz.FactorizedLinear(6, 4, 2), nn.Linear(4, 4)), folder)
+    fz.load(folder, nn.Sequential(nn.Linear(6, 4), fully_shard(nn.Linear(4, 4))))
 
 
 def partly_sharded() -> None:
@@ -178,7 +204,8 @@ def odd() -> dict[str, Any]:
     ]
     dense = fz.compose(build()).state_dict()
     return result | {
-        "half": half_gradients(),
+        "half": added_gradients(half),
+        "mixed types": added_gradients(mixed),
         "mixed precision": mixed_precision(),
         "matched": matched(),
         "by columns": by_columns(),
@@ -186,8 +213,12 @@ def odd() -> dict[str, Any]:
         "scaled alike": rates[0] == rates[1],
         "set weight": refused(lambda: shard(build()).wide.reset_parameters("spectral")),
         "load dense": refused(lambda: fz.load_dense(shard(build()), dense)),
+        "load": refused(load_into_shards),
         "compose": refused(lambda: fz.compose(shard(build()))),
         "lower": refused(lambda: fz.lower(shard(build()))),
+        "load dense after an evaluation": refused(lambda: fz.load_dense(evaluated(), dense)),
+        "truncate after an evaluation": refused(lambda: fz.truncate(evaluated(), rank=1)),
+        "compose after an evaluation": refused(lambda: fz.compose(evaluated())),
         "partly sharded": refused(partly_sharded),
     }
 

@@ -36,7 +36,7 @@ def run(scenario: str, folder: Path, worker: str = "tests/distributed/worker.py"
 DECAYS = ("sgd", "adamw", "flambe", "inside", "penalty")  # in gradients, decoupled, in backward, in the loss
 TRAINED = [f"{kind}-{decay}" for kind in ("ddp", "fsdp") for decay in DECAYS]
 TENSORS = ["ddp-sgd-tensors", "fsdp-adamw-tensors", "fsdp-flambe-tensors"]
-OTHERS = ["count", "checkpoint", "unwritable", "held", "late", "wrapped"]
+OTHERS = ["count", "checkpoint", "unwritable", "stages", "held", "late", "wrapped"]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,17 @@ def test_a_save_that_fails_raises_the_same_error_on_all_ranks(case: str, message
     assert re.match(message, first)
     assert first == second
     assert results["unwritable"]["left"] == []
+
+
+def test_the_first_rank_of_each_stage_of_a_pipeline_writes_its_folder(results: dict[str, Any]) -> None:
+    assert results["stages"]["same"] == [True, True]
+
+
+def test_stages_of_a_pipeline_are_not_saved_to_one_folder(results: dict[str, Any]) -> None:
+    for error in results["stages"]["one"]:
+        assert re.match(
+            r"ValueError: ranks save different models to one folder, got .*stage on rank \d: give every", error
+        )
 
 
 def test_saving_shards_holds_one_whole_tensor_at_a_time_on_every_rank(results: dict[str, Any]) -> None:

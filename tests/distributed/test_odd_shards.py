@@ -31,6 +31,10 @@ def test_half_factors_get_the_decay_of_one_process_to_the_last_bit_but_one(odd: 
     assert odd["half"] < 1e-3
 
 
+def test_sharded_factors_of_several_types_get_the_decay_of_one_process(odd: dict[str, Any]) -> None:
+    assert odd["mixed types"] < 1e-3
+
+
 def test_mixed_precision_trains_as_single_precision_does_within_its_digits(odd: dict[str, Any]) -> None:
     assert 0 < odd["mixed precision"] < 5e-3
 
@@ -53,8 +57,12 @@ def test_lamb_takes_weights_that_are_sharded_by_columns(odd: dict[str, Any]) -> 
     [
         ("set weight", "sharded over processes and cannot be set as a whole; do this before fully_shard"),
         ("load dense", "load before fully_shard. Nothing was changed"),
+        ("load", "loading needs whole weights; load before fully_shard. Nothing was changed"),
         ("compose", "call fz.save, which gathers"),
         ("lower", "call fz.save, which gathers"),
+        ("load dense after an evaluation", "load before fully_shard. Nothing was changed"),
+        ("truncate after an evaluation", "truncate before fully_shard. Nothing was changed"),
+        ("compose after an evaluation", "call fz.save, which gathers"),
         ("partly sharded", "0.U is not sharded, but 0.V, a factor of the same product, is"),
     ],
 )

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -236,6 +237,18 @@ def unwritable(scenario: str, folder: Path) -> dict[str, list[str]]:
     return {**errors, "left": left}
 
 
+def stages(scenario: str, folder: Path) -> dict[str, list[Any]]:
+    """Save another model on either rank, as stages of a pipeline are sharded: to two folders, then to one."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))
+    layers = [fz.FactorizedLinear(6, 6, 2), *(nn.Linear(6, 6) for _ in range(rank))]
+    model, own = fully_shard(nn.Sequential(*layers), mesh=mesh["shard"]), folder / f"stage-{rank}"
+    fz.save(model, own)
+    same = False
+    if own.exists():
+        same = largest_difference(model, fz.load(own, nn.Sequential(*(nn.Linear(6, 6) for _ in layers)))) == 0
+    return {"same": on_all_ranks(same), "one": on_all_ranks(error_of_saving(model, folder / "one stage"))}
+
+
 def held(scenario: str, folder: Path) -> dict[str, list[int]]:
     """Count the whole tensors that are alive, the new one included, each time that one is gathered."""
     model = shard(build())
@@ -282,6 +295,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     others = {"count": count, "checkpoint": checkpoint, "unwritable": unwritable, "held": held} | {
         "late": late,
+        "stages": stages,
         "wrapped": wrapped,
     }
     result = {scenario: others.get(scenario, compare)(scenario, out.parent) for scenario in scenarios}

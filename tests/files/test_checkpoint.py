@@ -239,10 +239,32 @@ class WithExtraState(Small):
     def set_extra_state(self, state: dict[str, int]) -> None: ...
 
 
+class WithExtraTensor(Small):
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Tensor) -> None: ...
+
+
+def without_a_key() -> nn.Module:
+    model = factorized()
+    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.__delitem__("norm.bias"))
+    return model
+
+
+def with_a_graph() -> nn.Module:
+    model = factorized()
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: fz.factorize(WithExtraState(), rank=2), r"_extra_state is dict; a checkpoint without pickle"),
+        (lambda: fz.factorize(WithExtraTensor(), rank=2), r"state dict holds _extra_state, .*keep it in another file"),
+        (without_a_key, r"state dict lacks norm.bias, because .* a state dict hook changes it"),
+        (with_a_graph, r"graph is sparse \(torch.sparse_coo\).*persistent=False"),
         (lambda: fz.factorize(Small().to("meta"), rank=2), r"first.weight is on the meta device and has no values"),
         (Small, r"Small has no factorized layer; call fz.factorize first"),
     ],
@@ -253,6 +275,25 @@ def test_what_cannot_be_saved_is_refused_before_a_file_is_written(
     with pytest.raises(ValueError, match=message):
         fz.save(model(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype must be a floating-point torch.dtype, .* got 'bfloat16'"),
+        ({"dtype": torch.int8}, "got torch.int8"),
+        ({"device": "gpu"}, "device must be one of this machine, .* got 'gpu': "),
+        ({"device": 1.5}, "device must be one of this machine, .* got 1.5: "),
+    ],
+)
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_wrong_device_or_type_is_refused_before_the_model_is_changed(
+    tmp_path: Path, options: dict[str, Any], message: str, on_meta: bool
+) -> None:
+    fz.save(factorized(), tmp_path)
+    fresh = small(seed=5).to("meta") if on_meta else small(seed=5)
+    with unchanged(fresh), pytest.raises(ValueError, match=message):
+        fz.load(tmp_path, fresh, **options)
 
 
 def test_a_meta_model_with_buffers_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:

@@ -311,3 +311,13 @@ def test_under_autocast_its_weights_keep_the_type_of_their_factors() -> None:
 def test_factors_are_in_the_mode_of_the_network_that_holds_them() -> None:
     model = fz.factorize(nn.Sequential(nn.LSTM(INPUTS, HIDDEN)).eval(), rank=2)
     assert not any(module.training for module in model.modules())
+
+
+def test_setting_a_bias_composes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 sets all parameters of its own before and after every pass, while factors are still sharded."""
+    network = low_rank(nn.GRU(INPUTS, HIDDEN))
+    bias = nn.Parameter(torch.ones_like(network.bias_ih_l0))
+    monkeypatch.setattr(FactorizedWeight, "weight", property(lambda layer: pytest.fail("a weight was composed")))
+    network.bias_ih_l0 = bias
+    assert network.bias_ih_l0 is bias
+    assert network.get_parameter("bias_ih_l0") is bias

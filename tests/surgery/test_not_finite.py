@@ -122,3 +122,15 @@ def test_what_is_not_initialized_yet_is_named_too(
         ACTS[act][0](model, tmp_path)
     model(torch.randn(2, 8))
     ACTS[act][0](model, tmp_path)
+
+
+@pytest.mark.parametrize("act", ["compose", "lower"])
+def test_sparse_buffers_are_looked_through(act: str, tmp_path: Path) -> None:
+    model = factorized()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    converted = ACTS[act][0](model, tmp_path)
+    assert isinstance(converted, nn.Module)
+    assert torch.equal(converted.get_buffer("graph").to_dense(), torch.eye(3))
+    model.graph._values().fill_(math.nan)
+    with pytest.raises(ValueError, match="graph holds NaN"):
+        ACTS[act][0](model, tmp_path)
