@@ -87,6 +87,10 @@ def convolve(
     groups: int,
 ) -> Tensor:  # (batch, out, *spatial)
     """Apply a dense kernel; asymmetric and non-zero padding is done beforehand."""
+    if _strides_are_slices(x, kernel, geometry):
+        x = pad(x, geometry.padding, geometry.padding_mode)
+        x = x[tuple([slice(None, None, stride) for stride in (1, 1, *geometry.stride)])]
+        geometry = replace(geometry.unpadded, stride=(1,) * len(geometry.stride))
     if geometry.padding_mode == "zeros" and all(before == after for before, after in geometry.padding):
         padding = tuple(before for before, _ in geometry.padding)
     else:
@@ -107,6 +111,18 @@ def convolve_transposed(
     padding = tuple(before for before, _ in geometry.padding)
     settings = (geometry.stride, padding, geometry.output_padding, groups, geometry.dilation)
     return _TRANSPOSED[len(geometry.stride)](x, _fitted(kernel, x, groups), bias, *settings)
+
+
+def _strides_are_slices(x: Tensor, kernel: Tensor, geometry: Geometry) -> bool:
+    """Return whether a pointwise kernel is to be applied to every so many positions, cut out beforehand.
+
+    On CPUs torch 2.13 writes past the end of memory in the backward pass of strided pointwise convolutions of few
+    channels, channels-last.
+    """
+    if x.is_cuda or max(geometry.stride) == 1 or max(kernel.shape[2:]) > 1 or not is_channels_last(x):
+        return False
+    # a trace is recorded with gradients and checked without: the same in both
+    return is_jit_tracing() or (torch.is_grad_enabled() and (x.requires_grad or kernel.requires_grad))
 
 
 def _fitted(kernel: Tensor, x: Tensor, groups: int) -> Tensor:

@@ -241,6 +241,39 @@ def test_kernels_of_several_models_are_differentiated_together_with_channels_las
     torch.testing.assert_close(together, torch.stack([torch.func.grad(loss)(kernel) for kernel in kernels]))
 
 
+class Strides(TorchDispatchMode):
+    """Notes the strides of convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def __torch_dispatch__(self, call: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if call is torch.ops.aten.convolution.default:
+            self.seen.append(arguments[3])
+        return call(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("padding", [((0, 0), (0, 0)), ((1, 1), (2, 2)), ((0, 1), (0, 0))])
+@pytest.mark.parametrize("mode", ["zeros", "replicate"])
+def test_strided_pointwise_kernels_that_learn_get_the_positions_they_read(
+    padding: tuple[tuple[int, int], ...], mode: str
+) -> None:
+    """Torch's own backward pass writes past the end of memory: free(): invalid next size."""
+    geometry = Geometry((2, 3), padding, (1, 1), mode)
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
+    kernel = torch.randn(5, 3, 1, 1, dtype=torch.float64).requires_grad_()
+    with Strides() as strides:
+        y = convolve(x, kernel, None, geometry, 1)
+    assert strides.seen == [[1, 1]]
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    expected = convolve(x.detach().contiguous(), kernel.detach(), None, geometry, 1)
+    torch.testing.assert_close(y, expected)
+    with Strides() as strides, torch.no_grad():
+        torch.testing.assert_close(convolve(x, kernel, None, geometry, 1), expected)
+    assert strides.seen == [[2, 3]]
+
+
 def test_an_input_without_a_batch_has_no_layout_of_its_own() -> None:
     x = torch.randn(2, 3, 3, 4, dtype=torch.float64).movedim(-1, 1)  # (in, depth, …) looks like images, channels last
     kernel = torch.randn(3, 2, 1, 1, 1, dtype=torch.float64, requires_grad=True)
