@@ -88,8 +88,9 @@ def convolve(
 ) -> Tensor:  # (batch, out, *spatial)
     """Apply a dense kernel; asymmetric and non-zero padding is done beforehand."""
     if _strides_are_slices(x, kernel, geometry):
-        x = pad(x, geometry.padding, geometry.padding_mode)
-        x = x[tuple([slice(None, None, stride) for stride in (1, 1, *geometry.stride)])]
+        x = pad(x, geometry.padding, geometry.padding_mode).movedim(1, -1)
+        # copied, or compiled code would return another layout
+        x = x[tuple([slice(None, None, stride) for stride in (1, *geometry.stride)])].contiguous().movedim(-1, 1)
         geometry = replace(geometry.unpadded, stride=(1,) * len(geometry.stride))
     if geometry.padding_mode == "zeros" and all(before == after for before, after in geometry.padding):
         padding = tuple(before for before, _ in geometry.padding)

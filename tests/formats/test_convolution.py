@@ -274,6 +274,14 @@ def test_strided_pointwise_kernels_that_learn_get_the_positions_they_read(
     assert strides.seen == [[2, 3]]
 
 
+def test_compiled_strided_pointwise_kernels_keep_the_layout_of_their_input() -> None:
+    geometry = Geometry((2, 2), ((0, 0), (0, 0)), (1, 1))
+    x = torch.randn(2, 16, 9, 8).to(memory_format=torch.channels_last).requires_grad_()
+    kernel = torch.randn(32, 16, 1, 1).requires_grad_()
+    y = torch.compile(convolve, fullgraph=True)(x, kernel, None, geometry, 1)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_an_input_without_a_batch_has_no_layout_of_its_own() -> None:
     x = torch.randn(2, 3, 3, 4, dtype=torch.float64).movedim(-1, 1)  # (in, depth, …) looks like images, channels last
     kernel = torch.randn(3, 2, 1, 1, 1, dtype=torch.float64, requires_grad=True)
