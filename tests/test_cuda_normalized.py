@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -147,3 +148,12 @@ def test_losses_of_training_are_those_without_the_kernels() -> None:
         usual = losses(plain)
     assert usual[-1] < 0.5 * usual[0]
     assert (ours - usual).abs().mean() < 0.05 * usual[0]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_what_is_not_a_number_stays_so(case: Case) -> None:
+    make, ratio, batch, size, *_ = case
+    network, _ = networks(make, ratio)
+    next(network.parameters()).data.fill_(math.nan)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert network(images(batch, size)).isnan().all()

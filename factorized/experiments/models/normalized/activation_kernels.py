@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from factorized.experiments.models.normalized.kernels import read, walk
+from factorized.experiments.models.normalized.kernels import positive, read, walk
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def activate_kernel(
     values = read(x + place, known, EVEN).to(tl.float32) * scale[None, :] + shift[None, :]
     if SHORTCUT:
         values += read(shortcut + place, known, EVEN).to(tl.float32)
-    write(y + place, tl.maximum(values, 0.0), known, EVEN)
+    write(y + place, positive(values), known, EVEN)
 
 
 @triton.jit

@@ -143,7 +143,7 @@ def statistics_kernel(
         second += tl.load(place + C, mask=both, other=0.0) + away * away * count[:, None]
     shift = tl.sum(first, 0) / positions
     mean = about + shift
-    variance = tl.maximum(tl.sum(second, 0) / positions - shift * shift, 0.0)
+    variance = positive(tl.sum(second, 0) / positions - shift * shift)
     scale = tl.load(gamma + c, mask=known, other=0.0) / tl.sqrt(variance + epsilon)
     tl.store(statistics + c, mean, mask=known)
     tl.store(statistics + C + c, variance, mask=known)
@@ -183,9 +183,15 @@ def read(pointers, known, EVEN: tl.constexpr):
 
 
 @triton.jit
+def positive(values):
+    """Return relu(values), where what is not a number stays so: a network that diverged must not look well."""
+    return tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activated(values, scale, shift, known, EVEN: tl.constexpr):
     """Return relu(scale x + shift) in the type of x, and zero where x is not known."""
-    active = tl.maximum(values.to(tl.float32) * scale[None, :] + shift[None, :], 0.0)
+    active = positive(values.to(tl.float32) * scale[None, :] + shift[None, :])
     if not EVEN:
         active = tl.where(known, active, 0.0)
     return active.to(values.dtype)
