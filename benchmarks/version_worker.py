@@ -1,6 +1,7 @@
 """Hold the training step of one recipe, or of the Llama, and time it when asked; a process of ``benchmarks.versions``.
 
-It imports nothing but the package of the checkout that it times.
+It imports nothing but the package of the checkout that it times. On a GPU the step of a recipe is compiled, and waits
+for a line before cuDNN measures its algorithms: beside other processes it may choose slow ones.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +19,7 @@ from factorized.experiments.bench.measure import milliseconds
 from factorized.experiments.bench.memory import PeakMemory
 from factorized.experiments.bench.networks import training_way
 from factorized.experiments.bench.session import Way
+from factorized.experiments.training import step as training
 from factorized.nn.running import count_parameters
 
 
@@ -33,9 +37,29 @@ def way_of(name: str, batch: int, device: torch.device) -> Way:
     return Way(step, {"parameters": count_parameters(model)})
 
 
+def capture_in_turn(capture: Callable[..., Any], step: Callable[[], object], *given: Any) -> Any:
+    """Compile a step, say so, and capture it once there is a line to read.
+
+    What cuDNN chooses without measuring is kept for later, but apart from what it does where it is not deterministic.
+    """
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark, cudnn.deterministic = False, True
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # one for both, because each stream has workspaces of its own
+        step()
+        torch.cuda.synchronize()
+        tell("compiled")
+        sys.stdin.readline()
+        cudnn.benchmark, cudnn.deterministic = True, False
+        captured = capture(step, *given)
+    torch.cuda.synchronize()
+    return captured
+
+
 def main(recipe: str, batch: int, device: torch.device, make: Callable[[str, int, torch.device], Way] = way_of) -> None:
     """Build a step, tell about it, then time as many steps as each line of the input says."""
     torch.backends.cudnn.benchmark = True
+    training.capture = partial(capture_in_turn, training.capture)
     began = time.perf_counter()
     with PeakMemory(device) as memory:
         way = make(recipe, batch, device)

@@ -5,7 +5,8 @@
     python -m benchmarks.versions . vendor/old --out out/llama --only Llama --rounds 15 --steps 5
 
 Networks and rows are those of ``factorized bench training`` and ``factorized bench llama``. All processes compile at
-once and keep their step; then they take turns, so that a busy moment hits all of them alike, old and new. Every
+once; one after another lets cuDNN choose the algorithms of its convolutions, and keeps its step as a CUDA graph. Then
+they take turns, so that a busy moment hits all of them alike, old and new. Every
 checkout gets its own report, in the form of ``factorized bench``. At the end the first row of each is timed again after
 all other processes have ended.
 """
@@ -73,11 +74,15 @@ class Worker:
                 return json.loads(line.removeprefix(MARK))
         return None
 
+    def ask(self, line: bytes) -> Any:
+        """Return what the process answers to a line, or None where it does not."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+        return self.hear(60)
+
     def milliseconds(self, steps: int) -> float:
         """Time some steps."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"%d\n" % steps)
-        found = self.hear(60)
+        found = self.ask(b"%d" % steps)
         if found is None:
             raise RuntimeError(f"{self.checkout}, {self.network}, {self.way}: the process does not answer")
         return float(found)
@@ -113,8 +118,10 @@ def report(checkout: Path, workers: Sequence[Worker], device: torch.device) -> d
 def wait_for(workers: Sequence[Worker], seconds: float, after: Path | None) -> list[Worker]:
     """Return the workers that have compiled their step after ``seconds``; wait as long for a file, too."""
     deadline = time.monotonic() + seconds
-    for worker in workers:
-        worker.facts = worker.hear(max(0.0, deadline - time.monotonic()))
+    told = [worker.hear(max(0.0, deadline - time.monotonic())) for worker in workers]
+    print(f"compiled {len(told) - told.count(None)} of {len(told)}", flush=True)
+    for worker, found in zip(workers, told, strict=True):
+        worker.facts = worker.ask(b"") if found == "compiled" else found  # others have nothing to choose
         print(f"{worker.checkout} {worker.network}, {worker.way}: {worker.facts}", flush=True)
     while after and not after.exists() and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -24,17 +24,24 @@ from factorized.formats.launches import Launch, builder
 from tests.on_gpu import needs_cuda
 
 pytestmark = needs_cuda
-# a network, its ratio, batch, height and width, how many convolutions normalize their input, and how many other norms
-# are one operator with their ReLU
+
+
+def tensors() -> nn.Module:
+    return fz.factorize(wide_resnet(16, 2), fz.TensorTrain(separable=True), ratio=0.1)
+
+
+# a network, its ratio, batch, height and width, how many convolutions normalize their input, how many other norms are
+# one operator with their ReLU, and how many of these compiled code computes twice
 CASES = {
-    "WideResNet-16-10": (lambda: wide_resnet(16, 10), 0.0667, 4, 32, 9, 4),
-    "WideResNet-16-2": (lambda: wide_resnet(16, 2), 0.2, 16, 32, 9, 4),
-    "WideResNet-16-1": (lambda: wide_resnet(16, 1), 0.3, 5, 20, 9, 4),
-    "ResNet-32x2": (resnet32x2, 0.1, 8, 32, 15, 16),
-    "ResNet-32x2, dense": (resnet32x2, None, 8, 32, 0, 31),
-    "VGG-19, dense": (vgg19_nfc, None, 8, 32, 0, 16),
+    "WideResNet-16-10": (lambda: wide_resnet(16, 10), 0.0667, 4, 32, 9, 4, 0),
+    "WideResNet-16-2": (lambda: wide_resnet(16, 2), 0.2, 16, 32, 9, 4, 0),
+    "WideResNet-16-1": (lambda: wide_resnet(16, 1), 0.3, 5, 20, 9, 4, 0),
+    "ResNet-32x2": (resnet32x2, 0.1, 8, 32, 15, 16, 0),
+    "ResNet-32x2, dense": (resnet32x2, None, 8, 32, 0, 31, 0),
+    "VGG-19, dense": (vgg19_nfc, None, 8, 32, 0, 16, 0),
+    "WideResNet-16-2, Tensor-Train": (tensors, None, 16, 32, 0, 13, 12),
 }
-Case = tuple[Callable[[], nn.Module], float | None, int, int, int, int]
+Case = tuple[Callable[[], nn.Module], float | None, int, int, int, int, int]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +60,7 @@ def networks(make: Callable[[], nn.Module], ratio: float | None) -> tuple[nn.Mod
     network = dense if ratio is None else fz.factorize(dense, fz.LowRank(), ratio=ratio)
     network = network.cuda().to(memory_format=torch.channels_last).train()
     for layer in network.modules():
-        if isinstance(layer, fz.FactorizedConv2d):
+        if isinstance(layer, fz.FactorizedConv2d) and "products" in layer.executions:
             layer.execution = "products"
     return network, copy.deepcopy(network)
 
@@ -84,14 +91,14 @@ def test_outputs_and_gradients_are_those_of_float64(
     case: Case, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    make, ratio, batch, size, normalizing, others = case
+    make, ratio, batch, size, normalizing, others, twice = case
     fused, plain = networks(make, ratio)
     x = images(batch, size)
     run = torch.compile(fused, fullgraph=True, dynamic=False) if compiled else fused
     outputs_and_gradients(run, list(fused.parameters()), x, torch.bfloat16)  # compiles, and asks for launches
     fused.load_state_dict(plain.state_dict())
     builder.wait()
-    used = {"backward_launches": 0, "activation_gradient_launches": 0}
+    used = {"backward_launches": 0, "activation_gradient_launches": 0, "activation_launches": 0}
 
     def counted(name: str, own: Callable[..., list[Launch]]) -> Callable[..., list[Launch]]:
         def count(*given: Any) -> list[Launch]:
@@ -103,7 +110,7 @@ def test_outputs_and_gradients_are_those_of_float64(
     for name in used:
         monkeypatch.setattr(launches, name, counted(name, getattr(launches, name)))
     found = outputs_and_gradients(run, list(fused.parameters()), x, torch.bfloat16)
-    assert list(used.values()) == [normalizing, others]
+    assert list(used.values()) == [normalizing, others, others + compiled * twice]
     with no_kernels():
         usual = outputs_and_gradients(plain, list(plain.parameters()), x, torch.bfloat16)
         exact = copy.deepcopy(plain).double()

@@ -10,6 +10,7 @@ from factorized.experiments.models.normalized.convolutions import Layer, normali
 from factorized.experiments.models.normalized.layers import activate, as_read, has_hooks, kernels_apply
 from factorized.experiments.models.normalized.statistics import measured
 from factorized.experiments.models.stem import convolve_images
+from factorized.nn.layer import FactorizedLayer
 
 
 class WideBlock(nn.Module):
@@ -30,10 +31,10 @@ class WideBlock(nn.Module):
         x: Tensor,  # (batch, in, height, width)
     ) -> Tensor:  # (batch, out, height / stride, width / stride)
         """Apply the block."""
-        y = activate(self.bn1, x)
+        y = activate(self.bn1, x, twice=_is_separable(self.conv1))
         # a shortcut with a convolution starts after the first activation, one without before it
         shortcut = x if self.shortcut is None else self.shortcut(y)
-        return self.conv2(activate(self.bn2, self.conv1(y))) + shortcut
+        return self.conv2(activate(self.bn2, self.conv1(y), twice=_is_separable(self.conv2))) + shortcut
 
 
 class Stage(nn.Sequential):
@@ -108,6 +109,11 @@ class WideResNet(nn.Module):
 def wide_resnet(depth: int = 28, width: int = 10, classes: int = 10, channels: int = 3) -> WideResNet:
     """Return WideResNet-``depth``-``width``; the paper's is 28-10."""
     return WideResNet(depth, width, classes, channels)
+
+
+def _is_separable(conv: nn.Module) -> bool:
+    """Return whether a convolution has two parts, and keeps the input of each for its gradients."""
+    return isinstance(conv, FactorizedLayer) and "depthwise" in conv.format.cores
 
 
 def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> Stage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,12 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from factorized.experiments.models.normalized import layers, tiles
+import factorized as fz
+from factorized.experiments.models import wide_resnet as wide_resnet_module
+from factorized.experiments.models.normalized import launches, layers, tiles
 from factorized.experiments.models.normalized.convolutions import _follow as follow
 from factorized.experiments.models.normalized.layers import activate, norm_suits
+from factorized.experiments.models.normalized.statistics import Statistics
 from factorized.experiments.models.resnet import resnet
 from factorized.experiments.models.vgg import vgg19_nfc
-from factorized.experiments.models.wide_resnet import wide_resnet
+from factorized.experiments.models.wide_resnet import WideBlock, wide_resnet
+from factorized.formats.kernel import KernelShape
+from factorized.testing import error
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -180,3 +186,115 @@ def test_parts_of_a_factors_gradient_take_no_more_bytes_than_the_tensor_where_it
         walk = tiles.TILES.walk(x, R)
         assert walk.splits * 3 * R * 4 <= 2 * 128 * size * size
         assert walk.programs >= 132
+
+
+class Launch(NamedTuple):
+    """Something else in the place of a kernel."""
+
+    run: Callable[[], object]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let torch compute on a CPU what the kernels do, in any type; return what was launched."""
+    seen: list[str] = []
+
+    def activation(x: Tensor, coefficients: Tensor, shortcut: Tensor | None, y: Tensor) -> list[Launch]:
+        assert shortcut is None
+        scale, shift = coefficients[..., None, None]
+        seen.append("forward")
+        return [Launch(lambda: y.copy_(F.relu(x * scale + shift)))]
+
+    def gradients(
+        gradient: Tensor, x: Tensor, y: None, statistics: Tensor, coefficients: Tensor, epsilon: float, *found: Tensor
+    ) -> list[Launch]:
+        (scale, shift), (mean, variance) = coefficients[..., None, None], statistics[..., None, None]
+        normal = (x - mean) / (variance + epsilon).sqrt()
+        passed = gradient * (x * scale + shift > 0)
+        of_norm = torch.stack([passed.sum((0, 2, 3)), (passed * normal).sum((0, 2, 3))])
+        of_beta, of_gamma = of_norm[..., None, None] * x.shape[1] / x.numel()
+        seen.append("backward")
+        results = (scale * (passed - of_beta - normal * of_gamma), torch.empty(0), of_norm)
+        return [Launch(lambda: [empty.copy_(result) for empty, result in zip(found, results, strict=True)])]
+
+    def statistics(norm: nn.BatchNorm2d, x: Tensor, positions: int) -> Statistics:
+        with torch.no_grad():
+            variance, mean = torch.var_mean(x.to(norm.weight.dtype), (0, 2, 3), correction=0)
+            scale = norm.weight / (variance + norm.eps).sqrt()
+            return Statistics(torch.stack([mean, variance]), torch.stack([scale, norm.bias - mean * scale]))
+
+    monkeypatch.setattr(launches, "activation_launches", activation)
+    monkeypatch.setattr(launches, "activation_gradient_launches", gradients)
+    monkeypatch.setattr(layers, "measured", lambda x: x)
+    monkeypatch.setattr(layers, "followed", statistics)
+    monkeypatch.setattr(layers, "norm_suits", lambda x, norm: True)
+    return seen
+
+
+def with_kernels(monkeypatch: pytest.MonkeyPatch, present: bool = True) -> None:
+    monkeypatch.setattr(layers, "_has_gpu_kernels", lambda x: present)
+
+
+def separable_block() -> nn.Module:
+    torch.manual_seed(0)
+    block = WideBlock(16, 16, 1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads forget it
+    for conv in ("conv1", "conv2"):
+        format = fz.TensorTrain(separable=True).at_rank(KernelShape.of((16, 16, 3, 3)), 4)
+        setattr(block, conv, fz.FactorizedConv2d.from_dense(getattr(block, conv), format))
+    return block
+
+
+def kept_and_gradients(run: Any, block: nn.Module, x: Tensor) -> tuple[int, list[Tensor]]:
+    """Return how many bytes the last operation keeps for the backward pass beside parameters; and gradients."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.bfloat16, cache_enabled=False):
+        y = run(x)
+    storages = [kept.untyped_storage() for kept in getattr(y.grad_fn, "saved_tensors", ())]
+    saved = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    for parameter in block.parameters():
+        saved.pop(parameter.data_ptr(), None)
+    torch.manual_seed(1)
+    return sum(saved.values()), list(torch.autograd.grad(y, [x, *block.parameters()], torch.randn_like(y)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiled_separable_blocks_compute_activations_twice_in_place_of_keeping_them(
+    dtype: torch.dtype, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = separable_block()
+    block = block.double() if dtype == torch.float64 else block
+    x = torch.randn(8, 16, 8, 8, dtype=dtype).to(memory_format=torch.channels_last).requires_grad_()
+    kept, found = [], []
+    for twice in (True, False):
+        torch._dynamo.reset()
+        launched.clear()
+        with monkeypatch.context() as patch:
+            with_kernels(patch)
+            if not twice:
+                patch.setattr(wide_resnet_module, "_is_separable", lambda conv: False)
+            compiled = torch.compile(block, fullgraph=True, dynamic=False, backend="aot_eager")
+            bytes_, gradients = kept_and_gradients(compiled, block, x)
+        assert sorted(launched) == ["backward"] * 2 + ["forward"] * (4 if twice else 2)
+        kept.append(bytes_)
+        found.append(gradients)
+    assert kept[1] - kept[0] == 2 * x.untyped_storage().nbytes()
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    with_kernels(monkeypatch, present=False)
+    _, exact = kept_and_gradients(block.double(), block, x.detach().double().requires_grad_())
+    # what bf16 rounds also decides which numbers ReLU lets through
+    assert all(error(*pair) < (1e-10 if dtype == torch.float64 else 0.1) for pair in zip(found[0], exact, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_activations_are_computed_once_where_nothing_is_gained(
+    compiled: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_kernels(monkeypatch)
+    torch._dynamo.reset()
+    block, x = separable_block(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
+    if compiled:
+        with torch.no_grad():
+            torch.compile(block, fullgraph=True, dynamic=False, backend="aot_eager")(x)
+        assert launched == ["forward"] * 2
+    else:
+        kept_and_gradients(block, block, x.requires_grad_())
+        assert launched == ["forward"] * 2 + ["backward"] * 2

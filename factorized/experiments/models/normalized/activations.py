@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from factorized.experiments.models.normalized import launches
 from factorized.experiments.models.normalized.statistics import Statistics
@@ -25,11 +26,19 @@ def normalized_activation(
     found: Statistics,  # of x
     shortcut: Tensor | None,  # like x
     epsilon: float,
+    twice: bool = False,
 ) -> Tensor:  # like x
-    """Return relu(gamma (x - mean) / deviation + beta + shortcut); gradients know that x moves its statistics."""
+    """Return relu(gamma (x - mean) / deviation + beta + shortcut); gradients know that x moves its statistics.
+
+    With ``twice``, compiled code computes the result again for the backward pass, in place of keeping it beside ``x``.
+    """
     if shortcut is not None:
         shortcut = shortcut.to(x.dtype).contiguous(memory_format=torch.channels_last)
-    y: Tensor = _activate(x, gamma, beta, *found, shortcut, epsilon)
+    given = (x, gamma, beta, *found, shortcut, epsilon)
+    if twice and torch.compiler.is_compiling():  # in eager mode, what reads the result would keep it
+        y: Tensor = checkpoint(_activate, *given, use_reentrant=False)
+    else:
+        y = _activate(*given)
     return y
 
 

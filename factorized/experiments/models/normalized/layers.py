@@ -28,12 +28,13 @@ def activate(
     x: Tensor,  # (batch, channels, height, width)
     shortcut: Tensor | None = None,  # like x
     known: Parts | None = None,  # the statistics of x, if they are
+    twice: bool = False,  # whether compiled code computes it again for the backward pass, in place of keeping it
 ) -> Tensor:  # like x
     """Return relu(norm(x) + shortcut)."""
     if _has_gpu_kernels(x) and norm_suits(x, norm):
         x = as_read(x)
         found = followed(norm, known or measured(x), x.numel() // x.shape[1])
-        return normalized_activation(x, norm.weight, norm.bias, found, shortcut, norm.eps)
+        return normalized_activation(x, norm.weight, norm.bias, found, shortcut, norm.eps, twice)
     y = norm(x)
     fresh = type(norm) is nn.BatchNorm2d and type(x) in PLAIN  # other norms may return x; fx records for later callers
     if not fresh or has_hooks(norm) or is_traced():  # or the result may be kept
