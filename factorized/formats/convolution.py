@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from factorized._torch import is_jit_tracing, is_transformed
+from factorized._torch import is_jit_tracing, is_traced, is_transformed
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by dimensions of an input
+# Entries of a kernel: torch copies a smaller one in less time than it takes to avoid that
+LARGE_KERNEL = 20_000
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -26,6 +28,11 @@ class Geometry:
     dilation: tuple[int, ...]
     padding_mode: str = "zeros"
     output_padding: tuple[int, ...] = ()  # for transposed convolutions only
+    even_padding: tuple[int, ...] | None = field(init=False, compare=False, repr=False)  # None: done beforehand
+
+    def __post_init__(self) -> None:
+        even = self.padding_mode == "zeros" and all(before == after for before, after in self.padding)
+        object.__setattr__(self, "even_padding", tuple([before for before, _ in self.padding]) if even else None)
 
     @property
     def unpadded(self) -> Geometry:
@@ -92,13 +99,59 @@ def convolve(
         # copied, or compiled code would return another layout
         x = x[tuple([slice(None, None, stride) for stride in (1, *geometry.stride)])].contiguous().movedim(-1, 1)
         geometry = replace(geometry.unpadded, stride=(1,) * len(geometry.stride))
-    if geometry.padding_mode == "zeros" and all(before == after for before, after in geometry.padding):
-        padding = tuple(before for before, _ in geometry.padding)
-    else:
-        x = pad(x, geometry.padding, geometry.padding_mode)
-        padding = (0,) * len(geometry.padding)
+    padding = geometry.even_padding
+    if padding is None:
+        x, padding = pad(x, geometry.padding, geometry.padding_mode), (0,) * len(geometry.padding)
+    if groups == 1 and _would_be_copied(x, kernel, padding, geometry):
+        return _convolve_mirrored(x, kernel, bias, padding, geometry.dilation)
     apply = _CONVOLVE[len(geometry.stride)]
     return apply(x, _fitted(kernel, x, groups), bias, geometry.stride, padding, geometry.dilation, groups)
+
+
+def _would_be_copied(
+    x: Tensor,  # (batch, in, *spatial)
+    kernel: Tensor,  # (out, in, *size), the outputs of a tap side by side
+    padding: tuple[int, ...],
+    geometry: Geometry,
+) -> bool:
+    """Return whether torch would copy the kernel, as a view of the ``V`` of a product, for longer than mirrors take."""
+    size, strides = kernel.shape[2:], kernel.stride()
+    return (
+        kernel.numel() >= LARGE_KERNEL
+        and type(x) is type(kernel) is Tensor
+        and not is_traced()  # before anything is asked of the batch, which a compiler would guard
+        and (x.numel() < kernel.numel() or max(size) == 1)
+        and x.is_cpu
+        and x.dtype == kernel.dtype == torch.float32
+        and x.dim() == kernel.dim()
+        and x.shape[1] == kernel.shape[1]
+        and strides[0] == 1
+        and strides[1] * kernel.shape[1] == kernel.numel()
+        and is_channels_last(x)
+        and max(geometry.stride) == 1
+        and all(
+            p <= (k - 1) * d < n + 2 * p
+            for n, k, d, p in zip(x.shape[2:], size, geometry.dilation, padding, strict=True)
+        )
+        and not (torch.is_grad_enabled() and (x.requires_grad or kernel.requires_grad))
+    )
+
+
+def _convolve_mirrored(
+    x: Tensor,  # (batch, in, *spatial)
+    kernel: Tensor,  # (out, in, *size)
+    bias: Tensor | None,  # (out,)
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> Tensor:  # (batch, out, *spatial)
+    """Convolve by a transposed convolution between mirrors, which undo that it reverses taps; it reads ``V`` as is."""
+    size = kernel.shape[2:]
+    dims = [d for d, k in enumerate(size, start=2) if k > 1]
+    cut = [(k - 1) * d - p for k, d, p in zip(size, dilation, padding, strict=True)]
+    apply = _TRANSPOSED[len(size)]
+    if not dims:
+        return apply(x, kernel.transpose(0, 1), bias, 1, cut)
+    return apply(x.flip(dims), kernel.transpose(0, 1), bias, 1, cut, 0, 1, dilation).flip(dims)
 
 
 def convolve_transposed(
@@ -149,4 +202,5 @@ def is_channels_last(
     x: Tensor,  # (batch, channels, *spatial)
 ) -> bool:
     """Return whether the channels of a position lie side by side in memory; one position has either layout."""
-    return x.dim() in CHANNELS_LAST and x.shape[1] > 1 and x.stride(1) == 1 and x.stride(-1) != 1
+    strides = x.stride()
+    return len(strides) in CHANNELS_LAST and strides[1] == 1 and strides[-1] != 1 and x.shape[1] > 1

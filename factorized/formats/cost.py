@@ -18,7 +18,8 @@ Device = Literal["cpu", "cpu, channels last", "cpu, fast products", "cuda"]  # w
 
 # Output positions over which composing the weight is spread: a small training batch.
 POSITIONS = 8192
-# Input positions: with fewer, convolutions on a CPU take longer to prepare kernels, in every call, than they save.
+# Input positions: with fewer, convolutions on a CPU take longer to prepare kernels, in every call, than they save. On
+# AMD with channels first only: else kernels are small, or read where they lie (``convolution.py``).
 FEW_POSITIONS = {"AMD": 64, "other": 2048}
 
 
@@ -65,9 +66,9 @@ def cpu_of(
     last, few = is_channels_last(x), x.numel() < FEW_POSITIONS["AMD" if IS_AMD else "other"] * channels
     if not IS_AMD:
         return "cpu" if last and not few else "cpu, fast products"
-    if few and not torch.is_grad_enabled():
-        return "cpu, fast products"
-    return "cpu, channels last" if last else "cpu"
+    if last:
+        return "cpu, channels last"
+    return "cpu, fast products" if few and not torch.is_grad_enabled() else "cpu"
 
 
 def dense_cost(shape: KernelShape, device: Device) -> int:

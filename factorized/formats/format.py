@@ -356,8 +356,9 @@ def _aligned(
     chain: Sequence[Step], weights: Sequence[Tensor], x: Tensor, geometry: Geometry | None
 ) -> Sequence[Tensor]:
     """Return the weights of linears, padded between each other where that is faster."""
-    plain = geometry is None and max([step.groups for step in chain]) == 1
-    return aligned(weights) if plain and gains_from_alignment(x, weights) else weights
+    if geometry is None and gains_from_alignment(x, weights) and all(step.groups == 1 for step in chain):
+        return aligned(weights)
+    return weights
 
 
 def pull_back(expand: Callable[[Sequence[Tensor]], Tensor], cores: Sequence[Tensor], at: Tensor | None = None) -> Cores:

@@ -127,8 +127,8 @@ def row_kernel(
     shape: KernelShape,
 ) -> Tensor:  # (out, rank, *row_size, 1…)
     """Return the kernel of the convolution groups·rank → out that ``U`` stands for: the second of the two."""
-    taps = U.reshape(shape.out_channels, *shape.row_size, *(1,) * len(shape.column_size), U.shape[1])
-    return taps.movedim(-1, 1)
+    first = shape.row_dims
+    return U.reshape(-1, *shape.size[:first], *(1,) * (len(shape.size) - first), U.shape[1]).movedim(-1, 1)
 
 
 def column_kernel(
@@ -136,9 +136,11 @@ def column_kernel(
     shape: KernelShape,
 ) -> Tensor:  # (groups·rank, in/groups, 1…, *column_size)
     """Return the kernel of the convolution in → groups·rank that ``V`` stands for: the first of the two."""
-    by_rank = V.mT if shape.groups == 1 else V.reshape(shape.groups, shape.columns, V.shape[1]).mT
-    inputs = shape.in_channels // shape.groups
-    return by_rank.reshape(shape.groups * V.shape[1], inputs, *(1,) * shape.row_dims, *shape.column_size)
+    first = shape.row_dims
+    if shape.groups == 1:
+        return V.reshape(-1, *(1,) * first, *shape.size[first:], V.shape[1]).movedim(-1, 0)
+    taps = V.reshape(shape.groups, -1, *(1,) * first, *shape.size[first:], V.shape[1])
+    return taps.movedim(-1, 1).flatten(0, 1)
 
 
 def inner_kernel(

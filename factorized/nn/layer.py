@@ -93,9 +93,9 @@ class FactorizedLayer(nn.Module):
             for machine in MACHINES
         }
         self.executions: tuple[Way, ...] = tuple(costs["cpu", False])
-        self._cheapest: dict[tuple[Device, bool], Way] = {
-            machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()
-        }
+        cheapest = {machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()}
+        self._cheapest: dict[tuple[Device, bool], Way] = cheapest
+        self._settled = cheapest["cpu", False] if len(set(cheapest.values())) == 1 else None  # linears are
         self.check_execution()
 
     def change_ranks(self, format: Format, factors: Sequence[nn.Parameter]) -> None:
@@ -189,7 +189,7 @@ class FactorizedLayer(nn.Module):
         compiled = torch.compiler.is_compiling()
         if input is not None and input.is_cpu and not (compiled or is_jit_tracing()):
             return self._cheapest[cpu_of(input, self.shape.in_channels), False]
-        return self._cheapest[cpu_of() if self.factors[0].device.type == "cpu" else "cuda", compiled]
+        return self._settled or self._cheapest[cpu_of() if self.factors[0].device.type == "cpu" else "cuda", compiled]
 
     def check_execution(self) -> None:
         """Raise unless this layer can run in the way that is set."""
