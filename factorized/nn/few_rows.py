@@ -21,15 +21,15 @@ ROWS = 8  # of a piece of the matrix, as in the kernel
 DEPTH = 32  # inputs of a piece for each warp, as there
 
 
-def fits(rows: int, begins: Sequence[int], *, both: bool) -> bool:
+def fits(rows: int, begins: Sequence[int], *, added_last: bool) -> bool:
     """Return whether the kernel can multiply so many rows by a matrix.
 
     Args:
         rows: of x.
         begins: outputs at which its parts but the first begin.
-        both: whether there are a norm and a residual.
+        added_last: whether a residual is added to what a norm or a gate has scaled; the kernel begins with it.
     """
-    return FEWEST <= rows <= MOST and all(begin % ROWS == 0 for begin in begins) and not both
+    return FEWEST <= rows <= MOST and all(begin % ROWS == 0 for begin in begins) and not added_last
 
 
 @torch.library.custom_op("factorized::multiply_rows", mutates_args=())

@@ -22,7 +22,7 @@ def few_rows_kernel(
     x,  # (rows, WIDTH)
     weight,  # (OUT, IN); gated: (2 * OUT, IN)
     norm,  # (WIDTH,)
-    residual,  # (rows, OUT)
+    residual,  # (rows, OUT); there is no norm and no gate then
     y,  # (rows, OUT), written
     eps,
     rows,

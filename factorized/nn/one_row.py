@@ -48,8 +48,8 @@ def multiply(
     below = [sum(size for size, _ in parts[:place]) for place in range(1, len(parts))]
     beside = [sum(size for _, size in parts[:place]) for place in range(1, len(parts))]
     if can_launch(x) and _is_readable(x, weight, norm, residual):
-        both = norm is not None and residual is not None
-        if few_rows.fits(len(x), [] if gated else below, both=both):
+        added_last = residual is not None and (gated or norm is not None)
+        if few_rows.fits(len(x), [] if gated else below, added_last=added_last):
             return few_rows.multiply_rows(x, weight, norm, eps, residual, gated, below, beside)
         if len(x) == 1:
             return multiply_row(x, weight, norm, eps, residual, gated, below, beside)

@@ -49,6 +49,7 @@ def test_the_kernel_multiplies_up_to_eight_rows(rows: int, times: int, calls: li
     "how",
     [
         {"norm": torch.ones(8), "residual": torch.zeros(2, 16)},
+        {"gated": True, "residual": torch.zeros(2, 8)},
         {"parts": [(9, 4), (7, 4)]},  # the second would begin within a piece
     ],
 )
