@@ -26,8 +26,8 @@ nightly: $(STAMP)
 interpreted: $(STAMP)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/interpreted triton==3.6.0 numpy==2.3.5
 	PYTHONPATH=$(VENV)/interpreted $(BIN)/python -m pytest -k interpreted tests/decay/test_fused.py \
-		tests/formats/test_launches.py tests/formats/test_thin.py tests/nn/test_one_row.py tests/nn/test_one_token.py \
-		tests/integrations/test_decoding_attention.py tests/experiments/models/test_normalized.py
+		tests/formats/test_launches.py tests/formats/test_thin.py tests/nn/test_few_rows.py tests/nn/test_one_row.py \
+		tests/nn/test_one_token.py tests/integrations/test_decoding_attention.py tests/experiments/models/test_normalized.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -3,12 +3,13 @@
     python -m benchmarks.decode --out benchmarks/results/decode-h200.json
     python -m benchmarks.decode llama-445m llama-wide --batch 1 --fuse --kernel BLOCK=512 --out FILE
     python -m benchmarks.decode llama-445m llama-wide --batch 1 --fuse --attention SEQUENCES=0 --parallel --out FILE
+    python -m benchmarks.decode llama-445m llama-wide --batch 8 --fuse --rows PROGRAMS=1 --parallel --out FILE
 
 Models are made from their sizes with random weights, in bfloat16, with a static cache of keys and values. One step
 reads a token of each sequence and gives the next one; on a GPU it is compiled and one CUDA graph. Times are medians of
 rounds that are interleaved over the models, in milliseconds; ``bytes`` are those of all weights, which every step
 reads; ``peak_memory`` is that of torch's tensors, in bytes, without the models that came before. With SEQUENCES=0
-fused layers leave attention to transformers.
+fused layers leave attention to transformers, with MOST=0 products of several rows to torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 import factorized as fz
 from benchmarks.script import parser_of, write
 from factorized.integrations.decoding import fuse_decoder
-from factorized.nn import one_row, one_token
+from factorized.nn import few_rows, one_row, one_token
 from factorized.nn.running import count_parameters
 from factorized.nn.timing import capture, median_milliseconds
 
@@ -57,6 +58,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 PROMPT = 16  # tokens before the first that is timed
 # names that may have other values
 PRODUCTS = ("PROGRAMS", "WARPS", "REGISTERS", "BLOCK", "ELEMENTS", "LATENCY")  # of one_row
+ROWS = ("PROGRAMS", "WARPS", "REGISTERS", "LOADS", "TALLEST", "FEWEST", "MOST")  # of few_rows
 ATTENTION = ("PROGRAMS", "MOST_PROGRAMS", "WARPS", "REGISTERS", "ELEMENTS", "SEQUENCES")  # of one_token
 
 
@@ -65,13 +67,16 @@ class Way(NamedTuple):
 
     ratio: float | None = None  # None: dense
     products: Mapping[str, int] | None = None  # other constants of the kernel of fused layers; None: not fused
+    rows: Mapping[str, int] = {}  # of the kernel for a few rows
     attention: Mapping[str, int] = {}  # of the kernel of their attention
 
     def __str__(self) -> str:
         if self.products is None:
             return "dense" if self.ratio is None else "low rank"
-        products = [f"{name}={value}" for name, value in self.products.items()]
-        return ", ".join(["fused", *products, *(f"attention {name}={value}" for name, value in self.attention.items())])
+        told = ["fused"]
+        for kernel, others in (("", self.products), ("rows ", self.rows), ("attention ", self.attention)):
+            told += [f"{kernel}{name}={value}" for name, value in others.items()]
+        return ", ".join(told)
 
 
 def constants(names: Sequence[str]) -> Callable[[str], dict[str, int]]:
@@ -143,7 +148,7 @@ def start(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with ExitStack() as stack:  # constants are read when the graph is captured
-        for module, others in ((one_row, way.products or {}), (one_token, way.attention)):
+        for module, others in ((one_row, way.products or {}), (few_rows, way.rows), (one_token, way.attention)):
             for constant, value in others.items():
                 stack.enter_context(patch.object(module, constant, value))
         decoder = Decoder(model, batch, arguments.length, options)
@@ -206,7 +211,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--option", action="append", default=[], help="of torch's compiler, such as freezing")
     parser.add_argument("--fuse", action="store_true", help="low rank also by fz.integrations.fuse_decoder")
-    for option, names in (("--kernel", PRODUCTS), ("--attention", ATTENTION)):
+    for option, names in (("--kernel", PRODUCTS), ("--rows", ROWS), ("--attention", ATTENTION)):
         parser.add_argument(
             option,
             type=constants(names),
@@ -222,14 +227,15 @@ def main(words: Sequence[str] | None = None) -> None:
     needed = PROMPT + 5 + (arguments.rounds + 1) * arguments.repeats  # five to warm up
     if arguments.length < needed:
         raise SystemExit(f"--length {arguments.length} is less than the {needed} tokens of all rounds")
-    if (arguments.kernel or arguments.attention) and not arguments.fuse:
-        raise SystemExit("--kernel and --attention are of fused layers: give --fuse too")
+    if (arguments.kernel or arguments.rows or arguments.attention) and not arguments.fuse:
+        raise SystemExit("--kernel, --rows and --attention are of fused layers: give --fuse too")
     ways = [Way()]
     for ratio in arguments.ratio or [0.5]:
         ways.append(Way(ratio))
         if arguments.fuse:
             ways += [Way(ratio, kernel) for kernel in [{}, *arguments.kernel]]
-            ways += [Way(ratio, {}, kernel) for kernel in arguments.attention]
+            ways += [Way(ratio, {}, rows=kernel) for kernel in arguments.rows]
+            ways += [Way(ratio, {}, attention=kernel) for kernel in arguments.attention]
     models = [(name, batch) for name in arguments.models for batch in arguments.batch or [1, 8]]
     if arguments.only is not None:
         (name, batch), way = [(model, way) for model in models for way in ways][arguments.only]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -106,6 +107,12 @@ def triton_capability(device: torch.device | int) -> tuple[int, int]:
     if find_spec("triton") is None or torch.version.hip is not None:
         return 0, 0
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def saving_hooks() -> tuple[Any, Any] | None:

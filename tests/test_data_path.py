@@ -215,6 +215,7 @@ def test_the_library_imports_only_packages_that_it_states_as_dependencies() -> N
         "factorized/decay/kernels.py: triton",
         "factorized/formats/launches.py: triton",
         "factorized/formats/thin_kernels.py: triton",
+        "factorized/nn/few_rows_kernel.py: triton",
         "factorized/nn/one_row_kernel.py: triton",
         "factorized/nn/one_token_kernel.py: triton",
         "factorized/surgery/progress.py: tqdm",

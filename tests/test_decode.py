@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import decode, speed
-from factorized.nn import one_row, one_token
+from factorized.nn import few_rows, one_row, one_token
 
 CPU = torch.device("cpu")
 SMALL = ["tiny", "--device", "cpu", "--no-compile", "--rounds", "1", "--repeats", "1", "--length", "32"]
@@ -60,18 +60,19 @@ def test_fused_layers_are_timed_beside_the_lowered_ones_and_with_other_constants
     real = decode.Decoder.__init__
 
     def record(*given: Any) -> None:
-        seen.append((one_row.BLOCK, one_row.PROGRAMS, one_token.SEQUENCES))
+        seen.append((one_row.BLOCK, one_row.PROGRAMS, few_rows.PROGRAMS, one_token.SEQUENCES))
         real(*given)
 
     monkeypatch.setattr(decode.Decoder, "__init__", record)
     out = tmp_path / "decode.json"
-    others = ["--kernel", "BLOCK=512,PROGRAMS=4", "--attention", "SEQUENCES=0"]
+    others = ["--kernel", "BLOCK=512,PROGRAMS=4", "--rows", "PROGRAMS=1", "--attention", "SEQUENCES=0"]
     decode.main([*SMALL, "--batch", "1", "--fuse", *others, "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
-    fused = ["fused", "fused, BLOCK=512, PROGRAMS=4", "fused, attention SEQUENCES=0"]
+    fused = ["fused", "fused, BLOCK=512, PROGRAMS=4", "fused, rows PROGRAMS=1", "fused, attention SEQUENCES=0"]
     assert [row["way"] for row in rows] == ["dense", "low rank", *fused]
-    usual = (one_row.BLOCK, one_row.PROGRAMS, one_token.SEQUENCES)
-    assert seen == [usual, usual, usual, (512, 4, usual[2]), (*usual[:2], 0)]
+    usual = (one_row.BLOCK, one_row.PROGRAMS, few_rows.PROGRAMS, one_token.SEQUENCES)
+    others = [(512, 4, *usual[2:]), (*usual[:2], 1, usual[3]), (*usual[:3], 0)]
+    assert seen == [usual, usual, usual, *others]
 
 
 def test_jobs_are_compiled_in_processes_of_their_own_before_any_is_timed(
@@ -98,6 +99,7 @@ def test_jobs_are_compiled_in_processes_of_their_own_before_any_is_timed(
     ("words", "message"),
     [
         (["--kernel", "BLOCK=512"], "give --fuse too"),
+        (["--rows", "PROGRAMS=1"], "give --fuse too"),
         (["--attention", "SEQUENCES=0"], "give --fuse too"),
         (["--fuse", "--kernel", "CAPABILITY=8"], "must be like PROGRAMS=4,WARPS=8, of PROGRAMS, .* got CAPABILITY=8"),
         (["--fuse", "--kernel", "BLOCK"], "got BLOCK"),

@@ -1,17 +1,17 @@
-"""Products of a row with matrices, as in decoding: on a GPU each kernel starts before the previous one ends."""
+"""Products of a few rows with matrices, as in decoding: on a GPU each kernel starts before the previous one ends."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from factorized._torch import kept_by_compiler, triton_capability
+from factorized._torch import kept_by_compiler, processors, triton_capability
+from factorized.nn import few_rows
 
 CAPABILITY = (9, 0)  # of the GPUs on which the kernel was measured
 DTYPES = (torch.bfloat16, torch.float16)
@@ -34,9 +34,9 @@ def multiply(
     gated: bool = False,
     parts: Sequence[tuple[int, int]] = (),
 ) -> Tensor:  # (rows, outputs), or half of them if gated
-    """Return x times a matrix; a single row by the kernel, where there is one.
+    """Return x times a matrix; one row by a kernel, up to eight by another, where there are these.
 
-    The kernel reads the matrix while the kernel launched just before may still run, which must not write it.
+    They read the matrix while the kernel launched just before may still run, which must not write it.
 
     Args:
         norm: weight of an RMS norm of x, with ``eps``.
@@ -47,8 +47,12 @@ def multiply(
     """
     below = [sum(size for size, _ in parts[:place]) for place in range(1, len(parts))]
     beside = [sum(size for _, size in parts[:place]) for place in range(1, len(parts))]
-    if _has_kernel(x, weight, norm, residual):
-        return multiply_row(x, weight, norm, eps, residual, gated, below, beside)
+    if can_launch(x) and _is_readable(x, weight, norm, residual):
+        added_last = residual is not None and (gated or norm is not None)
+        if few_rows.fits(len(x), [] if gated else below, added_last=added_last):
+            return few_rows.multiply_rows(x, weight, norm, eps, residual, gated, below, beside)
+        if len(x) == 1:
+            return multiply_row(x, weight, norm, eps, residual, gated, below, beside)
     if norm is not None:
         x = F.rms_norm(x, x.shape[-1:], norm, eps)
     blocks = weight.chunk(2) if gated else weight.tensor_split(below)
@@ -58,13 +62,13 @@ def multiply(
     return y if residual is None else y + residual
 
 
-def _has_kernel(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+def _is_readable(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """Return whether kernels can read these tensors, and no gradient is needed."""
     tensors = [tensor for tensor in (x, weight, *others) if tensor is not None]
-    if len(x) != 1 or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    if not weight.is_contiguous():  # a copy would still be written when the kernel reads it
-        return False
-    return x.dtype == weight.dtype and can_launch(x)
+    # a copy of the matrix would still be written when the kernel reads it
+    return x.dtype == weight.dtype and weight.is_contiguous()
 
 
 def can_launch(x: Tensor) -> bool:
@@ -94,7 +98,7 @@ def multiply_row(
     x, cuda = x.contiguous(), x.is_cuda
     outputs, inputs = len(weight) // (2 if gated else 1), weight.shape[1]
     y = x.new_empty(1, outputs)
-    programs = PROGRAMS * _processors(x.device) if cuda else 2
+    programs = PROGRAMS * processors(x.device) if cuda else 2
     tile, block = tile_sizes(outputs, inputs, [] if gated else below, programs)
     settings = {"num_warps": WARPS, "maxnreg": REGISTERS, "launch_pdl": True} if cuda else {}
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
@@ -141,8 +145,3 @@ def tile_sizes(outputs: int, inputs: int, begins: Sequence[int], programs: int) 
             found.append((blocks * (size * block + LATENCY), size))
         size *= 2
     return min(found)[1], block
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

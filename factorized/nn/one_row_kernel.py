@@ -44,7 +44,7 @@ def row_kernel(
     other = _block(weight + GATED * OUT * IN, first * TILE, 0, IN, OUT, TILE, BLOCK)
     if EARLY:
         for half in tl.static_range(1 + GATED):
-            _fetch(weight + half * OUT * IN, IN, OUT, min(OUT, MOST_FETCHED // (1 + GATED) // IN), TILE, BLOCK)
+            fetch(weight + half * OUT * IN, IN, OUT, min(OUT, MOST_FETCHED // (1 + GATED) // IN), IN, TILE, BLOCK)
         tl.extra.cuda.gdc_wait()
     # fmt: off
     _write(x, weight, norm, residual, y, eps, first, block, other, WIDTH, IN, OUT, OUT_1, OUT_2, IN_1, IN_2,
@@ -125,13 +125,16 @@ def _block(
 
 
 @triton.jit
-def _fetch(weight, IN: tl.constexpr, OUT: tl.constexpr, END: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Ask the L2 cache for the tiles of this program, up to the row ``END`` of the matrix."""
+def fetch(
+    weight, IN: tl.constexpr, OUT: tl.constexpr,
+    END: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for the tiles of this program, up to the row ``END`` of the matrix and its input ``LAST``."""
     m = tl.arange(0, TILE)[:, None]
     k = tl.arange(0, max(BLOCK // LINE, 1))[None, :] * LINE
     for tile in range(tl.program_id(0), tl.cdiv(END, TILE), tl.num_programs(0)):
-        for start in range(0, IN, BLOCK):
-            at = tl.minimum(tile * TILE + m, OUT - 1) * IN + tl.minimum(start + k, IN - 1)
+        for start in range(0, LAST, BLOCK):
+            at = tl.minimum(tile * TILE + m, OUT - 1) * IN + tl.minimum(start + k, LAST - 1)
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [weight + at], tl.int32, is_pure=False, pack=1
             )

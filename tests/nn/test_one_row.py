@@ -1,4 +1,4 @@
-"""A row times a matrix: what it computes by plain torch and, in Triton's interpreter, by the kernel."""
+"""A few rows times a matrix: what plain torch computes and, in Triton's interpreter, the kernel for one row."""
 
 from __future__ import annotations
 
