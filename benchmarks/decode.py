@@ -3,13 +3,13 @@
     python -m benchmarks.decode --out benchmarks/results/decode-h200.json
     python -m benchmarks.decode llama-445m llama-wide --batch 1 --fuse --kernel BLOCK=512 --out FILE
     python -m benchmarks.decode llama-445m llama-wide --batch 1 --fuse --attention SEQUENCES=0 --parallel --out FILE
-    python -m benchmarks.decode llama-445m llama-wide --batch 8 --fuse --rows PROGRAMS=1 --parallel --out FILE
+    python -m benchmarks.decode llama-445m --batch 8 --fuse --rows MOST=8 --rows MOST=8,PROGRAMS=1 --out FILE
 
 Models are made from their sizes with random weights, in bfloat16, with a static cache of keys and values. One step
 reads a token of each sequence and gives the next one; on a GPU it is compiled and one CUDA graph. Times are medians of
 rounds that are interleaved over the models, in milliseconds; ``bytes`` are those of all weights, which every step
 reads; ``peak_memory`` is that of torch's tensors, in bytes, without the models that came before. With SEQUENCES=0
-fused layers leave attention to transformers, with MOST=0 products of several rows to torch.
+fused layers leave attention to transformers; with MOST=8 products of several rows are not left to torch.
 """
 
 from __future__ import annotations

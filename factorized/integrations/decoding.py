@@ -1,4 +1,4 @@
-"""transformers: low-rank decoder layers of Llama's kind with fewer and earlier launches, to decode a few sequences."""
+"""transformers: low-rank decoder layers of Llama's kind with fewer and earlier launches, to decode one sequence."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ USUAL = ("attention_mask", "past_key_values", "position_embeddings", "position_i
 
 
 def fuse_decoder(model: Model) -> Model:
-    """Make the decoder layers of a lowered model decode up to eight sequences faster on a Hopper GPU, in place.
+    """Make the decoder layers of a lowered model decode one sequence faster on a Hopper GPU, in place.
 
     Queries, keys and values become two products instead of six, as do gate and up. Norms, activation and residuals
     are computed with them, and each product reads its matrix while the one before still runs. With a static cache the
-    attention of a token, from rotating queries and keys to writing the cache, is one kernel. Compile the model or
-    capture a CUDA graph as before. More than eight tokens at once, as in prompts, and other devices and types than
-    bfloat16 and float16 are computed by plain torch; attention also with other caches (dynamic, sliding, offloaded,
-    quantized) and other implementations of attention than ``"sdpa"``.
+    attention of a token, from rotating queries and keys to writing the cache, is one kernel, for up to eight sequences.
+    Compile the model or capture a CUDA graph as before. Other devices and types than bfloat16 and float16, prompts, and
+    products of several sequences are computed by plain torch; attention also with other caches (dynamic, sliding,
+    offloaded, quantized) and other implementations of attention than ``"sdpa"``.
 
     Parameters get other names and no gradients, so save the model first. ``output_hidden_states`` finds no layers any
     more. Layers whose projections are not all low-rank stay as they are. Run one call of the model at a time: programs

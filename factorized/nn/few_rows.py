@@ -11,7 +11,7 @@ from torch import Tensor
 from factorized._torch import processors
 
 FEWEST = 2  # rows for which the kernel is used
-MOST = 8  # and most rows; 0: it is never used
+MOST = 0  # and most rows, of up to eight; 0: it is never used, as it has not been timed on a GPU yet
 PROGRAMS = 2  # on each multiprocessor
 WARPS = 8
 REGISTERS = 128  # of a thread, so that none is spilled and so many programs fit

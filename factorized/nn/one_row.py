@@ -34,7 +34,7 @@ def multiply(
     gated: bool = False,
     parts: Sequence[tuple[int, int]] = (),
 ) -> Tensor:  # (rows, outputs), or half of them if gated
-    """Return x times a matrix; one row by a kernel, up to eight by another, where there are these.
+    """Return x times a matrix; one row by a kernel where there is one, several by another where that is on.
 
     They read the matrix while the kernel launched just before may still run, which must not write it.
 

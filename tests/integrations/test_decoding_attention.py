@@ -31,7 +31,6 @@ model, fused = both("llama")
 compiled = torch.compile(fused, fullgraph=True, dynamic=False)
 decode(model, fused, 1, 3, run=compiled)
 decode(model, fused, 2, 3, run=compiled)
-decode(model, fused, 8, 1, run=compiled)
 with torch.inference_mode():
     decode(model, fused, 1, 2)
 """

@@ -18,6 +18,7 @@ import torch
 from unittest.mock import patch
 from factorized.nn import few_rows, one_row
 from tests.nn.test_one_row import check_feed_forward, check_parts
+few_rows.MOST = 8
 cases = [(2, {"WARPS": 8}), (5, {"WARPS": 4, "LOADS": 4}), (8, {"TALLEST": 1}), (1, {"FEWEST": 1})]
 for rows, constants in cases:
     with patch.multiple(few_rows, **constants), patch.object(one_row, "multiply_row", None):
@@ -35,14 +36,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record the arguments of all calls of the kernel, and compute nothing."""
     seen: list[Any] = []
     monkeypatch.setattr(one_row, "INTERPRETED", True)  # as if there were kernels
+    monkeypatch.setattr(few_rows, "MOST", 8)
     monkeypatch.setattr(few_rows, "multiply_rows", lambda *given: seen.append(given))
     return seen
 
 
-@pytest.mark.parametrize(("rows", "times"), [(2, 1), (few_rows.MOST, 1), (few_rows.MOST + 1, 0)])
+@pytest.mark.parametrize(("rows", "times"), [(2, 1), (8, 1), (9, 0)])
 def test_the_kernel_multiplies_up_to_eight_rows(rows: int, times: int, calls: list[Any]) -> None:
     multiply(torch.randn(rows, 8), torch.randn(16, 8))
     assert len(calls) == times
+
+
+def test_it_is_off_until_a_gpu_has_timed_it(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert few_rows.MOST == 0
+    multiply(torch.randn(2, 8), torch.randn(16, 8))
+    assert not calls
 
 
 @pytest.mark.parametrize(
