@@ -23,7 +23,9 @@ def run_once(
     """
     try:
         arguments, keywords = _as_call(model, example_input)
-        with torch.set_grad_enabled(gradients), evaluation_mode(model), _no_fused_attention():
+        # code that torch.compile made of a model sees no hooks that came later
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.set_grad_enabled(gradients), evaluation_mode(model), _no_fused_attention(), eager:
             return model(*arguments, **keywords)
     except Exception as error:
         raise ValueError(
