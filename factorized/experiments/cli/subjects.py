@@ -31,8 +31,9 @@ def open_subject(model: str, data: str | None, device: torch.device, *, trust_mo
         return _hugging_face(path, data, device)
     if ":" in model and not model.startswith("hf:"):
         return _classifier(model, model, [], data, device)
-    within = sorted(found.parent for found in path.glob(f"**/{RESULT}"))[:1] if path.is_dir() else []
-    around = [parent for parent in path.parents if (parent / RESULT).is_file()] if path.exists() else []
+    marks = (RESULT, CONFIG)
+    within = sorted(found.parent for mark in marks for found in path.glob(f"**/{mark}"))[:1] if path.is_dir() else []
+    around = [parent for parent in path.parents for mark in marks if (parent / mark).is_file()] if path.exists() else []
     hint = f"; did you mean {[*within, *around][0]}?" if within or around else ""
     raise ValueError(
         f"MODEL must be the folder of a finished run (with {RESULT}) or of a Hugging Face model (with {CONFIG}), or "
@@ -159,8 +160,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     from factorized.experiments.data.load import load_images
     from factorized.experiments.models.build import build_for
     from factorized.experiments.models.hugging_face import as_trained_on
-    from factorized.experiments.recipes.recipe import Data, Model, Recipe
-    from factorized.experiments.training.network import check_network
+    from factorized.experiments.training.network import check_classifier
     from factorized.files.checksum import checksum_of_tensors
     from factorized.surgery.state import distinct_tensors, plain_state
 
@@ -176,7 +176,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
         return build_for(model, images)
 
     network = make()
-    check_network(Recipe(model=Model(name=model), data=Data(crop_padding=0)), network, images)
+    check_classifier(model, network, images)
     weights, tied = distinct_tensors(plain_state(network))
     identity = [*identity, checksum_of_tensors(weights, tied), images.checksum]
     return ImageSubject(name, identity, device, make, model=model, images=images)
