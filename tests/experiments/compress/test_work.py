@@ -158,16 +158,25 @@ def test_plain_forms_from_before_a_recovery_are_written_again_though_that_was_st
         assert state[form]["scores"]["loss"] == pytest.approx(state["recovered"]["scores"]["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("part", ["", "*.safetensors", "*.json", "*.pt"])
 @pytest.mark.parametrize("gone", ["compressed", "recovered", "lowered", "composed"])
-def test_a_folder_that_was_deleted_is_written_again(tmp_path: Path, gone: str) -> None:
+def test_a_folder_that_was_deleted_or_lost_a_file_is_written_again(tmp_path: Path, gone: str, part: str) -> None:
     before = Work(Points(), SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["lowered", "composed"])
-    shutil.rmtree(tmp_path / gone)
+    names = sorted(path.suffix for path in (tmp_path / gone).iterdir())
+    if part:
+        lost = list((tmp_path / gone).glob(part))
+        for path in lost:
+            path.unlink()
+    else:
+        shutil.rmtree(tmp_path / gone)
+        lost = [tmp_path / gone]
     subject = Points()
     state = Work(subject, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["lowered", "composed"])
-    assert (tmp_path / gone).is_dir()
-    assert subject.done.count("train") == (gone == "recovered")
-    assert [one for one in subject.done if one.startswith("save")] == [f"save {gone}"] * (gone != "recovered")
-    assert {**state, "seconds": 0} == {**before, "seconds": 0}
+    assert sorted(path.suffix for path in (tmp_path / gone).iterdir()) == names
+    assert subject.done.count("train") == (gone == "recovered" and bool(lost))
+    saved = [f"save {gone}"] * (gone != "recovered" and bool(lost))
+    assert [one for one in subject.done if one.startswith("save")] == saved
+    assert {**state, "seconds": 0, "files": 0} == {**before, "seconds": 0, "files": 0}
 
 
 def test_overwriting_leaves_nothing_of_the_compression_before(tmp_path: Path) -> None:
