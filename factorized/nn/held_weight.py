@@ -80,8 +80,8 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{name or 'the model'} is a TorchScript program, whose layers cannot be replaced; pass the module that "
-                "torch.jit.script or torch.jit.trace made it from"
+                f"{name or 'the model'} is a TorchScript program, whose layers cannot be replaced; pass the module "
+                "that torch.jit.script or torch.jit.trace made it from"
             )
         found[name] = module
         held[module] = held.get(module) or held_weights(module)

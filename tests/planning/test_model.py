@@ -53,7 +53,7 @@ def test_torchscript_is_refused_with_the_name_of_the_part_that_is_a_program() ->
     plan = fz.plan(model, rank=1)
     model[1] = torch.jit.script(model[1])
     for given in (plan, None):
-        with pytest.raises(ValueError, match="^1 is a TorchScript program, .*; pass the module that torch.jit.script"):
+        with pytest.raises(ValueError, match=r"^1 is a TorchScript program, .*; pass the module that torch.jit.script"):
             fz.factorize(model, given, **({} if given else {"rank": 1}))
-    with pytest.raises(ValueError, match="^the model is a TorchScript program"):
+    with pytest.raises(ValueError, match=r"^the model is a TorchScript program"):
         fz.plan(torch.jit.script(nn.Sequential(nn.Linear(4, 4))), rank=1)

@@ -37,15 +37,17 @@ def open_subject(model: str, data: str | None, device: torch.device, *, trust_mo
     hint = f"; did you mean {[*within, *around][0]}?" if within or around else ""
     raise ValueError(
         f"MODEL must be the folder of a finished run (with {RESULT}) or of a Hugging Face model (with {CONFIG}), or "
-        f"module:function, got {model}{hint or _checkpoint_hint(path)}"
+        f"module:function, got {model}{hint or _other_hint(path)}"
     )
 
 
-def _checkpoint_hint(path: Path) -> str:
-    """Return how a file of weights alone is compressed, if the path is one."""
-    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
-        return ""
-    return "; write a function that builds the network and loads this file, and name it as module:function"
+def _other_hint(path: Path) -> str:
+    """Return how to compress what the path may stand for: a file of weights alone, or a model of the Hub."""
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
+        return "; write a function that builds the network and loads this file, and name it as module:function"
+    if not path.exists() and len(path.parts) <= 2 and not path.is_absolute():
+        return f"; download a model of the Hugging Face Hub first: hf download {path} --local-dir FOLDER"
+    return ""
 
 
 def default_folder(model: str, ratio: float) -> Path:

@@ -255,6 +255,9 @@ def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path:
     (of_transformers / "config.json").unlink()
     assert "MODEL must be the folder of a finished run" in cli("compress", tmp_path, "--ratio", "0.5").error
     assert "write a function that builds the network and loads" in cli("compress", "net.pt", "--ratio", "0.5").error
+    for name in ("gpt2", "hf:someone/bert-base"):
+        told = f"Hub first: hf download {name.removeprefix('hf:')} --local-dir FOLDER\n"
+        assert cli("compress", name, "--ratio", "0.5").error.endswith(told)
     assert "classifies images; name them by --data" in cli("compress", "a:b", "--ratio", "0.5").error
     assert "there is no module 'nowhere'" in cli("compress", "nowhere:b", "--ratio", "0.5", "--data", npz).error
 
@@ -422,4 +425,7 @@ def test_an_image_classifier_of_hugging_face_is_compressed(cli: Cli, tmp_path: P
     plain = kind.from_pretrained(tmp_path / "out" / "composed").eval()
     torch.testing.assert_close(small(x).logits, plain(x).logits)
     assert (tmp_path / "out" / "composed" / "preprocessor_config.json").is_file()
+    for name in ("gpt2", "hf:someone/bert-base"):
+        told = f"Hub first: hf download {name.removeprefix('hf:')} --local-dir FOLDER\n"
+        assert cli("compress", name, "--ratio", "0.5").error.endswith(told)
     assert "classifies images; name them by --data" in cli("compress", tmp_path / "resnet", "--ratio", "0.7").error
