@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -48,6 +48,18 @@ def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
     for context in off:
         stack.enter_context(context)
     return stack
+
+
+def full_precision(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Return ``function`` with autocast disabled inside: what it computes is kept, and not rounded for speed."""
+
+    @wraps(function)
+    def outside_of_autocast(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        accelerator = torch.accelerator.current_accelerator()
+        with without_autocast(torch.device("cpu"), *([] if accelerator is None else [accelerator])):
+            return function(*args, **kwargs)
+
+    return outside_of_autocast
 
 
 def is_traced() -> bool:

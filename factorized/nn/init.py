@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal
 
@@ -17,11 +17,17 @@ Init = Literal["spectral", "default", "kaiming", "normal"] | Callable[[Tensor], 
 INITS = ("spectral", "default", "kaiming", "normal")
 
 
-def check_init(init: Init) -> None:
-    """Raise unless ``init`` is one of the names or a callable."""
-    if not callable(init) and init not in INITS:
-        names = ", ".join(f'"{name}"' for name in INITS)
-        raise ValueError(f"init must be one of {names} or a callable that fills a tensor in place, got {init!r}")
+def check_init(init: object, others: str = "") -> None:
+    """Raise unless ``init`` is one of the names or a callable; the message also names what ``others`` does."""
+    is_text = isinstance(init, str)
+    if init in INITS if is_text else callable(init) and not isinstance(init, type):
+        return
+    names = ", ".join(f'"{name}"' for name in INITS)
+    if isinstance(init, type):
+        got = f"the class {init.__name__}"
+    else:  # data would be shown whole
+        got = f"a value of type {type(init).__name__}" if isinstance(init, Iterable) and not is_text else repr(init)
+    raise ValueError(f"init must be one of {names}{others} or a callable that fills a tensor in place, got {got}")
 
 
 def draw_dense(

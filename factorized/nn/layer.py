@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from factorized._torch import is_jit_tracing
+from factorized._torch import full_precision, is_jit_tracing
 from factorized.formats.convolution import Geometry
 from factorized.formats.cost import Device, cpu_of
 from factorized.formats.format import WAYS, Format, Rank, Step, Way
@@ -240,6 +240,7 @@ class FactorizedLayer(nn.Module):
     def settings_repr(self) -> list[str]:
         """Return what the dense layer's repr would show."""
 
+    @full_precision
     def to_dense(self) -> nn.Module:
         """Return the plain ``torch.nn`` layer that computes the same, sharing nothing with this one."""
         dense = self.dense_skeleton()
@@ -260,6 +261,7 @@ class FactorizedLayer(nn.Module):
             self.draw_factors(init)
         draw_bias(self.bias, fan_in=prod(self.shape.weight_shape[1:]))
 
+    @full_precision
     @torch.no_grad()
     def set_weight(
         self,

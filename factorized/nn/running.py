@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 ExampleInput = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -23,7 +24,9 @@ def run_once(
     """
     try:
         arguments, keywords = _as_call(model, example_input)
-        with torch.set_grad_enabled(gradients), evaluation_mode(model), _no_fused_attention():
+        # code that torch.compile made of a model sees no hooks that came later
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.set_grad_enabled(gradients), evaluation_mode(model), _no_fused_attention(), eager:
             return model(*arguments, **keywords)
     except Exception as error:
         raise ValueError(
@@ -44,16 +47,14 @@ def move_to(model: nn.Module, values: Sequence[Any]) -> list[Any]:
 
 
 def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
-    """Return ``value`` with every tensor in it on a device, those in lists, tuples and dicts too."""
-    if isinstance(value, Tensor):
-        if value.is_meta and device.type != "meta":
+    """Return ``value`` with every tensor in it on a device, those in lists, tuples, named tuples and dicts too."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.is_meta and device.type != "meta":
             raise ValueError("it is on the meta device, and has no values")
-        return value.to(device, copy=True) if copy else value.to(device)
-    if type(value) is dict:
-        return {key: moved(part, device, copy=copy) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(moved(part, device, copy=copy) for part in value)
-    return value
+        return tensor.to(device, copy=True) if copy else tensor.to(device)
+
+    return tree_map_only(Tensor, move, value)
 
 
 def _as_call(model: nn.Module, example_input: ExampleInput) -> tuple[list[Any], dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from factorized._checks import check_choice, check_whole, is_number, plain_number
 from factorized.formats.scheme import LARGEST_SCALE, Scheme
+from factorized.planning.calibration import Calibrated
 from factorized.planning.schemes import SCHEMES
 
 BUDGETS = ("ratio", "rank_scale", "rank", "energy", "macs")
@@ -44,6 +45,8 @@ def _meant(scheme: object) -> str:
     for known in SCHEMES:
         if scheme in (known, known.name):
             return f"; make one: {known.__name__}()"
+    if isinstance(scheme, Calibrated):
+        return "; data are given as init= of fz.factorize, or calibration= of fz.plan"
     return f"; a budget has a name: ratio={scheme}" if isinstance(scheme, (int, float)) else ""
 
 

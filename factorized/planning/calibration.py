@@ -84,8 +84,11 @@ class Calibrated:
                     "layers_per_pass runs the batches several times, which an iterator cannot give; pass a list or a "
                     "DataLoader"
                 )
-        if loss is not None and not callable(loss):
-            raise ValueError(f"loss must be a function of outputs and labels, such as F.cross_entropy, got {loss!r}")
+        if loss is not None and (isinstance(loss, type) or not callable(loss)):
+            remedy = f"; make one: {loss.__name__}()" if isinstance(loss, type) else ""
+            raise ValueError(
+                f"loss must be a function of outputs and labels, such as F.cross_entropy, got {loss!r}{remedy}"
+            )
         self.batches, self.samples, self.layers_per_pass, self.loss = batches, samples, layers_per_pass, loss
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +72,9 @@ def measure(
     attention, watching = watch(units or {})
     counter = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
     unseen, holding = _watch_holders(model, calls, counter)
-    with removing([*hooks, *watching, *holding]), counter:
+    with removing([*hooks, *watching, *holding]), counter, warnings.catch_warnings():
+        # the counter's own hooks, of which torch warns where a compiled module is called
+        warnings.filterwarnings("ignore", r".*global hooks on modules", UserWarning)
         run_once(model, example_input)
     return Measured(counter.get_total_flops() // 2 + sum(unseen), calls, attention)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized._checks import warn
+from factorized._torch import full_precision
 from factorized.formats.calibration import by_output
 from factorized.nn.dense import dense_weight
 from factorized.nn.layer import FactorizedLayer
@@ -65,6 +66,7 @@ def calibrate_all(
     _warn(short, list(never_ran))
 
 
+@full_precision
 def _fill(layers: Mapping[str, FactorizedLayer], leader: str, weight: Tensor, collected: Collected) -> None:
     """Set the factors of one layer from its weight, and the biases of the layers that share it and ran."""
     format = layers[leader].format

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from factorized._torch import full_precision
 from factorized.attention.unit import AttentionUnit
 from factorized.nn.held_factors import HoldsFactors, release
 from factorized.nn.held_weight import HeldWeight
@@ -114,6 +115,7 @@ def convert(
     return cast(Model, copy)
 
 
+@full_precision
 def _replace_all(model: nn.Module, to_plain: ToPlain, to_plain_attention: ToPlainAttention) -> nn.Module:
     """Replace every factorized layer and all shrunk attention in place; return the model."""
     attention = shrunk_attention(model)

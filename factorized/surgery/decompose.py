@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from factorized._torch import all_finite
+from factorized._torch import all_finite, full_precision
 from factorized.nn.layer import FactorizedLayer
 from factorized.surgery.progress import Count
 
@@ -23,6 +23,7 @@ def refuse_not_finite(weights: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name or 'the model'}: weight holds NaN or infinite values; nothing was changed")
 
 
+@full_precision
 @torch.no_grad()
 def decompose_all(
     weights: Mapping[str, Tensor], layers: Mapping[str, FactorizedLayer], count: Count, *, exact: bool = False

@@ -104,6 +104,8 @@ def factorize(
     """
     check_model(model)
     _refuse_unknown(options)
+    if init is not None and not isinstance(init, Calibrated):
+        check_init(init, ", fz.Calibrated(batches)")
     if isinstance(plan, Plan):
         _refuse_options(options)
     else:
@@ -113,8 +115,6 @@ def factorize(
             options.setdefault("calibration", init)
         plan = make_plan(model, plan, **options)
     init = init if init is not None else plan.scheme.init
-    if not isinstance(init, Calibrated):
-        check_init(init)
     if exact and init != "spectral" and not isinstance(init, Calibrated):
         raise ValueError(
             f'exact=True is for init="spectral", which decomposes weights; init={init!r} draws the factors'

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from factorized._torch import full_precision
 from factorized.attention.cost import AttentionCost
 from factorized.attention.matrices import Matrices, check_finite, drawn_matrices, padded_matrices, spectral_matrices
 from factorized.attention.multihead import allow_nested_tensors, is_shrunk_multihead
@@ -127,6 +128,7 @@ def _inside(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
+@full_precision
 def build_attention(model: nn.Module, entry: AttentionEntry, init: Init | None) -> nn.Module:
     """Return the shrunk module for an entry of a plan; ``init=None`` leaves it unfilled. Changes nothing."""
     unit = read_unit(model.get_submodule(entry.name))

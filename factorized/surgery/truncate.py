@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from factorized._checks import check_whole, is_number, plain_number
-from factorized._torch import computable
+from factorized._torch import computable, full_precision
 from factorized.attention.cost import AttentionCost, attention_spectrum
 from factorized.attention.matrices import padded_matrices, spectral_matrices
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
@@ -49,6 +49,7 @@ class Cut:
         return _capped(now, rank) if isinstance(now, Format) else tuple(min(size, rank) for size in now)
 
 
+@full_precision
 def truncate(
     model: Model,
     plan: Plan | None = None,

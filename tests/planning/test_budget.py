@@ -12,6 +12,7 @@ from torch import nn
 from factorized.formats.product import LowRank, Overcomplete
 from factorized.formats.residual import Residual
 from factorized.formats.scheme import Scheme
+from factorized.planning.calibration import Calibrated
 from factorized.planning.planner import plan
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import factorize
@@ -87,6 +88,7 @@ def test_numbers_of_numpy_are_numbers(name: str, number: Any) -> None:
             "got <class 'factorized.formats.product.LowRank'>; make one: LowRank()",
         ),
         ({"scheme": 0.1}, "got 0.1; a budget has a name: ratio=0.1"),
+        ({"scheme": Calibrated([]), "ratio": 0.5}, "; data are given as init= of fz.factorize, or calibration= of"),
         ({"ratio": 10}, "ratio=10 is above 1; for 10 %, ratio=0.1; ratio must be in (0, 1]"),
         ({"rank_scale": 5}, "rank_scale=5 leaves every layer of Mlp dense"),
         ({"ratio": 1}, "ratio=1 leaves every layer of Mlp dense"),

@@ -321,3 +321,11 @@ def test_experts_are_counted_by_the_tokens_that_are_sent_to_them() -> None:
     chosen = torch.tensor([[0, 1], [2, 3], [1, 1], [0, 3]])
     made = plan(nn.Sequential(Experts())[0], rank=2, example_input=(torch.randn(4, 16), chosen))
     assert made.macs == 8 * 8 * 16
+
+
+def test_a_compiled_model_is_measured_like_any_other_without_a_warning() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
+    example = torch.randn(2, 16)
+    expected = fz.plan(model, rank=2, example_input=example).macs
+    compiled: Any = torch.compile(model, backend="eager")
+    assert fz.plan(compiled, rank=2, example_input=example).macs == expected

@@ -154,6 +154,8 @@ def test_a_loss_with_parameters_of_its_own_gets_no_gradients() -> None:
 def test_a_loss_is_a_function() -> None:
     with pytest.raises(ValueError, match=r"loss must be a function of outputs and labels, .* got 'cross_entropy'"):
         fz.Calibrated([], loss="cross_entropy")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got <class .*CrossEntropyLoss'>; make one: CrossEntropyLoss\(\)$"):
+        fz.Calibrated([], loss=nn.CrossEntropyLoss)
 
 
 def test_no_layer_is_left_with_next_to_nothing_by_its_small_gradients() -> None:

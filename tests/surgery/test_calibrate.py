@@ -383,6 +383,39 @@ def test_heads_that_are_cut_stay_spectral() -> None:
     assert not torch.allclose(ours[0].linear1.weight, spectral[0].linear1.weight)
 
 
+def _wrapped(model: nn.Module) -> nn.Module:
+    compiled: Any = torch.compile(model, backend="eager")
+    return compiled
+
+
+def _by_its_forward(model: nn.Module) -> nn.Module:
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    return model
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [_wrapped, _by_its_forward, _in_place])
+def test_a_compiled_model_that_ran_before_is_calibrated_like_any_other(
+    compiled: Callable[[nn.Module], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    batches = [torch.randn(64, 12)]
+    expected = fz.factorize(copy.deepcopy(dense), rank=3, init=fz.Calibrated(batches))
+    model = compiled(dense)
+    with torch.no_grad():
+        model(batches[0])
+    found = fz.factorize(model, rank=3, init=fz.Calibrated(batches))
+    assert isinstance(dense[2], FactorizedLayer)
+    torch.testing.assert_close(dense.state_dict(), expected.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(found(batches[0]), expected(batches[0]))
+
+
 def test_progress_counts_every_layer_once() -> None:
     seen: list[tuple[int, int]] = []
     fz.factorize(

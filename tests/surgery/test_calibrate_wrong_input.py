@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -221,3 +222,25 @@ def test_tensors_inside_lists_and_dicts_are_moved_too() -> None:
     options: dict[str, Any] = {"ratio": 0.7, "keep_first_and_last": False, "allocate": "spectrum"}
     fz.factorize(Nested(), init=given, **options)
     assert moved == ["cpu"] * (40 + 1 + 40)
+
+
+class Rows(NamedTuple):
+    rows: Tensor
+    scale: Tensor
+
+
+class OfNamedTuples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 16)
+
+    def forward(self, given: Rows, others: OrderedDict[str, Rows]) -> Tensor:
+        return self.layer(given.rows * given.scale + others["more"].rows)
+
+
+def test_tensors_inside_named_tuples_and_ordered_dicts_are_moved_too() -> None:
+    moved: list[str] = []
+    given = Rows(elsewhere(torch.randn(40, 20), moved), elsewhere(torch.ones(()), moved))
+    batch = ((given, OrderedDict(more=given)), torch.zeros(40))
+    fz.factorize(OfNamedTuples(), rank=4, keep_first_and_last=False, init=fz.Calibrated([batch]))
+    assert moved == ["cpu"] * 4

@@ -59,6 +59,10 @@ def test_planning_and_factorizing_in_one_go_equals_two_steps(init: Any) -> None:
         ({"keep_first_and_last": False}, "plan already selects the layers"),
         ({"init": "xavier"}, "init must be one of"),
         ({"init": 3}, "init must be one of"),
+        ({"init": "calibrated"}, r"fz.Calibrated\(batches\) or a callable .* got 'calibrated'$"),
+        ({"init": [torch.ones(9, 9)]}, r"fz.Calibrated\(batches\) or a callable .* got a value of type list$"),
+        ({"init": torch.ones(9, 9)}, r"fz.Calibrated\(batches\) or a callable .* got a value of type Tensor$"),
+        ({"init": fz.Calibrated}, r"fz.Calibrated\(batches\) or a callable .* got the class Calibrated$"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_changes(arguments: dict[str, Any], message: str) -> None:

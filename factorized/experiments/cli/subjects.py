@@ -31,20 +31,23 @@ def open_subject(model: str, data: str | None, device: torch.device, *, trust_mo
         return _hugging_face(path, data, device)
     if ":" in model and not model.startswith("hf:"):
         return _classifier(model, model, [], data, device)
-    within = sorted(found.parent for found in path.glob(f"**/{RESULT}"))[:1] if path.is_dir() else []
-    around = [parent for parent in path.parents if (parent / RESULT).is_file()] if path.exists() else []
+    marks = (RESULT, CONFIG)
+    within = sorted(found.parent for mark in marks for found in path.glob(f"**/{mark}"))[:1] if path.is_dir() else []
+    around = [parent for parent in path.parents for mark in marks if (parent / mark).is_file()] if path.exists() else []
     hint = f"; did you mean {[*within, *around][0]}?" if within or around else ""
     raise ValueError(
         f"MODEL must be the folder of a finished run (with {RESULT}) or of a Hugging Face model (with {CONFIG}), or "
-        f"module:function, got {model}{hint or _checkpoint_hint(path)}"
+        f"module:function, got {model}{hint or _other_hint(path)}"
     )
 
 
-def _checkpoint_hint(path: Path) -> str:
-    """Return how a file of weights alone is compressed, if the path is one."""
-    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
-        return ""
-    return "; write a function that builds the network and loads this file, and name it as module:function"
+def _other_hint(path: Path) -> str:
+    """Return how to compress what the path may stand for: a file of weights alone, or a model of the Hub."""
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
+        return "; write a function that builds the network and loads this file, and name it as module:function"
+    if not path.exists() and len(path.parts) <= 2 and not path.is_absolute():
+        return f"; download a model of the Hugging Face Hub first: hf download {path} --local-dir FOLDER"
+    return ""
 
 
 def default_folder(model: str, ratio: float) -> Path:
@@ -159,8 +162,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     from factorized.experiments.data.load import load_images
     from factorized.experiments.models.build import build_for
     from factorized.experiments.models.hugging_face import as_trained_on
-    from factorized.experiments.recipes.recipe import Data, Model, Recipe
-    from factorized.experiments.training.network import check_network
+    from factorized.experiments.training.network import check_classifier
     from factorized.files.checksum import checksum_of_tensors
     from factorized.surgery.state import distinct_tensors, plain_state
 
@@ -176,7 +178,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
         return build_for(model, images)
 
     network = make()
-    check_network(Recipe(model=Model(name=model), data=Data(crop_padding=0)), network, images)
+    check_classifier(model, network, images)
     weights, tied = distinct_tensors(plain_state(network))
     identity = [*identity, checksum_of_tensors(weights, tied), images.checksum]
     return ImageSubject(name, identity, device, make, model=model, images=images)

@@ -24,6 +24,7 @@ from factorized.experiments.recipes.text import AnyRecipe
 from factorized.experiments.training.folder import writing
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
+from factorized.experiments.training.result import RESULT
 from factorized.experiments.training.state import OtherRun
 from factorized.files.checksum import is_sealed
 from factorized.formats.product import LowRank
@@ -38,6 +39,7 @@ from factorized.surgery.lower import lower
 
 STATE = "compress.json"
 COMPRESSED, RECOVERED = "compressed", "recovered"  # folders
+LOGS = ("metrics.jsonl", "checkpoint.pt", "events.out.tfevents.*")  # of a run: no network needs them to be opened
 SAMPLES = 2048
 ELSEWHERE = "choose another folder by --out"
 Ranks = Literal["loss", "outputs", "uniform"]
@@ -169,14 +171,17 @@ class Work:
                         "delete it"
                     )
                 machine = describe_machine(self.subject.device)
-                return {**fresh, "machine": machine, "seconds": {}, "notes": []}
+                return {**fresh, "machine": machine, "seconds": {}, "notes": [], "files": {}}
             text = path.read_bytes()
         try:
             found = json.loads(text)
         except ValueError:
             found = None
-        if not isinstance(found, dict) or not is_sealed(found):
-            raise ValueError(f"{path} is damaged, or was changed; start over with --overwrite, or choose another --out")
+        if not isinstance(found, dict) or not is_sealed(found) or "files" not in found:
+            raise ValueError(
+                f"{path} is damaged, was changed, or is of an older version; start over with --overwrite, or choose "
+                "another --out"
+            )
         found.pop("checksum")
         other = [key for key, value in self.asked.items() if found["asked"].get(key) != value]
         if "plan" not in found and not {"model", "identity"}.intersection(other):  # no setting was used yet
@@ -192,7 +197,14 @@ class Work:
                 f"{self.folder} holds another compression: {differs}; choose another --out, or start over with "
                 "--overwrite"
             )
-        gone = {place.name for place in folders if not place.exists()}  # what was deleted is done again
+        gone = {  # what was deleted is done again
+            name
+            for name, files in found["files"].items()
+            if not all((self.folder / name / file).is_file() for file in files)
+        }
+        if RECOVERED in gone:  # without its result, a run goes on from its checkpoint, and writes its network again
+            for result in (self.folder / RECOVERED).glob(f"*/{RESULT}"):
+                result.unlink()
         gone |= {"differences"} if gone.intersection(found).intersection((COMPRESSED, RECOVERED)) else set()
         return {name: value for name, value in found.items() if name not in gone}
 
@@ -209,6 +221,8 @@ class Work:
             self.say(f"note: {note}")
         self.state["notes"] = [*dict.fromkeys([*self.state["notes"], *notes])]
         self.state["seconds"][name] = time.perf_counter() - began
+        if (self.folder / name).is_dir():
+            self.state["files"][name] = _files(self.folder / name)
         with writing(self.folder):
             write_json(self.folder / STATE, self.state)
 
@@ -336,6 +350,12 @@ class Work:
         """Return the score as a message has it."""
         name = self.subject.score
         return f"{name} {scores[name]:.2f}{' %' if name == 'accuracy' else ''}"
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, those of logs left out."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not any(path.match(log) for log in LOGS))
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def _size(batch: Any) -> int:

@@ -75,7 +75,8 @@ def _vgg_pool(size: int) -> int:
 
 def _from_function(name: str, classes: int, image_size: int, channels: int) -> nn.Module:
     module_name, _, function_name = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
+    is_file = module_name.endswith(".py") and Path(module_name).is_file()
+    if is_file or not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
         raise ValueError(f"model {name!r}: a function is named as module:function, such as mymodels:small")
     with _working_folder_on_path():
         module = _import(name, module_name)

@@ -119,7 +119,7 @@ def infinite_buffers(network: nn.Module) -> set[str]:
 
 def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
     """Raise if the network cannot be trained to classify the images: a user's function may return anything."""
-    name, classes = recipe.model.name, len(images.classes)
+    name = recipe.model.name
     if recipe.data.crop_padding >= min(images.size):
         raise ValueError(
             f"data.crop_padding = {recipe.data.crop_padding} would crop images of {images.size[0]}×{images.size[1]} "
@@ -132,6 +132,16 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
         )
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(f"model {name!r} has no parameters that can be trained")
+    answer = check_classifier(name, network, images)
+    if not answer.requires_grad:
+        raise ValueError(
+            f"model {name!r} must return logits that its parameters can be trained by, got {answer.dtype} without a "
+            "gradient: do not detach or round them"
+        )
+
+
+def check_classifier(name: str, network: nn.Module, images: Images) -> Tensor:  # (2, classes)
+    """Return what the network makes of two black images; raise unless these are logits of the classes."""
     example = torch.zeros(2, images.channels, *images.size)
     try:
         with evaluation_mode(network), torch.enable_grad():
@@ -140,14 +150,11 @@ def check_network(recipe: Recipe, network: nn.Module, images: Images) -> None:
         raise ValueError(
             f"model {name!r} cannot classify images {tuple(example.shape[1:])}: it failed {place_and_reason(error)}"
         ) from error
+    classes = len(images.classes)
     if not isinstance(answer, Tensor) or answer.shape != (2, classes):
         got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise ValueError(f"model {name!r} must return a tensor (images, {classes}), got {got} for two images")
-    if not answer.requires_grad:
-        raise ValueError(
-            f"model {name!r} must return logits that its parameters can be trained by, got {answer.dtype} without a "
-            "gradient: do not detach or round them"
-        )
+    return answer
 
 
 def count_macs(network: nn.Module, plan: Plan | None, images: Images) -> int:

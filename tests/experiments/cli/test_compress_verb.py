@@ -246,8 +246,18 @@ def test_a_model_that_is_none_says_what_it_can_be(cli: Cli, run: Path, tmp_path:
     for near in (run.parents[1], run / "model", run / "model/dense.safetensors"):
         assert near.exists()
         assert cli("compress", near, "--ratio", "0.5").error.endswith(f"did you mean {run}?\n")
+    of_transformers = tmp_path / "models/gpt2"
+    of_transformers.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (of_transformers / name).touch()
+    for near in (of_transformers.parent, of_transformers / "model.safetensors"):
+        assert cli("compress", near, "--ratio", "0.5").error.endswith(f"did you mean {of_transformers}?\n")
+    (of_transformers / "config.json").unlink()
     assert "MODEL must be the folder of a finished run" in cli("compress", tmp_path, "--ratio", "0.5").error
     assert "write a function that builds the network and loads" in cli("compress", "net.pt", "--ratio", "0.5").error
+    for name in ("gpt2", "hf:someone/bert-base"):
+        told = f"Hub first: hf download {name.removeprefix('hf:')} --local-dir FOLDER\n"
+        assert cli("compress", name, "--ratio", "0.5").error.endswith(told)
     assert "classifies images; name them by --data" in cli("compress", "a:b", "--ratio", "0.5").error
     assert "there is no module 'nowhere'" in cli("compress", "nowhere:b", "--ratio", "0.5", "--data", npz).error
 
@@ -369,6 +379,31 @@ def test_a_function_whose_model_does_not_fit_the_images_says_so(
     assert message in cli("compress", f"{name}:trained", "--ratio", "0.5", "--data", "digits").error
 
 
+def test_a_function_is_found_in_a_module_and_not_in_a_file(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models_in_a_file.py").touch()
+    message = cli("compress", "models_in_a_file.py:trained", "--ratio", "0.5", "--data", "digits").error
+    assert "a function is named as module:function, such as mymodels:small" in message
+
+
+def test_a_frozen_classifier_is_compressed_and_not_recovered(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("frozen_classifier.py").write_text(
+        "from factorized.experiments.models.resnet import resnet\n"
+        "def trained(classes):\n    return resnet(8, classes, 1).requires_grad_(False)\n"
+    )
+    asked = ("compress", "frozen_classifier:trained", "--ratio", "0.5", "--data", "digits", "--out", "small", *QUICK)
+    said = cli(*asked)
+    assert said.code == 0, said.err
+    state = state_of(Path("small"))
+    assert state["compressed"]["parameters"] <= 0.5 * state["before"]["parameters"]
+    assert "has no parameters that can be trained" in cli(*asked, "--recover", "digits/resnet8").error
+
+
 def test_an_image_classifier_of_hugging_face_is_compressed(cli: Cli, tmp_path: Path, npz: Path) -> None:
     import transformers
 
@@ -390,4 +425,7 @@ def test_an_image_classifier_of_hugging_face_is_compressed(cli: Cli, tmp_path: P
     plain = kind.from_pretrained(tmp_path / "out" / "composed").eval()
     torch.testing.assert_close(small(x).logits, plain(x).logits)
     assert (tmp_path / "out" / "composed" / "preprocessor_config.json").is_file()
+    for name in ("gpt2", "hf:someone/bert-base"):
+        told = f"Hub first: hf download {name.removeprefix('hf:')} --local-dir FOLDER\n"
+        assert cli("compress", name, "--ratio", "0.5").error.endswith(told)
     assert "classifies images; name them by --data" in cli("compress", tmp_path / "resnet", "--ratio", "0.7").error

@@ -16,6 +16,7 @@ from factorized.experiments.compress.subject import recovery_recipe
 from factorized.experiments.compress.work import Settings, Work
 from factorized.experiments.recipes.find import load_any_recipe
 from factorized.experiments.training.state import check_same_devices
+from factorized.files.checksum import sealed
 from tests.experiments.compress.points import Points
 from tests.planning.models_for_planning import Mlp
 
@@ -158,16 +159,25 @@ def test_plain_forms_from_before_a_recovery_are_written_again_though_that_was_st
         assert state[form]["scores"]["loss"] == pytest.approx(state["recovered"]["scores"]["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("part", ["", "*.safetensors", "*.json", "*.pt"])
 @pytest.mark.parametrize("gone", ["compressed", "recovered", "lowered", "composed"])
-def test_a_folder_that_was_deleted_is_written_again(tmp_path: Path, gone: str) -> None:
+def test_a_folder_that_was_deleted_or_lost_a_file_is_written_again(tmp_path: Path, gone: str, part: str) -> None:
     before = Work(Points(), SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["lowered", "composed"])
-    shutil.rmtree(tmp_path / gone)
+    names = sorted(path.suffix for path in (tmp_path / gone).iterdir())
+    if part:
+        lost = list((tmp_path / gone).glob(part))
+        for path in lost:
+            path.unlink()
+    else:
+        shutil.rmtree(tmp_path / gone)
+        lost = [tmp_path / gone]
     subject = Points()
     state = Work(subject, SETTINGS, tmp_path, say=lambda line: None).run(RECIPE, ["lowered", "composed"])
-    assert (tmp_path / gone).is_dir()
-    assert subject.done.count("train") == (gone == "recovered")
-    assert [one for one in subject.done if one.startswith("save")] == [f"save {gone}"] * (gone != "recovered")
-    assert {**state, "seconds": 0} == {**before, "seconds": 0}
+    assert sorted(path.suffix for path in (tmp_path / gone).iterdir()) == names
+    assert subject.done.count("train") == (gone == "recovered" and bool(lost))
+    saved = [f"save {gone}"] * (gone != "recovered" and bool(lost))
+    assert [one for one in subject.done if one.startswith("save")] == saved
+    assert {**state, "seconds": 0, "files": 0} == {**before, "seconds": 0, "files": 0}
 
 
 def test_overwriting_leaves_nothing_of_the_compression_before(tmp_path: Path) -> None:
@@ -265,12 +275,14 @@ def test_other_settings_are_taken_if_the_plan_was_stopped_and_what_was_tested_is
     assert 0.6 < state["compressed"]["parameters"] / state["before"]["parameters"] <= 0.7
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"asked": {}, "checksum": "0"}', None])
+@pytest.mark.parametrize(
+    "damage", ["{", "[]", '{"asked": {}, "checksum": "0"}', json.dumps(sealed({"asked": {}})), None]
+)
 def test_a_damaged_state_is_refused(tmp_path: Path, damage: str | None) -> None:
     compressed(tmp_path)
     path = tmp_path / "compress.json"
     path.write_text(damage if damage is not None else path.read_text().replace('"ratio": 0.5', '"ratio": 0.6'))
-    with pytest.raises(ValueError, match=r"compress\.json is damaged, or was changed; start over with --overwrite"):
+    with pytest.raises(ValueError, match=r"compress\.json is damaged, was changed, or .*; start over with --overwrite"):
         Work(Points(), SETTINGS, tmp_path)
 
 
