@@ -93,9 +93,8 @@ class FactorizedLayer(nn.Module):
             for machine in MACHINES
         }
         self.executions: tuple[Way, ...] = tuple(costs["cpu", False])
-        cheapest = {machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()}
-        self._cheapest: dict[tuple[Device, bool], Way] = cheapest
-        self._settled = cheapest["cpu", False] if len(set(cheapest.values())) == 1 else None  # linears are
+        self._cheapest = {machine: min(ways, key=ways.__getitem__) for machine, ways in costs.items()}
+        self._settled = self._cheapest["cpu", False] if len({*self._cheapest.values()}) == 1 else None  # linears are
         self.check_execution()
 
     def change_ranks(self, format: Format, factors: Sequence[nn.Parameter]) -> None:
