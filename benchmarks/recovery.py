@@ -35,7 +35,7 @@ from benchmarks.one_network import OneNetwork
 from factorized.experiments.cli.subjects import open_subject
 from factorized.experiments.compress.subject import Subject, recovery_recipe
 from factorized.experiments.recipes.recipe import Factorize, Recipe
-from factorized.experiments.recipes.text import AnyRecipe
+from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
 from factorized.files.atomic import lock
@@ -173,6 +173,8 @@ class Compression:
         fields: dict[str, Any] = {"run": recipe.run.model_copy(update=run)}
         if decay == ORDINARY:
             fields["decay"] = recipe.decay.model_copy(update={"kind": "weight"})
+            if isinstance(own, TextRecipe):  # LAMB, not FLAMBé
+                fields["optimizer"] = recipe.optimizer.model_copy(update={"name": own.optimizer.name})
         if cell.method == PRUNED:
             fields["factorize"] = type(own.factorize)()
         return recipe.model_copy(update=fields)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from factorized.experiments.recipes.recipe import LINEAR_WARMUP, Factorize, Recipe, Schedule
 from factorized.experiments.recipes.shorten import length_of, shorten
-from factorized.experiments.recipes.text import AnyRecipe, TextSchedule
+from factorized.experiments.recipes.text import AnyRecipe, TextRecipe, TextSchedule
 from factorized.experiments.training.progress import Reporter
 from factorized.nn.running import ExampleInput
 from factorized.planning.plan import Plan
@@ -93,6 +93,7 @@ def recovery_recipe(own: AnyRecipe | None, given: AnyRecipe | None, factorize: F
     """Return the recipe that recovers a compressed network: the one given, or a tenth of its own training.
 
     A recipe of a dense network decays weights; here it decays the products that take their place, at the same strength.
+    LAMB decays apart from the gradient, and so does FLAMBé, which takes its place: the strength means the same there.
     In a tenth of its own training the learning rate rises to a fifth of what it was and falls to zero, step by step.
     """
     recipe = given if given is not None or own is None else _short(own)
@@ -101,6 +102,8 @@ def recovery_recipe(own: AnyRecipe | None, given: AnyRecipe | None, factorize: F
     fields: dict[str, Any] = {"factorize": factorize, "paper": None, "name": f"{recipe.name}-recovery"}
     if recipe.factorize.scheme == "none" and recipe.decay.kind != "none":
         fields["decay"] = recipe.decay.model_copy(update={"kind": "frobenius"})
+        if isinstance(recipe, TextRecipe) and (recipe.optimizer.name, recipe.decay.kind) == ("lamb", "weight"):
+            fields["optimizer"] = recipe.optimizer.model_copy(update={"name": "flambe"})
     return recipe.model_copy(update=fields)
 
 

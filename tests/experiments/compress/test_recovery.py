@@ -89,6 +89,16 @@ def test_a_recipe_that_is_given_keeps_its_length_its_rate_and_the_decay_of_its_p
         recovery_recipe(None, None, FACTORIZE)
 
 
+def test_lamb_becomes_flambe_whose_decay_is_apart_from_the_gradient_too() -> None:
+    own: Any = load_any_recipe("bert/tiny")
+    assert (own.optimizer.name, own.decay.kind) == ("lamb", "weight")
+    for made in (recovery_recipe(own, None, FACTORIZE), recovery_recipe(None, own, FACTORIZE)):
+        assert made.optimizer.name == "flambe"
+        assert (made.decay.kind, made.decay.strength) == ("frobenius", own.decay.strength)
+    given = load_any_recipe("bert/tiny-lamb-fd")  # says itself that LAMB decays products
+    assert recovery_recipe(own, given, FACTORIZE).optimizer == given.optimizer
+
+
 def test_a_recipe_is_fitted_to_the_model_and_the_data_of_the_run_it_recovers(tmp_path: Path) -> None:
     own = recipe("data.name=cifar10", name="cifar10/resnet32x2")  # on images that --data put in their place
     images = ImageSubject("own", [], CPU, torch.nn.Identity, own, model="resnet32x2", images=digits())
