@@ -26,6 +26,8 @@ from factorized.decay.strength import (
 from factorized.optim.count import StepCount
 from factorized.optim.lamb import Lamb
 
+TAKEN = "steps"  # the key of the steps taken in every group, since torch's distributed checkpoints keep nothing else
+
 
 class Flambe(Lamb, DecaysProducts):
     """LAMB whose update of a factor is ``u = r + λ·∂½‖U M₁…M_d Vᵀ‖²`` instead of ``r + λw``.
@@ -140,10 +142,21 @@ class Flambe(Lamb, DecaysProducts):
         own = ("forms", "_frobenius_decay", "_noted", "_count", "_decayed", "_engine", "_factors", "_packed", "_later")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own settings, as ``Lamb`` does."""
+        super().add_param_group({**param_group, TAKEN: 0})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, and in every group the steps taken: a parameter without gradients has taken fewer."""
+        for group in self.param_groups:
+            group[TAKEN] = self.steps
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the state was saved, including a schedule."""
         super().load_state_dict(state_dict)
-        self._count = StepCount(max((int(state["step"]) for state in self.state.values()), default=0))
+        steps = [int(state["step"]) for state in self.state.values()]  # all that the state of a Lamb has
+        self._count = StepCount(max([*steps, *(int(group.get(TAKEN, 0)) for group in self.param_groups)]))
 
     def _decays(self, passed: Tensor | None) -> dict[nn.Parameter, Tensor]:
         """Return λ times the Frobenius gradient of every factor."""
