@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from factorized._torch import not_compiled
 from factorized.decay.engine import Engine
 from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
@@ -158,13 +159,13 @@ class Flambe(Lamb, DecaysProducts):
         steps = [int(state["step"]) for state in self.state.values()]  # all that the state of a Lamb has
         self._count = StepCount(max([*steps, *(int(group.get(TAKEN, 0)) for group in self.param_groups)]))
 
+    @not_compiled  # it reads settings that may change between steps
     def _decays(self, passed: Tensor | None) -> dict[nn.Parameter, Tensor]:
         """Return λ times the Frobenius gradient of every factor."""
-        if not torch.compiler.is_compiling():
-            if noted(self._frobenius_decay) != self._noted:
-                self.frobenius_decay = self._frobenius_decay
-            check_still_held(self._decayed)
-            self._later.check(self.forms, partial(decayed_forms, self._frobenius_decay))
+        if noted(self._frobenius_decay) != self._noted:
+            self.frobenius_decay = self._frobenius_decay
+        check_still_held(self._decayed)
+        self._later.check(self.forms, partial(decayed_forms, self._frobenius_decay))
         decays: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             rate = group.get(REST_DECAY, group["weight_decay"])
