@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -140,7 +139,8 @@ class FrobeniusDecay(AttachedDecay):
             raise ValueError("with in_backward=True part of the decay acts in the backward pass: attach it instead")
         self._refresh()
         if lr is None:
-            self._engine.add(gradient_of, self._numbers().__getitem__)
+            numbers = self._numbers()
+            self._engine.add(gradient_of, lambda factor: numbers[factor])  # torch 2.11 traces no dict.__getitem__
         else:
             if not isinstance(lr, Tensor):
                 check_number("lr", lr)

@@ -280,7 +280,6 @@ class TestCompiled:
             train(twin, optimizer, range(3))
         assert difference(model, reference) < 1e-12
 
-
     @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
     @pytest.mark.parametrize("decoupled", [False, True])
     @pytest.mark.parametrize("set_to_none", [False, True])
