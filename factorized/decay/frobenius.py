@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from factorized._checks import check_whole, warn
-from factorized._torch import computable, on_one_device, without_autocast
+from factorized._torch import computable, not_compiled, on_one_device, without_autocast
 from factorized.decay.engine import Engine, gradient_of
 from factorized.decay.forms import Factor, Form, forms, unread_attention
 from factorized.decay.guard import check_not_in_backward, composed_layers, is_adaptive
@@ -140,7 +139,8 @@ class FrobeniusDecay(AttachedDecay):
             raise ValueError("with in_backward=True part of the decay acts in the backward pass: attach it instead")
         self._refresh()
         if lr is None:
-            self._engine.add(gradient_of, self._numbers().__getitem__)
+            numbers = self._numbers()
+            self._engine.add(gradient_of, lambda factor: numbers[factor])  # torch 2.11 traces no dict.__getitem__
         else:
             if not isinstance(lr, Tensor):
                 check_number("lr", lr)
@@ -188,9 +188,13 @@ class FrobeniusDecay(AttachedDecay):
         self.steps = state["steps"]
 
     def _refresh(self, *, stepping: bool = False) -> None:
-        if not torch.compiler.is_compiling() and noted(self._strength) != self._noted:
-            self.strength = self._strength
+        if noted(self._strength) != self._noted:
+            self._take_over()
         super()._refresh(stepping=stepping)
+
+    @not_compiled  # torch cannot: workers are made for other forms
+    def _take_over(self) -> None:
+        self.strength = self._strength
 
     def _acts_on(self, found: Sequence[Form]) -> Sequence[Form]:
         return decayed_forms(self._strength, found)
@@ -223,12 +227,12 @@ class FrobeniusDecay(AttachedDecay):
         self._engine.add(parameter_of, number_of)
 
     def _numbers(self) -> dict[Factor, Number]:
+        # Factors are read from a list: torch's compiler would not see that one from a dict's keys is frozen later.
         if isinstance(self.strength, float):  # the same as ``strengths``, five times faster
             number = self.strength
-            return {factor: 0.0 if form.kind == "qk" else number for factor, form in self._engine.form_of.items()}
-        numbers = strengths(self.strength, self.forms, self.steps)
-        of = dict(zip(self.forms, numbers, strict=True))
-        return {factor: of[form] for factor, form in self._engine.form_of.items()}
+            return {f: 0.0 if form.kind == "qk" else number for form in self._decayed for f in form.factors}
+        numbers = strengths(self.strength, self._decayed, self.steps)
+        return {f: number for form, number in zip(self._decayed, numbers, strict=True) for f in form.factors}
 
 
 def _near(number: Number, norm: Tensor) -> Number:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from factorized._torch import not_compiled
 from factorized.decay.forms import Factor, Form
 from factorized.decay.guard import DecaysProducts, LaterLayers, check_attachable, check_decayed_once, check_still_held
 from factorized.decay.strength import Number, scalar, unless_named
@@ -161,6 +162,7 @@ class AttachedDecay(DecaysProducts):
         """Return the state for copies and pickles, which are not attached to an optimizer."""
         return {**self.__dict__, "_handle": None}
 
+    @not_compiled  # a compiled step would not see that a parameter of the optimizer is frozen, or trained again
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Act now or, if ``optimizer.step`` is given a closure, after each of its calls.
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from factorized._checks import is_number, plain_number
+from factorized._torch import kept_by_compiler
 from factorized.attention.register import find_attention
 from factorized.attention.unit import FORMS
 from factorized.decay.forms import Form
@@ -119,7 +120,12 @@ def _matches(pattern: str, form: Form) -> bool:
     # A glob that happens to cover attention does not include QK, which has to be named.
     says_qk = form.kind != "qk" or pattern.endswith("qk")
     formats = {format.name for format in (form.format, form.layer and form.layer.format) if format is not None}
-    return pattern == form.kind or pattern in formats or (says_qk and fnmatchcase(form.name, pattern))
+    return pattern == form.kind or pattern in formats or (says_qk and _fits(form.name, pattern))
+
+
+@kept_by_compiler
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern)
 
 
 def check_number(what: str, number: object) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized._torch import computable, on_one_device, without_autocast
+from factorized._torch import computable, not_compiled, on_one_device, without_autocast
 from factorized.decay.forms import Factor, Form, forms
 from factorized.decay.guard import LaterLayers, check_hookable, check_still_held
 from factorized.decay.strength import check_number
@@ -115,6 +115,7 @@ class NormMatcher:
         self._handle.remove()
         self._handle = None
 
+    @not_compiled  # like the steps of decays
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._step >= len(self._recorded):
             raise ValueError(

@@ -49,7 +49,8 @@ class FactorizedTrainerMixin(Trainer):
 
     Attributes:
         frobenius_decay: λ of products, as for ``fz.FrobeniusDecay``; None uses ``weight_decay`` of the arguments. Where
-            it is a dict, forms of attention that it leaves out are decayed as ordinary weights.
+            it is a dict, forms of attention that it leaves out are decayed as ordinary weights. Write a schedule as a
+            ``staticmethod``.
         decoupled: whether the decay shrinks factors instead of adding to gradients; None does so with optimizers that
             rescale gradients.
         optimizer_name: ``"flambe"`` trains with ``fz.Flambe``, at the arguments' learning rate, betas and epsilon; None

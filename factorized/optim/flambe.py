@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from factorized._torch import not_compiled
 from factorized.decay.engine import Engine
 from factorized.decay.forms import Form, forms, unread_attention
 from factorized.decay.frobenius import FrobeniusDecay
@@ -25,6 +26,8 @@ from factorized.decay.strength import (
 )
 from factorized.optim.count import StepCount
 from factorized.optim.lamb import Lamb
+
+TAKEN = "steps"  # the key of the steps taken in every group, since torch's distributed checkpoints keep nothing else
 
 
 class Flambe(Lamb, DecaysProducts):
@@ -140,18 +143,29 @@ class Flambe(Lamb, DecaysProducts):
         own = ("forms", "_frobenius_decay", "_noted", "_count", "_decayed", "_engine", "_factors", "_packed", "_later")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own settings, as ``Lamb`` does."""
+        super().add_param_group({**param_group, TAKEN: 0})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, and in every group the steps taken: a parameter without gradients has taken fewer."""
+        for group in self.param_groups:
+            group[TAKEN] = self.steps
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the state was saved, including a schedule."""
         super().load_state_dict(state_dict)
-        self._count = StepCount(max((int(state["step"]) for state in self.state.values()), default=0))
+        steps = [int(state["step"]) for state in self.state.values()]  # all that the state of a Lamb has
+        self._count = StepCount(max([*steps, *(int(group.get(TAKEN, 0)) for group in self.param_groups)]))
 
+    @not_compiled  # it reads settings that may change between steps
     def _decays(self, passed: Tensor | None) -> dict[nn.Parameter, Tensor]:
         """Return λ times the Frobenius gradient of every factor."""
-        if not torch.compiler.is_compiling():
-            if noted(self._frobenius_decay) != self._noted:
-                self.frobenius_decay = self._frobenius_decay
-            check_still_held(self._decayed)
-            self._later.check(self.forms, partial(decayed_forms, self._frobenius_decay))
+        if noted(self._frobenius_decay) != self._noted:
+            self.frobenius_decay = self._frobenius_decay
+        check_still_held(self._decayed)
+        self._later.check(self.forms, partial(decayed_forms, self._frobenius_decay))
         decays: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             rate = group.get(REST_DECAY, group["weight_decay"])

@@ -280,6 +280,54 @@ class TestCompiled:
             train(twin, optimizer, range(3))
         assert difference(model, reference) < 1e-12
 
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+    @pytest.mark.parametrize("decoupled", [False, True])
+    @pytest.mark.parametrize("set_to_none", [False, True])
+    def test_a_compiled_step_decays_what_is_frozen_and_trained_again_like_an_eager_one(
+        self, decoupled: bool, set_to_none: bool
+    ) -> None:
+        model, reference = twins()
+        for twin, compiles in ((model, True), (reference, False)):
+            optimizer = torch.optim.SGD(fz.parameter_groups(twin, 0.01), lr=0.1)
+            fz.FrobeniusDecay(twin, STRENGTH, decoupled=decoupled).attach(optimizer)
+            if compiles:
+                optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+            for step, trained in enumerate((True, False, True)):
+                twin.wide.U.requires_grad_(trained)
+                train(twin, optimizer, range(step, step + 1), set_to_none=set_to_none)
+        assert difference(model, reference) < 1e-12
+
+    def test_a_compiled_decay_acts_on_what_is_frozen_and_trained_again(self) -> None:
+        model, reference = twins()
+        eager = fz.FrobeniusDecay(reference, STRENGTH, decoupled=True)
+        decay = fz.FrobeniusDecay(model, STRENGTH, decoupled=True)
+        compiled = torch.compile(decay.apply_, backend="aot_eager", fullgraph=True)
+        for trained in (True, False, True):
+            for twin in (model, reference):
+                twin.wide.U.requires_grad_(trained)
+            compiled(lr=0.1)
+            eager.apply_(lr=0.1)
+        assert difference(model, reference) < 1e-12
+
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+    @pytest.mark.parametrize("before", [0.0, 0.1])
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_a_strength_by_name_that_changes_in_place_acts_when_compiled(self, before: float, by_hand: bool) -> None:
+        model, reference = twins()
+        for twin, compiles in ((model, True), (reference, False)):
+            optimizer = torch.optim.SGD(fz.parameter_groups(twin, 0.01), lr=0.1)
+            decay = fz.FrobeniusDecay(twin, {"*": STRENGTH, "wide": before}, decoupled=False)
+            act = decay.apply_ if by_hand else (lambda: None)
+            if not by_hand:
+                decay.attach(optimizer)
+            if compiles:
+                act = torch.compile(act, backend="aot_eager")
+                optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+            train(twin, optimizer, range(1), before_step=act)
+            decay.strength["wide"] = 0.5
+            train(twin, optimizer, range(1, 2), before_step=act)
+        assert difference(model, reference) < 1e-12
+
 
 @pytest.mark.parametrize(
     ("make", "looks"),

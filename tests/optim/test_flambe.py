@@ -279,6 +279,28 @@ def test_a_saved_state_continues_to_the_bit_with_its_schedule() -> None:
     assert same(model, resumed_model)
 
 
+def test_a_saved_state_continues_a_schedule_where_no_parameter_took_every_step() -> None:
+    model = build()
+    schedule: Callable[[int], float] = lambda step: 0.1 * step  # noqa: E731
+    parameters, gradients = list(model.parameters()), gradients_for(model, 6)
+    optimizer = fz.Flambe(parameters, model, frobenius_decay=schedule)
+
+    def take(taking: fz.Flambe, trained: list[nn.Parameter], steps: range) -> None:
+        for step in steps:  # half of the parameters have a gradient, by turns
+            for number, (parameter, gradient) in enumerate(zip(trained, gradients[step], strict=True)):
+                parameter.grad = gradient.clone() if number % 2 == step % 2 else None
+            taking.step()
+
+    take(optimizer, parameters, range(3))
+    resumed_model = copy.deepcopy(model)
+    resumed = fz.Flambe(resumed_model.parameters(), resumed_model, frobenius_decay=schedule)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.steps == 3
+    take(optimizer, parameters, range(3, 6))
+    take(resumed, list(resumed_model.parameters()), range(3, 6))
+    assert same(model, resumed_model)
+
+
 def test_a_copied_optimizer_trains_its_copied_model() -> None:
     model = build()
     gradients = gradients_for(model, 6)
