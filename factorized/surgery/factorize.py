@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Unpack, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -141,6 +142,7 @@ def _refuse_options(options: PlanOptions) -> None:
         raise ValueError("the plan already selects the layers: pass include=, exclude= and the like to fz.plan instead")
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained later, and give calibration no gradients
 def build_layers(
     model: nn.Module,
     plan: Plan,
