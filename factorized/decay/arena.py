@@ -43,7 +43,8 @@ class Arena:
         self.starts = [sum(sizes[:position]) for position in range(len(sizes))]
         self.batches: list[_Padded] = []
         self.results = torch.empty(0, dtype=dtype, device=like.device)
-        self.back = torch.empty(sum(sizes), dtype=torch.int64, device="cpu")  # where each factor's entries are among the results
+        # where each factor's entries are among the results
+        self.back = torch.empty(sum(sizes), dtype=torch.int64, device="cpu")
         self._lay_out()
         self.back = self.back.to(like.device)
 
