@@ -69,6 +69,11 @@ def module_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter that a module itself holds under a name; those of scripted modules are not in a dict."""
+    return module._parameters[name] if name in module._parameters else None
+
+
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return every parameter with all of its dotted names."""
     names: dict[nn.Parameter, list[str]] = {}

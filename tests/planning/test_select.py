@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
 
+from factorized import compose, factorize, lower
 from factorized.nn.linear import FactorizedLinear
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan
@@ -329,3 +330,15 @@ def test_a_shared_bias_does_not_keep_a_layer_dense() -> None:
     model[1].bias = model[2].bias
     made = plan(model, rank=2)
     assert [(entry.name, entry.tied_to) for entry in made.selected] == [("1", None), ("2", None)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_parts_stay_as_they_are() -> None:
+    model = between(torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))))
+    made, x = plan(model, ratio=0.9), torch.randn(3, 8)
+    assert "compiled by torch.jit" in reasons(made)["2.0"]
+    assert made.params == sum(parameter.numel() for parameter in model.parameters())
+    model[0], model[3] = nn.Linear(8, 64), nn.Linear(64, 8)
+    factorized = factorize(model.eval(), rank=4)
+    for plain in (compose(factorized), lower(factorized)):
+        torch.testing.assert_close(plain(x), factorized(x))
