@@ -308,6 +308,19 @@ def test_weights_of_two_parameters_in_one_memory_stay_dense(share: Callable[[nn.
     assert reasons(made)["2"].startswith("its weight shares memory with 1.weight")
 
 
+def test_weights_that_are_part_of_another_tensor_of_the_model_stay_dense() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    packed = nn.Linear(64, 192)
+    model.append(packed)
+    for layer, rows in zip(model[1:4], packed.weight.data.split(64), strict=True):
+        layer.weight = nn.Parameter(rows)
+    model.register_buffer("kept", model[4].weight.data)
+    made = plan(model, rank=2, keep_first_and_last=False)
+    assert [entry.name for entry in made.selected] == ["0", "5"]
+    shared = {name: text.removeprefix("its weight shares memory with ") for name, text in reasons(made).items()}
+    assert [shared[name].split(",")[0] for name in "1234"] == ["6.weight", "6.weight", "6.weight", "kept"]
+
+
 def test_parts_of_one_buffer_share_no_memory() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
     buffer = torch.zeros(128, 64)
