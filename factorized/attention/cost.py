@@ -103,7 +103,7 @@ def watch(
 
 def attention_spectrum(name: str, unit: AttentionUnit, forms: Sequence[FormName]) -> Tensor:  # (head size,)
     """Return the squared singular values of some forms, summed over them and over heads."""
-    total = torch.zeros(unit.head_size, dtype=torch.float64)
+    total = torch.zeros(unit.head_size, dtype=torch.float64, device="cpu")
     for form in forms:
         left, right = (p.view(p.weight.detach()).double() for p in unit.form(form))
         if form == "qk":

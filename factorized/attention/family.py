@@ -11,6 +11,7 @@ from torch import nn
 from factorized.attention.heads import is_around_heads
 from factorized.attention.unit import AttentionUnit, Projection, shrunk_note
 from factorized.nn.layer import FactorizedLayer
+from factorized.nn.model import own_parameter
 
 
 class UnreadableAttention(ValueError):
@@ -98,7 +99,7 @@ def plain_weight(layer: nn.Module, path: str) -> nn.Parameter:
     """Return the weight parameter of a projection; raise where its layer is not a plain one."""
     if isinstance(layer, FactorizedLayer):
         raise UnreadableAttention(f"{path} is already factorized as a layer")
-    weight = layer._parameters.get("weight")
+    weight = own_parameter(layer, "weight")
     known = isinstance(layer, nn.Linear) or is_transposed(layer) or is_around_heads(layer)
     if weight is None or not known:
         raise UnreadableAttention(f"{path} is {type(layer).__name__}, whose weight is not a plain parameter")
@@ -112,7 +113,7 @@ def plain_weight(layer: nn.Module, path: str) -> nn.Parameter:
 def plain_bias(layer: nn.Module, path: str) -> nn.Parameter | None:
     """Return the bias parameter that ``path`` ends with, or None where there is no bias; raise if it is computed."""
     name = path.rpartition(".")[2]
-    bias = layer._parameters.get(name)
+    bias = own_parameter(layer, name)
     if bias is None and getattr(layer, name) is not None:
         raise UnreadableAttention(f"{path} is computed by another rule (pruning, a parametrization)")
     return bias

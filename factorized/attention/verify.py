@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -135,10 +135,10 @@ def _drawn(unit: AttentionUnit, qk: int, ov: int) -> Matrices:
     """Return matrices of the unit's sizes whose forms have the ranks ``qk`` and ``ov``, in all dimensions of a head."""
     generator = torch.Generator().manual_seed(0)
     old = read_matrices(unit)
-    mixing = {rank: torch.linalg.qr(torch.randn(unit.head_size, rank, generator=generator))[0].mT for rank in (qk, ov)}
+    mixing = {rank: torch.linalg.qr(_normal((unit.head_size, rank), generator))[0].mT for rank in (qk, ov)}
 
     def like(tensor: Tensor, rank: int, scale: float) -> Tensor:  # (..., head size)
-        noise = torch.randn(*tensor.shape[:-1], rank, generator=generator)
+        noise = _normal((*tensor.shape[:-1], rank), generator)
         return (scale * noise @ mixing[rank]).to(tensor)
 
     def heads(given: Heads, rank: int) -> Heads:
@@ -163,7 +163,7 @@ def _noise(unit: AttentionUnit) -> Call | None:
     widths = [projection.long for projection in (unit.query, unit.key, unit.value)]
     call = Call()
     for parameter, width in zip(needed, widths, strict=False):
-        sequence = torch.randn(2, 5, width, generator=generator).to(unit.output.weight)
+        sequence = _normal((2, 5, width), generator).to(unit.output.weight)
         if parameter.kind is parameter.KEYWORD_ONLY:
             call.keywords[parameter.name] = sequence
         else:
@@ -175,7 +175,7 @@ def _or_noise(value: object, widths: Collection[int]) -> object:
     """Return noise in place of a sequence, because an example may be all zeros."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[-1] in widths):
         return value
-    return torch.randn(value.shape, generator=torch.Generator().manual_seed(2)).to(value)
+    return _normal(value.shape, torch.Generator().manual_seed(2)).to(value)
 
 
 def _calls_of(units: Mapping[str, AttentionUnit], model: nn.Module, example_input: ExampleInput) -> dict[str, Call]:
@@ -197,3 +197,7 @@ def _calls_of(units: Mapping[str, AttentionUnit], model: nn.Module, example_inpu
     with removing(hooks):
         run_once(model, example_input)
     return calls
+
+
+def _normal(extents: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(extents, generator=generator, dtype=torch.float32, device="cpu")

@@ -43,7 +43,8 @@ class Arena:
         self.starts = [sum(sizes[:position]) for position in range(len(sizes))]
         self.batches: list[_Padded] = []
         self.results = torch.empty(0, dtype=dtype, device=like.device)
-        self.back = torch.empty(sum(sizes), dtype=torch.int64)  # where each factor's entries are among the results
+        # where each factor's entries are among the results
+        self.back = torch.empty(sum(sizes), dtype=torch.int64, device="cpu")
         self._lay_out()
         self.back = self.back.to(like.device)
 
@@ -104,12 +105,12 @@ class Arena:
 
     def _index(self, held: Sequence[int], count: int, rows: int, rank: int, start: int) -> Tensor:
         """Return where the entries of one padded batch come from, and record where they go back to."""
-        index = torch.full((count, rows, rank), self.flat.numel() - 1)
-        places = torch.arange(start, start + index.numel()).view_as(index)
+        index = torch.full((count, rows, rank), self.flat.numel() - 1, device="cpu")
+        places = torch.arange(start, start + index.numel(), device="cpu").view_as(index)
         entry = 0
         for position in held:
             batch, own_rows, own_rank = self.shapes[position]
-            own = torch.arange(batch * own_rows * own_rank) + self.starts[position]
+            own = torch.arange(batch * own_rows * own_rank, device="cpu") + self.starts[position]
             index[entry : entry + batch, :own_rows, :own_rank] = own.view(batch, own_rows, own_rank)
             self.back[own] = places[entry : entry + batch, :own_rows, :own_rank].reshape(-1)
             entry += batch

@@ -226,6 +226,13 @@ def unread_attention(model: nn.Module) -> str:
     return "" if read is None else f". Its attention {read.name or 'itself'!r} cannot be read: {read.reason}"
 
 
+def check_have_values(found: Sequence[Form]) -> None:
+    """Raise if a factor is on the meta device."""
+    for factor in (factor for form in found for factor in form.factors):
+        if factor.parameter.is_meta:
+            raise ValueError(f"{factor.name} is on the meta device and has no values; load the weights first")
+
+
 def is_attention(form: Form) -> bool:
     """Return whether a form belongs to attention."""
     return form.kind in FORMS

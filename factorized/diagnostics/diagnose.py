@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized._torch import all_finite, computable, without_autocast
-from factorized.decay.forms import Form, forms
+from factorized.decay.forms import Form, check_have_values, forms
 from factorized.decay.strength import Number, check_number
 
 
@@ -56,7 +56,7 @@ def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Dia
     heads) counts as one block-diagonal matrix. Sharded factors are gathered, so all ranks must call it.
 
     Raises:
-        ValueError: the model holds no products, or ``lr`` is not a number.
+        ValueError: the model holds no products, or has no values, or ``lr`` is not a number.
 
     Examples:
         >>> model = nn.Sequential(fz.FactorizedLinear(64, 64, 8))
@@ -68,6 +68,7 @@ def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Dia
     found = forms(model)
     if not found:
         raise ValueError(f"{type(model).__name__} holds no products to diagnose; call fz.factorize first")
+    check_have_values(found)
     with torch.no_grad(), without_autocast(*(form.factors[0].parameter.device for form in found)):
         return [_diagnose(form, float(lr), spectrum) for form in found]
 

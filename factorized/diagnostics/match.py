@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from factorized._torch import computable, not_compiled, on_one_device, without_autocast
-from factorized.decay.forms import Factor, Form, forms
+from factorized.decay.forms import Factor, Form, check_have_values, forms
 from factorized.decay.guard import LaterLayers, check_hookable, check_still_held
 from factorized.decay.strength import check_number
 
@@ -55,6 +55,7 @@ class NormMatcher:
         """Return the present norm of every product, by name."""
         check_still_held(self.forms, between_passes=True)
         self._later.check(self.forms)
+        check_have_values(self.forms)
         return {form.name: norm for form, norm in zip(self.forms, self.norms().tolist(), strict=True)}
 
     @torch.no_grad()

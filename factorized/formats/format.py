@@ -196,7 +196,7 @@ class Format(ABC):
     @torch.no_grad()
     def draw(self, cores: Sequence[Tensor], fill: Fill) -> None:
         """Fill the cores at random, so that the weight has the mean square that ``fill`` gives a dense one."""
-        dense = torch.empty(self.shape.weight_shape, device=cores[0].device)
+        dense = torch.empty(self.shape.weight_shape, device=cores[0].device, dtype=torch.float32)
         fill(dense)
         draw_to_scale(self, cores, dense.square().mean())
 
@@ -372,7 +372,7 @@ def pull_back(expand: Callable[[Sequence[Tensor]], Tensor], cores: Sequence[Tens
 def draw_to_scale(format: Format, cores: Sequence[Tensor], mean_square: Tensor) -> None:
     """Fill cores with Gaussian numbers, all of one norm, so that the weight has this mean square."""
     # The norm of a long train is beyond float32, even where all of its cores have norm 1.
-    drawn = [torch.randn(core.shape, device=core.device).double() for core in cores]
+    drawn = [torch.randn(core.shape, device=core.device, dtype=torch.float32).double() for core in cores]
     drawn = [core / core.norm() for core in drawn]
     scale = mean_square * format.shape.numel / format.norm_squared(drawn)  # of the squared norm of the weight
     for core, value in zip(cores, drawn, strict=True):

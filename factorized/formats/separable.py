@@ -89,7 +89,7 @@ class Separable(Format):
     @torch.no_grad()
     def draw(self, cores: Sequence[Tensor], fill: Fill) -> None:
         """Draw the depthwise kernel as torch does, and scale the other cores to the mean square of a dense weight."""
-        dense = torch.empty(self.shape.weight_shape, device=cores[0].device)
+        dense = torch.empty(self.shape.weight_shape, device=cores[0].device, dtype=torch.float32)
         fill(dense)
         nn.init.kaiming_uniform_(cores[-1], a=math.sqrt(5))
         draw_to_scale(self.pointwise, cores[:-1], dense.square().mean() / cores[-1].float().square().mean())

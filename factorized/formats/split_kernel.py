@@ -85,7 +85,7 @@ def _by_taps(
 
 def _factored(matrix: Tensor) -> tuple[Tensor, bool]:  # (groups, n, n)
     """Return Cholesky factors of matrices with a ridge (of the identity for zeros), and whether any has none."""
-    mean = matrix.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    ridge = torch.where(mean > 0, RIDGE * mean, 1)
-    factors, failed = torch.linalg.cholesky_ex(matrix + ridge * torch.eye(matrix.shape[1]).to(matrix))
+    mean = matrix.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)  # (groups, 1)
+    ridge = torch.where(mean > 0, RIDGE * mean, 1).expand(-1, matrix.shape[1])
+    factors, failed = torch.linalg.cholesky_ex(matrix + torch.diag_embed(ridge))
     return factors, bool(failed.any())

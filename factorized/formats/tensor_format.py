@@ -226,10 +226,18 @@ def balanced(
     batch: int,  # leading dimensions that are a batch
 ) -> Cores:
     """Scale the cores to one common norm, by factors that multiply to 1; cores of a zero tensor stay as they are."""
-    norms = torch.stack([core.flatten(batch).norm(dim=-1) for core in cores])  # (cores, ...)
+    norms = torch.stack([_norm(core.flatten(batch)) for core in cores])  # (cores, ...)
     mean = norms.log().mean(dim=0).exp()
     scales = torch.where((norms > 0).all(dim=0), mean / norms, torch.ones_like(norms))
     return tuple(
         core * scale.reshape(*scale.shape, *[1] * (core.dim() - batch))
         for core, scale in zip(cores, scales, strict=True)
     )
+
+
+def _norm(
+    entries: Tensor,  # (..., entries)
+) -> Tensor:  # (...)
+    """Return norms whose squares may be out of range."""
+    largest = entries.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(entries.dtype).tiny)
+    return (entries / largest).norm(dim=-1) * largest.squeeze(-1)

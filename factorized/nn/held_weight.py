@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # stacks (experts, rows, columns) in transformers
@@ -71,18 +70,10 @@ def held_weights(module: nn.Module) -> dict[str, HeldWeight]:
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return every module of ``model`` under all of its names, each followed by the weights that it holds.
-
-    Raise for TorchScript, where no module can be replaced.
-    """
+    """Return every module of ``model`` under all of its names, each followed by the weights that it holds."""
     found: dict[str, nn.Module] = {}
     held: dict[nn.Module, dict[str, HeldWeight]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{name or 'the model'} is a TorchScript program, whose layers cannot be replaced; pass the module "
-                "that torch.jit.script or torch.jit.trace made it from"
-            )
         found[name] = module
         held[module] = held.get(module) or held_weights(module)
         found |= {f"{name}.{key}".removeprefix("."): weight for key, weight in held[module].items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -69,6 +70,11 @@ def module_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter that a module itself holds under a name; those of scripted modules are not in a dict."""
+    return dict(module._parameters).get(name)
+
+
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return every parameter with all of its dotted names."""
     names: dict[nn.Parameter, list[str]] = {}
@@ -78,17 +84,24 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def sharing_memory(model: nn.Module) -> dict[Tensor, str]:
-    """Return the parameters that begin at the same address as another one, with the name of that one.
+    """Return the parameters and buffers that share memory with another one, with the name of that one.
 
-    Parts of one buffer, such as the flattened weights of a recurrent network, begin at different addresses.
+    Those that are parts of one larger tensor, such as the flattened weights of a recurrent network, share none.
     """
-    held: dict[tuple[torch.device, int], dict[Tensor, str]] = {}
-    for parameter, (name, *_) in parameter_names(model).items():
-        if type(parameter) is nn.Parameter and not parameter.is_meta and (address := parameter.data_ptr()):
-            held.setdefault((parameter.device, address), {})[parameter] = name
-    together = [names for names in held.values() if len(names) > 1]
-    return {
-        parameter: next(name for other, name in names.items() if other is not parameter)
-        for names in together
-        for parameter in names
-    }
+    found: dict[Tensor, str] = {}
+    spans: dict[torch.device, list[tuple[int, int, str, Tensor]]] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        if plain and (address := tensor.data_ptr()):
+            size = tensor.nbytes if tensor.is_contiguous() else 1  # of one with gaps, only the first byte is looked at
+            spans.setdefault(tensor.device, []).append((address, address + size, name, tensor))
+    for held in spans.values():
+        held.sort(key=itemgetter(0))
+        _, end, last, widest = held[0]
+        for start, own_end, name, tensor in held[1:]:
+            if start < end and tensor is not widest:
+                found.setdefault(tensor, last)
+                found.setdefault(widest, name)
+            if own_end > end:
+                end, last, widest = own_end, name, tensor
+    return found

@@ -38,9 +38,10 @@ class InputMoments:
         self.transposed = transposed or self.looks_up or isinstance(layer, _ConvTransposeNd)
         self.centered = centered
         self.samples = 0  # inputs seen: tokens, positions of patches, rows looked up
-        self.origin = torch.zeros(())  # (groups, inputs); taken from inputs if centered: constant ones leave nothing
-        self.sums = torch.zeros(())  # of the moment's shape from the first call on, blocks below the diagonal left out
-        self.total = torch.zeros(())  # (groups, inputs)
+        zero = torch.zeros((), device="cpu")  # which goes with tensors on any device
+        self.origin = zero  # (groups, inputs); taken from inputs if centered: constant ones leave nothing
+        self.sums = zero  # of the moment's shape from the first call on, blocks below the diagonal left out
+        self.total = zero  # (groups, inputs)
 
     @property
     def mean(self) -> Tensor:  # (groups, inputs)

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from factorized.attention.cost import AttentionCost
 from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
+from factorized.nn.model import own_parameter
 from factorized.nn.running import count_parameters
 from factorized.planning.budget import Budget
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate, Selected
@@ -81,7 +82,7 @@ def _held_before(candidates: list[Candidate]) -> Iterator[tuple[Candidate, bool]
     """Yield every candidate with whether an earlier one holds the same weight."""
     seen: set[Tensor] = set()
     for candidate in candidates:
-        weight = candidate.module._parameters.get("weight")
+        weight = own_parameter(candidate.module, "weight")
         yield candidate, weight in seen
         if weight is not None:
             seen.add(weight)
@@ -92,7 +93,7 @@ def _entry(
 ) -> Entry:
     if isinstance(candidate, AttentionCandidate):
         return _planned_attention(candidate, solved, measured)
-    weight = candidate.module._parameters.get("weight")
+    weight = own_parameter(candidate.module, "weight")
     weight = None if weight is not None and is_lazy(weight) else weight
     params = weight.numel() if weight is not None else count_parameters(candidate.module)
     entry = PlanEntry(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -19,7 +20,7 @@ from factorized.nn.held_factors import HoldsFactors
 from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.holding import held_parameters
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import sharing_memory
+from factorized.nn.model import own_parameter, sharing_memory
 from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
 from factorized.planning.pattern import Modules, Pattern, check_matches, check_patterns, matches, names_part
@@ -119,14 +120,14 @@ def _is_factorized(module: nn.Module) -> bool:
 def _has_weight_matrix(module: nn.Module) -> bool:
     if isinstance(module, DENSE_TYPES):
         return True
-    weight = module._parameters.get("weight")
+    weight = own_parameter(module, "weight")
     return weight is not None and not is_lazy(weight) and weight.dim() >= 2
 
 
 def _layer(module: nn.Module, names: Sequence[str], kernel: KernelOf) -> Candidate | LayerCandidate:
     """Return a layer as a candidate; with its reason where it can never be factorized."""
     name, aliases, reason = names[0], tuple(names[1:]), _why_never(module)
-    weight = module._parameters.get("weight")
+    weight = own_parameter(module, "weight")
     if reason is not None or weight is None:
         return Candidate(name=name, module=module, aliases=aliases, reason=reason)
     groups = module.groups if isinstance(module, (_ConvNd, HeldWeight)) else 1
@@ -138,7 +139,9 @@ def _why_never(module: nn.Module) -> str | None:
     """Return why this module can never be factorized, or None."""
     if _is_factorized(module):
         return ALREADY
-    weight = module._parameters.get("weight")
+    if isinstance(module, ScriptModule):
+        return "compiled by torch.jit, which runs the weights that it has; factorize the model before"
+    weight = own_parameter(module, "weight")
     if weight is not None and is_lazy(weight):
         return "not initialized yet; run the model once"
     if weight is None:

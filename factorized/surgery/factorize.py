@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Unpack, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +30,7 @@ from factorized.nn.held_weight import ExpertWeights, RecurrentWeight, named_laye
 from factorized.nn.init import Init, check_init
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.linear import FactorizedLinear
-from factorized.nn.model import Model, check_model, listed, named, sharing_memory
+from factorized.nn.model import Model, check_model, listed, named, own_parameter, sharing_memory
 from factorized.planning.budget import BUDGETS
 from factorized.planning.calibration import Calibrated
 from factorized.planning.plan import Entry, Plan
@@ -141,6 +142,7 @@ def _refuse_options(options: PlanOptions) -> None:
         raise ValueError("the plan already selects the layers: pass include=, exclude= and the like to fz.plan instead")
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained later, and give calibration no gradients
 def build_layers(
     model: nn.Module,
     plan: Plan,
@@ -275,7 +277,7 @@ def _difference(
     if missing:
         return f"{missing[0]} is missing"
     module = modules[entry.name]
-    weight = module._parameters.get("weight")
+    weight = own_parameter(module, "weight")
     if type(module).__name__ != entry.type or (weight is None and not entry.is_attention):
         return f"{entry.name} is {type(module).__name__}, not {entry.type}"
     if weight is not None and tuple(weight.shape) != entry.shape:

@@ -2,7 +2,7 @@
 
 A lowered layer is a sequence of plain layers. It has no weight, so that code that computes with ``self.dense.weight``
 would fail, and it takes nothing but an input, so that ``self.up(x, output_size)`` would. The methods that ``forward``
-calls show which layers these are.
+calls show which layers these are, and the graphs of modules that ``torch.fx`` traced.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cache
 from textwrap import dedent
 
 from torch import nn
+from torch.fx import GraphModule
 
 PROPERTIES = ("dtype", "device", "isinstance")  # of a weight, shared by all of its factors
 CALLED = "called with more than an input"
@@ -54,7 +55,21 @@ def _used(model: nn.Module, names: list[str]) -> dict[str, set[str]]:
         for read in reads:
             if _applies(read, name, modules):
                 found.setdefault(name, set()).add(read.what)
+    for place, module in modules.items():
+        for path, what in _traced_uses(module) if isinstance(module, GraphModule) else ():
+            if (name := f"{place}.{path}".removeprefix(".")) in names:
+                found.setdefault(name, set()).add(what)
     return found
+
+
+def _traced_uses(module: GraphModule) -> Iterator[tuple[str, str]]:
+    """Yield the layers whose weight or bias a graph reads, or that it calls with more than an input; see ``Read``."""
+    for node in module.graph.nodes:
+        path, _, last = str(node.target).rpartition(".")
+        if node.op == "get_attr" and last in ("weight", "bias"):
+            yield path, ""
+        elif node.op == "call_module" and len(node.args) + len(node.kwargs) > 1:
+            yield str(node.target), CALLED
 
 
 def _may_read(cls: type) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from factorized.nn.holding import parts_of
+from factorized.nn.holding import fields_of, has_fields, parts_of
 from factorized.nn.model import Model, module_names
 
 COMPILED = "_orig_mod"  # torch.compile's name for the module inside it, a part of every dotted name in there
@@ -42,9 +42,9 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Replace the modules that are keys of ``new`` wherever ``model`` holds them; return the model or its replacement.
 
-    That is under all of their names, and in plain attributes, lists, tuples, dicts, partials and functions of any
-    module, which torch does not register: a model that calls its layers, or methods of them, from there would keep
-    calling the old ones.
+    That is under all of their names, and in plain attributes, lists, tuples, dicts, dataclasses, partials and functions
+    of any module, which torch does not register: a model that calls its layers, or methods of them, from there would
+    keep calling the old ones.
     """
     for old, names in module_names(model).items():
         if old in new:
@@ -65,9 +65,9 @@ def copied(model: Model) -> Model:
 class _Follower:
     """Puts new modules in the place of old ones in what a model holds beside its submodules.
 
-    Its lists and dicts are changed in place. A function is replaced by one that has captured the new modules, and so
-    are lists and dicts that it has captured: another copy of the model, which ``deepcopy`` gives the same function,
-    goes on with the old ones.
+    Its lists, dicts and dataclasses are changed in place. A function is replaced by one that has captured the new
+    modules, and so are those that it has captured: another copy of the model, which ``deepcopy`` gives the same
+    function, goes on with the old ones.
     """
 
     def __init__(self, new: Mapping[nn.Module, nn.Module]) -> None:
@@ -104,6 +104,11 @@ class _Follower:
             return getattr(type(value), "_make", tuple)(parts)  # a named tuple stays one
         made = shallow_copy(value) if captured else value
         self._made[id(value)] = value, made
+        if has_fields(made):
+            for name, part in list(fields_of(made).items()):
+                if (followed := self.follow(part, captured=captured)) is not part:
+                    object.__setattr__(made, name, followed)  # frozen ones too
+            return made
         for key, part in list(made.items() if isinstance(made, dict) else enumerate(made)):
             if (followed := self.follow(part, captured=captured)) is not part:
                 made[key] = followed

@@ -132,6 +132,18 @@ def test_a_registration_that_fits_is_taken(cls: type[nn.Module], said: dict[str,
     assert entry.note is None
 
 
+def test_registrations_are_checked_whatever_the_default_type_and_device() -> None:
+    fz.register_attention(Attends, **NAMES)
+    model = nn.Sequential(Attends())
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            (entry,) = fz.plan(model, rank=2, attention="heads").entries
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert entry.note is None
+
+
 def test_a_class_that_needs_more_than_sequences_is_checked_on_the_example_input() -> None:
     model = Host(NeedsAngles())
     fz.register_attention(NeedsAngles, **NAMES)

@@ -178,6 +178,15 @@ def test_a_model_without_products_is_refused() -> None:
         fz.diagnose(nn.Linear(3, 2), lr=0.1)
 
 
+@pytest.mark.parametrize(
+    "call", [lambda model: fz.diagnose(model, lr=0.1), lambda model: fz.NormMatcher(model).record()]
+)
+def test_a_model_with_a_part_on_the_meta_device_has_no_norms(call: Any) -> None:
+    model = nn.Sequential(fz.FactorizedLinear(8, 8, 2), fz.FactorizedLinear(8, 8, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"^1\.U is on the meta device and has no values; load the weights first$"):
+        call(model)
+
+
 @pytest.mark.parametrize("lr", [-0.1, float("nan"), "0.1", None, True])
 def test_a_wrong_learning_rate_says_what_is_allowed(lr: Any) -> None:
     with pytest.raises(ValueError, match="lr must be a finite number of at least 0"):

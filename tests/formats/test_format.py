@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from factorized import FactorizedConv2d, FactorizedLinear, LowRank, Monarch, TensorTrain, Tucker
+from factorized import FactorizedConv2d, FactorizedLinear, Kronecker, LowRank, Monarch, TensorTrain, Tucker
 from factorized.formats.format import Call, Cores, Format, Rank
 from factorized.formats.kernel import KernelShape
 from factorized.formats.scheme import Scheme
@@ -118,6 +118,17 @@ def test_a_look_up_multiplies_what_widens_the_thin_rows_or_composes_a_table_that
     train = TensorTrain(dims=(100, 40, 4)).at_rank(shape, 3)
     assert train.chain is None
     assert train.macs(call) == train.compose_macs > 0
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("scheme", [LowRank(), TensorTrain(), Tucker(), Monarch(), Kronecker()], ids=str)
+def test_weights_whose_squares_are_out_of_range_are_decomposed(scheme: Any, size: float) -> None:
+    weight = torch.randn(12, 8, 3, 3, generator=torch.Generator().manual_seed(0))
+    format = scheme.at_rank(KernelShape.of(tuple(weight.shape)), 1)
+    best, found = (
+        format.compose([core.double() for core in format.decompose(tensor)]) for tensor in (weight, weight * size)
+    )
+    assert error(found / size, best) < 1e-3
 
 
 def test_a_product_of_groups_cannot_absorb_one_that_crosses_them() -> None:

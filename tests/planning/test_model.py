@@ -45,15 +45,3 @@ CALLS = {
 def test_what_is_no_model_is_refused_by_every_call_that_takes_one(given: Any, message: str, call: Any) -> None:
     with pytest.raises(ValueError, match=f"^model must be an nn.Module, {message}"):
         call(given)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_torchscript_is_refused_with_the_name_of_the_part_that_is_a_program() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    plan = fz.plan(model, rank=1)
-    model[1] = torch.jit.script(model[1])
-    for given in (plan, None):
-        with pytest.raises(ValueError, match=r"^1 is a TorchScript program, .*; pass the module that torch.jit.script"):
-            fz.factorize(model, given, **({} if given else {"rank": 1}))
-    with pytest.raises(ValueError, match=r"^the model is a TorchScript program"):
-        fz.plan(torch.jit.script(nn.Sequential(nn.Linear(4, 4))), rank=1)

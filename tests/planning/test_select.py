@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
 
+from factorized import compose, factorize, lower
 from factorized.nn.linear import FactorizedLinear
 from factorized.planning.plan import Plan
 from factorized.planning.planner import plan
@@ -307,6 +308,19 @@ def test_weights_of_two_parameters_in_one_memory_stay_dense(share: Callable[[nn.
     assert reasons(made)["2"].startswith("its weight shares memory with 1.weight")
 
 
+def test_weights_that_are_part_of_another_tensor_of_the_model_stay_dense() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    packed = nn.Linear(64, 192)
+    model.append(packed)
+    for layer, rows in zip(model[1:4], packed.weight.data.split(64), strict=True):
+        layer.weight = nn.Parameter(rows)
+    model.register_buffer("kept", model[4].weight.data)
+    made = plan(model, rank=2, keep_first_and_last=False)
+    assert [entry.name for entry in made.selected] == ["0", "5"]
+    shared = {name: text.removeprefix("its weight shares memory with ") for name, text in reasons(made).items()}
+    assert [shared[name].split(",")[0] for name in "1234"] == ["6.weight", "6.weight", "6.weight", "kept"]
+
+
 def test_parts_of_one_buffer_share_no_memory() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
     buffer = torch.zeros(128, 64)
@@ -329,3 +343,24 @@ def test_a_shared_bias_does_not_keep_a_layer_dense() -> None:
     model[1].bias = model[2].bias
     made = plan(model, rank=2)
     assert [(entry.name, entry.tied_to) for entry in made.selected] == [("1", None), ("2", None)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_parts_stay_as_they_are() -> None:
+    model = between(torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))))
+    made, x = plan(model, ratio=0.9), torch.randn(3, 8)
+    assert "compiled by torch.jit" in reasons(made)["2.0"]
+    assert made.params == sum(parameter.numel() for parameter in model.parameters())
+    model[0], model[3] = nn.Linear(8, 64), nn.Linear(64, 8)
+    factorized = factorize(model.eval(), rank=4)
+    for plain in (compose(factorized), lower(factorized)):
+        torch.testing.assert_close(plain(x), factorized(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_layer_that_was_scripted_after_it_was_planned_is_refused() -> None:
+    model = between(nn.Linear(64, 64))
+    made = plan(model, rank=4)
+    model[2] = torch.jit.script(model[2])
+    with pytest.raises(ValueError, match="2 is RecursiveScriptModule, not Linear"):
+        factorize(model, made)

@@ -275,3 +275,25 @@ def test_a_layer_is_known_by_all_of_its_names(exclude: tuple[str, ...]) -> None:
     assert type(lowered.first) is nn.Linear
     x = torch.randn(3, 8)
     torch.testing.assert_close(lowered(x), model(x))
+
+
+def test_a_traced_program_reads_what_its_graph_does() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up = nn.Linear(16, 16), nn.ConvTranspose1d(16, 16, 3, stride=2)
+            self.plain = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.linear(self.first(self.plain(x)), self.first.weight)
+            return self.up(x.unsqueeze(-1), [4])
+
+    traced = torch.fx.symbolic_trace(Reads())
+    model = fz.factorize(nn.Sequential(traced), rank=2, keep_first_and_last=False, min_size=0)
+    with pytest.warns(UserWarning, match=r"0.first 64 → 256 .* reads its weight.*; 0.up 128 → 768 .* an output_size"):
+        lowered = fz.lower(model)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(lowered(x), model(x))
+    part = lowered.get_submodule("0")
+    kinds = [type(part.get_submodule(name)) for name in ("first", "up", "plain")]
+    assert kinds == [nn.Linear, nn.ConvTranspose1d, nn.Sequential]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -64,6 +66,32 @@ def in_a_named_tuple(net: Net) -> Any:
     return lambda x: net.layers.second(net.layers.first(x))
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    layers: list[nn.Module]
+    last: nn.Module
+
+
+def in_a_dataclass(net: Net) -> Any:
+    net.layers = Parts([net.first], net.second)
+    return lambda x: net.layers.last(net.layers.layers[0](x))
+
+
+def in_a_dataclass_that_is_captured(net: Net) -> Any:
+    parts = Parts([net.first], net.second)
+    return lambda x: parts.last(parts.layers[0](x))
+
+
+def in_a_namespace(net: Net) -> Any:
+    net.layers = SimpleNamespace(first=net.first, second=net.second)
+    return lambda x: net.layers.second(net.layers.first(x))
+
+
+def in_a_queue(net: Net) -> Any:
+    net.layers = deque([net.first, net.second])
+    return lambda x: net.layers[1](net.layers[0](x))
+
+
 def in_another_function(net: Net) -> Any:
     first, second = net.first, net.second
 
@@ -107,6 +135,10 @@ WAYS = [
     in_defaults,
     in_a_list,
     in_a_named_tuple,
+    in_a_dataclass,
+    in_a_dataclass_that_is_captured,
+    in_a_namespace,
+    in_a_queue,
     in_another_function,
     in_one_that_calls_itself,
     in_a_method,
