@@ -178,7 +178,7 @@ class AttachedDecay(DecaysProducts):
         if closure is None:
             step = Step(optimizer)
             self._act(step)
-            self.steps = begun + int(self._counts(step))
+            self.steps = begun + self._counts(step)
             return None
 
         def closure_then_act() -> Any:
@@ -190,7 +190,7 @@ class AttachedDecay(DecaysProducts):
             step = Step(optimizer)
             if not (acted and self.changes_parameters):
                 self._act(step)
-            self.steps, acted = begun + int(self._counts(step)), True
+            self.steps, acted = begun + self._counts(step), True
             return loss
 
         return (args[0], closure_then_act, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
