@@ -104,7 +104,6 @@ RecipeName = Annotated[
         metavar="NAME",
         help="A recipe of `factorized recipes ls`, or the path of your own .toml file.",
         autocompletion=complete_recipe,
-        show_default=False,
     ),
 ]
 Run = Annotated[
@@ -113,7 +112,6 @@ Run = Annotated[
         metavar="RUN",
         help="The folder of a finished run, such as out/digits/resnet8/seed-0.",
         autocompletion=complete_run,
-        show_default=False,
     ),
 ]
 Data = Annotated[
@@ -122,7 +120,6 @@ Data = Annotated[
         metavar="DIR|PATH",
         help="The folder that holds data sets (without it $FACTORIZED_DATA, else ./data), or a data set itself that "
         "takes the place of the recipe's: an .npz or prepared file, a CIFAR folder, an image folder, hf:OWNER/NAME.",
-        show_default=False,
     ),
 ]
 Changes = Annotated[
@@ -132,18 +129,13 @@ Changes = Annotated[
         metavar="FIELD=VALUE",
         help="Change a field of the recipe, or of every recipe, such as schedule.epochs=30; repeat it for others.",
         autocompletion=complete_change,
-        show_default=False,
     ),
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="cpu|cuda|cuda:1", help="Where to compute; by default a GPU if there is one.", show_default=False
-    ),
+    str | None, typer.Option(metavar="cpu|cuda|cuda:1", help="Where to compute; by default a GPU if there is one.")
 ]
 TrustModel = Annotated[
-    bool,
-    typer.Option("--trust-model", help="Allow running the code of a run's own model, module:function."),
+    bool, typer.Option("--trust-model", help="Allow running the code of a run's own model, module:function.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")]
 

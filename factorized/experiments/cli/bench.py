@@ -31,7 +31,6 @@ def bench(
             metavar="NAME",
             help="Benchmarks to run, or `all`; without any, they are listed.",
             autocompletion=complete_benchmark,
-            show_default=False,
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and charts of each benchmark.")] = Path("out/bench"),
@@ -39,9 +38,7 @@ def bench(
     seconds: Annotated[
         float, typer.Option(min=0, help="Time to spend on each group of rows; three rounds at least.")
     ] = 10,
-    only: Annotated[
-        str, typer.Option(metavar="TEXT", help="Only rows whose name contains this.", show_default=False)
-    ] = "",
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only rows whose name contains this.")] = "",
     quiet: Quiet = False,
 ) -> None:
     """Measure speed and memory on this machine, beside dense models and other packages.

@@ -36,10 +36,7 @@ def compose(
     run: Run,
     to: Annotated[Kind, typer.Option(help="A plain safetensors checkpoint, an ONNX or a torch.export file.")] = "plain",
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file to write; by default RUN/composed.*, or RUN/lowered.* with --lower.", show_default=False
-        ),
+        Path | None, typer.Option(help="The file to write; by default RUN/composed.*, or RUN/lowered.* with --lower.")
     ] = None,
     lower: Annotated[
         bool, typer.Option("--lower", help="Keep the network low-rank: two plain layers for each product.")

@@ -40,10 +40,9 @@ def compress(
             metavar="MODEL",
             help="The folder of a finished run, a folder of a Hugging Face model, or module:function, which is called "
             "with classes= and returns a trained classifier of images.",
-            show_default=False,
         ),
     ],
-    ratio: Annotated[float, typer.Option(help="Share of the parameters to keep.", show_default=False)],
+    ratio: Annotated[float, typer.Option(help="Share of the parameters to keep.")],
     data: Data = None,
     recover: Annotated[
         str | None,
@@ -52,15 +51,12 @@ def compress(
             help="The recipe that trains the compressed network further. Without it, a run of ours trains for a tenth "
             f"of its own recipe, and other models are not trained; `{NO_RECOVERY}` trains nothing.",
             autocompletion=complete_recipe,
-            show_default=False,
         ),
     ] = None,
     to: Annotated[
         list[Form] | None,
         typer.Option(
-            metavar="lowered|composed",
-            help="Also write the network as plain modules: still low-rank, or dense.",
-            show_default=False,
+            metavar="lowered|composed", help="Also write the network as plain modules: still low-rank, or dense."
         ),
     ] = None,
     ranks: Annotated[
@@ -72,30 +68,20 @@ def compress(
         typer.Option(help="A convolution becomes two one-dimensional ones, or k×k and 1×1."),
     ] = "spatial",
     exclude: Annotated[
-        list[str] | None,
-        typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.", show_default=False),
+        list[str] | None, typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.")
     ] = None,
     first_and_last: Annotated[
         bool, typer.Option("--first-and-last", help="Also factorize the first and the last layer.")
     ] = False,
-    multiple_of: Annotated[
-        int | None, typer.Option(min=1, help="Round ranks to multiples.", show_default=False)
-    ] = None,
+    multiple_of: Annotated[int | None, typer.Option(min=1, help="Round ranks to multiples.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Training examples to calibrate with.")] = 2048,
     layers_per_pass: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Collect moments for this many layers at a time: slower, but needs less memory.",
-            show_default=False,
-        ),
+        typer.Option(min=1, help="Collect moments for this many layers at a time: slower, but needs less memory."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="The folder to write; by default RUN/compressed-RATIO, or out/compressed/NAME-RATIO.",
-            show_default=False,
-        ),
+        typer.Option(help="The folder to write; by default RUN/compressed-RATIO, or out/compressed/NAME-RATIO."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start over, and replace what the folder holds.")

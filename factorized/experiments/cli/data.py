@@ -17,10 +17,7 @@ app = typer.Typer(
     epilog=examples("factorized data prepare cifar10", "factorized data ls"),
 )
 ROOM_FOR_DETAILS = 100  # columns below which a list has counts only
-Folder = Annotated[
-    Path | None,
-    typer.Option(help="Folder of prepared sets; by default $FACTORIZED_DATA, else ./data.", show_default=False),
-]
+Folder = Annotated[Path | None, typer.Option(help="Folder of prepared sets; by default $FACTORIZED_DATA, else ./data.")]
 
 
 def complete_set(incomplete: str) -> list[str]:
@@ -48,7 +45,7 @@ def prepare_set(
         ),
     ],
     folder: Folder = None,
-    name: Annotated[str | None, typer.Option(help="The name of the set in recipes.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="The name of the set in recipes.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the set if it exists.")] = False,
 ) -> None:
     """Convert a data set once into one safe, memory-mapped file, with a checksum of all images and labels."""

@@ -42,59 +42,42 @@ EXAMPLES = examples(
 
 def plan(
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="A recipe.", autocompletion=complete_recipe, show_default=False),
+        str | None, typer.Argument(metavar="NAME", help="A recipe.", autocompletion=complete_recipe)
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="A model instead of a recipe.", autocompletion=complete_model, show_default=False),
+        str | None, typer.Option(help="A model instead of a recipe.", autocompletion=complete_model)
     ] = None,
-    ratio: Annotated[float | None, typer.Option(help="Share of the parameters to keep.", show_default=False)] = None,
-    rank_scale: Annotated[float | None, typer.Option(help="The paper's rank rule.", show_default=False)] = None,
-    rank: Annotated[int | None, typer.Option(help="One rank for all layers.", show_default=False)] = None,
-    energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.", show_default=False)] = None,
-    macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.", show_default=False)] = None,
+    ratio: Annotated[float | None, typer.Option(help="Share of the parameters to keep.")] = None,
+    rank_scale: Annotated[float | None, typer.Option(help="The paper's rank rule.")] = None,
+    rank: Annotated[int | None, typer.Option(help="One rank for all layers.")] = None,
+    energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.")] = None,
+    macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.")] = None,
     of: Annotated[
-        str | None,
-        typer.Option(help="What --ratio and --macs are a share of: model or selected layers.", show_default=False),
+        str | None, typer.Option(help="What --ratio and --macs are a share of: model or selected layers.")
     ] = None,
-    multiple_of: Annotated[
-        int | None, typer.Option(help="Round ranks to multiples of this number.", show_default=False)
-    ] = None,
-    min_size: Annotated[
-        int | None, typer.Option(help="Leave layers with fewer parameters dense.", show_default=False)
-    ] = None,
+    multiple_of: Annotated[int | None, typer.Option(help="Round ranks to multiples of this number.")] = None,
+    min_size: Annotated[int | None, typer.Option(help="Leave layers with fewer parameters dense.")] = None,
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="low_rank, overcomplete, tensor_train, tucker, monarch, kronecker.",
-            autocompletion=complete_scheme,
-            show_default=False,
+            help="low_rank, overcomplete, tensor_train, tucker, monarch, kronecker.", autocompletion=complete_scheme
         ),
     ] = None,
     variant: Annotated[
-        str | None,
-        typer.Option(help="Of overcomplete: full, deep or wide.", autocompletion=complete_variant, show_default=False),
+        str | None, typer.Option(help="Of overcomplete: full, deep or wide.", autocompletion=complete_variant)
     ] = None,
     classes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MOST_CLASSES, help="With --model: number of classes; by default 10.", show_default=False
-        ),
+        int | None, typer.Option(min=1, max=MOST_CLASSES, help="With --model: number of classes; by default 10.")
     ] = None,
     size: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --model: height and width of the images; by default 32.", show_default=False),
+        int | None, typer.Option(min=1, help="With --model: height and width of the images; by default 32.")
     ] = None,
     channels: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --model: channels of the images; by default 3.", show_default=False),
+        int | None, typer.Option(min=1, help="With --model: channels of the images; by default 3.")
     ] = None,
     changes: Changes = None,
     data: Data = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Also write the plan to this HTML page.", show_default=False)
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the plan to this HTML page.")] = None,
 ) -> None:
     """Show which layers a recipe or a budget factorizes, at which ranks, and what that saves."""
     from factorized.experiments.cli.images import load_data

@@ -25,7 +25,7 @@ ROOM_FOR_TITLES = 120  # columns below which the paper's column is left out
     "ls", cls=Verb, epilog=examples("factorized recipes ls", "factorized recipes ls wide", "factorized recipes ls -q")
 )
 def list_recipes(
-    part: Annotated[str, typer.Argument(metavar="PART", help="Only names that contain this.", show_default=False)] = "",
+    part: Annotated[str, typer.Argument(metavar="PART", help="Only names that contain this.")] = "",
     names_only: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the names, one per line.")] = False,
 ) -> None:
     """List the recipes, with the accuracy of the paper that each aims at."""

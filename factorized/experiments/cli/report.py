@@ -22,7 +22,7 @@ def report(
         list[Path], typer.Argument(metavar="RESULTS", help="Result files, or folders with results at any depth.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for report.html and tables/.")] = Path("report"),
-    title: Annotated[str, typer.Option(help="The heading of the page.", show_default=False)] = "",
+    title: Annotated[str, typer.Option(help="The heading of the page.")] = "",
     figures: Annotated[
         bool, typer.Option("--figures", help="Also redraw the paper's figures from these runs.")
     ] = False,

@@ -46,7 +46,6 @@ Table = Annotated[
         metavar="TABLE",
         help="table1 to table4, figure1 to figure4, bert, language, or the path of your own table's .toml file.",
         autocompletion=complete_table,
-        show_default=False,
     ),
 ]
 
@@ -55,21 +54,14 @@ def reproduce(
     table: Table,
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            help="The folder of data sets; without it $FACTORIZED_DATA, else ./data.",
-            show_default=False,
-        ),
+        typer.Option(metavar="DIR", help="The folder of data sets; without it $FACTORIZED_DATA, else ./data."),
     ] = None,
     cells: Annotated[str, typer.Option(metavar="GLOB", help="Only recipes whose names match.")] = "*",
     seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds 0 to N-1 of every recipe.")] = 3,
     epochs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Shorten runs on images; results are marked as shortened.", show_default=False),
+        int | None, typer.Option(min=1, help="Shorten runs on images; results are marked as shortened.")
     ] = None,
-    updates: Annotated[
-        int | None, typer.Option(min=1, help="Shorten runs on text in the same way.", show_default=False)
-    ] = None,
+    updates: Annotated[int | None, typer.Option(min=1, help="Shorten runs on text in the same way.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be trained, and how long it would take.")
     ] = False,
@@ -81,38 +73,26 @@ def reproduce(
         Literal["local", "ray", "slurm"], typer.Option(help="Where to train: on this machine or a cluster.")
     ] = "local",
     device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda|cuda:1",
-            help="local: where to compute; by default all GPUs.",
-            show_default=False,
-        ),
+        str | None, typer.Option(metavar="cpu|cuda|cuda:1", help="local: where to compute; by default all GPUs.")
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="local: number of processes; by default one per GPU.", show_default=False),
+        int | None, typer.Option(min=1, max=1024, help="local: number of processes; by default one per GPU.")
     ] = None,
     at_once: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            max=MOST_SEEDS,
-            help="local: seeds of an image recipe that share a GPU; by default up to three.",
-            show_default=False,
+            min=1, max=MOST_SEEDS, help="local: seeds of an image recipe that share a GPU; by default up to three."
         ),
     ] = None,
     address: Annotated[
-        str | None,
-        typer.Option(help="ray: address of a running cluster; by default one is started here.", show_default=False),
+        str | None, typer.Option(help="ray: address of a running cluster; by default one is started here.")
     ] = None,
     gpus: Annotated[
-        float | None,
-        typer.Option(min=0, max=64, help="ray, slurm: GPUs per run; ray also takes fractions.", show_default=False),
+        float | None, typer.Option(min=0, max=64, help="ray, slurm: GPUs per run; ray also takes fractions.")
     ] = None,
     cpus: Annotated[float, typer.Option(min=0.1, max=1024, help="ray: CPU cores per run.")] = 1.0,
     slurm: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="slurm: a parameter of submitit.", show_default=False),
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="slurm: a parameter of submitit.")
     ] = None,
     quiet: Quiet = False,
 ) -> None:

@@ -26,14 +26,13 @@ def results() -> None:
 
 @app.command("add", cls=Verb, epilog=ADD)
 def add(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON files with results.", show_default=False)],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON files with results.")],
     results: Annotated[Path, typer.Option(help="Folder of results, as NAME/seed-SEED.json.")] = Path("results"),
     data: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
             help="The folder of data sets to compare checksums with; by default, those of earlier results.",
-            show_default=False,
         ),
     ] = None,
     changed: Annotated[
@@ -44,10 +43,7 @@ def add(
     ] = False,
     note: Annotated[
         str | None,
-        typer.Option(
-            help="A remark for readers, such as that runs shared a GPU; times of these runs are not shown.",
-            show_default=False,
-        ),
+        typer.Option(help="A remark for readers, such as that runs shared a GPU; times of these runs are not shown."),
     ] = None,
 ) -> None:
     """Add results whose recipe and data are ours; `factorized reproduce` counts them as finished.

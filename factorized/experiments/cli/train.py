@@ -38,10 +38,8 @@ def train(
     name: RecipeName,
     data: Data = None,
     changes: Changes = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Train seeds 0 to N-1.", show_default=False)
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Train this seed; by default 0.", show_default=False)] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, max=MOST_SEEDS, help="Train seeds 0 to N-1.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Train this seed; by default 0.")] = None,
     at_once: Annotated[
         int,
         typer.Option(
