@@ -182,7 +182,7 @@ def _row(
         return SummaryRow(
             name, type(module).__name__, tuple(largest.shape), params, params, decay=texts[0], heads=texts[1]
         )
-    rank, weight = module.rank, module.shape.numel
+    weight = module.shape.numel
     holds = any(factor is parameter for factor in module.factors for parameter in new)
     return SummaryRow(
         name,
@@ -191,7 +191,7 @@ def _row(
         params,
         params + (weight - module.format.numel if holds else 0),
         module.format.name,
-        "x".join(map(str, rank)) if isinstance(rank, tuple) else str(rank),
+        "x".join(map(str, module.format.ranks)),
         module.chosen_execution(),
         *texts,
     )

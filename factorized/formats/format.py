@@ -149,9 +149,14 @@ class Format(ABC):
         return sum([prod(extents) for extents in self.cores.values()])
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank, or all of them where there are several."""
+        return self.rank if isinstance(self.rank, tuple) else (self.rank,)
+
+    @property
     def height(self) -> int:
         """All ranks together: what grows from one format to the next."""
-        return sum(self.rank) if isinstance(self.rank, tuple) else self.rank
+        return sum(self.ranks)
 
     def norm_squared(self, cores: Sequence[Tensor]) -> Tensor:  # (...)
         """Return the squared Frobenius norm of the weight (section 3.2). Differentiable."""

@@ -75,7 +75,7 @@ class PlanEntry:
     @property
     def rank_text(self) -> str:
         """The rank as tables show it; all ranks of a tensor."""
-        return "x".join(map(str, self.rank)) if isinstance(self.rank, tuple) else str(self.rank or "")
+        return "" if self.format is None else "x".join(map(str, self.format.ranks))
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def _item(cost: LayerCost, scheme: Scheme, by_macs: bool) -> Item:
         may_stay_dense=scheme.compresses,
         higher=lambda format: format.raised(),
         lower=lambda format: format.lowered(),
-        ranks=lambda format: format.rank if isinstance(format.rank, tuple) else (format.rank,),
+        ranks=lambda format: format.ranks,
         coarse=not lowest.is_product,
         with_rank=(lambda rank: replace(lowest, rank=rank)) if lowest.is_product else None,
         wide=not cost.shape.size and max(cost.shape.rows, cost.shape.columns) >= WIDE,

@@ -138,7 +138,7 @@ def _cuts(model: nn.Module) -> list[Cut]:
         format = layers[0][1].format
         if format not in items:
             path = _path(format)
-            items[format] = _item(path, lambda format: format.numel, _ranks), path
+            items[format] = _item(path, lambda format: format.numel, lambda format: format.ranks), path
         cuts.append(_layer_cut(layers[0][0], [layer for _, layer in layers], *items[format]))
     places = module_names(model)
     heads = [unit for unit in shrunk_attention(model) if unit.shrunk_forms]
@@ -152,7 +152,7 @@ def _refuse_frozen(cuts: Sequence[Cut], rank: int) -> None:
     """Raise if a layer has a higher rank and cannot be cut, because a part of its weight is frozen."""
     for cut in cuts:
         choice = cut.choices[0]
-        if isinstance(choice, Format) and choice.frozen and max(_ranks(choice)) > rank:
+        if isinstance(choice, Format) and choice.frozen and max(choice.ranks) > rank:
             raise ValueError(
                 f"{cut.name or 'the model'} is a {choice.name}, {choice.describe()}, whose rest is frozen, and it "
                 "cannot be cut. Cut the other layers, by ratio= or a plan; nothing was changed"
@@ -161,10 +161,10 @@ def _refuse_frozen(cuts: Sequence[Cut], rank: int) -> None:
 
 def _path(format: Format) -> list[Format]:
     """Return formats from ``format`` down to the lowest, one step at a time, keeping ranks in proportion."""
-    start, path = _ranks(format), [format]
+    start, path = format.ranks, [format]
 
     def shares(lower: Format) -> list[float]:  # that are left of every rank, the largest first
-        return sorted((now / first for now, first in zip(_ranks(lower), start, strict=True)), reverse=True)
+        return sorted((now / first for now, first in zip(lower.ranks, start, strict=True)), reverse=True)
 
     while (lower := path[-1].lowered()) and not format.frozen:
         path.append(min(lower, key=shares))
@@ -176,15 +176,11 @@ def _capped(format: Format, limit: int) -> Format:
     """Return ``format`` with its ranks above ``limit`` lowered to it, and no others."""
 
     def kept(lower: Format) -> int:  # of all ranks up to the limit
-        return sum([min(rank, limit) for rank in _ranks(lower)])
+        return sum([min(rank, limit) for rank in lower.ranks])
 
-    while max(_ranks(format)) > limit and (lower := format.lowered()):
+    while max(format.ranks) > limit and (lower := format.lowered()):
         format = max(lower, key=kept)
     return format
-
-
-def _ranks(format: Format) -> tuple[int, ...]:
-    return format.rank if isinstance(format.rank, tuple) else (format.rank,)
 
 
 def _item(path: Sequence[Any], cost: Callable[[Any], int], ranks: Callable[[Any], tuple[int, ...]]) -> Item:
