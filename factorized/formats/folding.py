@@ -12,7 +12,7 @@ from torch import nn
 from factorized._checks import is_whole
 from factorized.formats.format import Format, Rank
 from factorized.formats.kernel import KernelShape
-from factorized.formats.scheme import Scheme
+from factorized.formats.scheme import Scheme, scaled_rank
 from factorized.formats.separable import Separable, pointwise_shape
 from factorized.formats.tensor_format import TensorFormat
 
@@ -94,7 +94,7 @@ class TensorScheme(Scheme):
 
 
 def _scaled(start: TensorFormat, scale: float) -> tuple[int, ...]:
-    return tuple([max(1, round(scale * reference)) for reference in start.reference_ranks])
+    return tuple([scaled_rank(reference, scale) for reference in start.reference_ranks])
 
 
 def nearly_equal(numel: int, order: int) -> tuple[int, ...]:

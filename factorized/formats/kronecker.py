@@ -15,7 +15,7 @@ from factorized.formats.folding import near_root
 from factorized.formats.format import Cores, Format, Rank, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
-from factorized.formats.scheme import Scheme
+from factorized.formats.scheme import Scheme, scaled_rank
 from factorized.formats.svd import method_of, spectral_factors, truncated_factors
 
 
@@ -147,7 +147,7 @@ class Kronecker(Scheme):
     def at_scale(self, shape: KernelShape, scale: float) -> KroneckerFormat:
         """Return the format at a rank scale, at most full."""
         one = self._one(shape)
-        return replace(one, rank=min(max(1, round(scale * one.full_rank)), one.full_rank))
+        return replace(one, rank=min(scaled_rank(one.full_rank, scale), one.full_rank))
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> KroneckerFormat:
         """Return the format of this many products; raise above full rank."""

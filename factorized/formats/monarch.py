@@ -18,7 +18,7 @@ from factorized.formats.cost import POSITIONS, TRAFFIC, Device
 from factorized.formats.format import Cores, Format, Rank, Step, Way
 from factorized.formats.frobenius import compose, frobenius_gradients, frobenius_norm_squared
 from factorized.formats.kernel import KernelShape
-from factorized.formats.scheme import Scheme
+from factorized.formats.scheme import Scheme, scaled_rank
 from factorized.formats.svd import method_of, spectral_factors
 
 # One step of the rank changes a layer by at most this share of its dense size, unless blocks are given.
@@ -171,7 +171,7 @@ class Monarch(Scheme):
         """Return the format at a rank scale, at most full."""
         blocks = self._blocks(shape)
         full = full_rank(shape, blocks)
-        return MonarchFormat(shape, blocks, min(max(1, round(scale * full)), full))
+        return MonarchFormat(shape, blocks, min(scaled_rank(full, scale), full))
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> MonarchFormat:
         """Return the format at a rank per block; raise above full rank."""

@@ -26,7 +26,7 @@ from factorized.formats.kernel import (
     to_kernel,
     to_matrix,
 )
-from factorized.formats.scheme import LARGEST_SCALE, Scheme, Start
+from factorized.formats.scheme import LARGEST_SCALE, Scheme, Start, scaled_rank
 from factorized.formats.shifted import two_products
 from factorized.formats.split_kernel import refined_factors
 from factorized.formats.svd import factor_spectrum, method_of, spectral_factors, truncated_factors
@@ -289,12 +289,8 @@ class _Products(Scheme):
         return KernelShape.of(weight_shape, groups, self.kind)
 
     def reference(self, shape: KernelShape) -> int:
-        """Return what the rank scale multiplies: a convolution's matrix rows, a matrix's shorter side."""
+        """Return what the rank scale multiplies: a convolution's matrix rows out·kh, a matrix's shorter side."""
         return shape.rows if shape.size else shape.full_rank
-
-    def scaled(self, shape: KernelShape, scale: float) -> int:
-        """Return ``round(scale · out·kh)`` for convolutions, ``round(scale · min(m, n))`` for matrices, at least 1."""
-        return max(1, round(scale * self.reference(shape)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -322,7 +318,7 @@ class LowRank(_Products):
 
     def at_scale(self, shape: KernelShape, scale: float) -> Product:
         """Return the product at the paper's rank for ``scale``, at most full."""
-        return Product(shape, min(self.scaled(shape, scale), shape.full_rank))
+        return Product(shape, min(scaled_rank(self.reference(shape), scale), shape.full_rank))
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> Product:
         """Return the product at a rank; raise above full rank."""
@@ -381,7 +377,7 @@ class Overcomplete(_Products):
 
     def at_scale(self, shape: KernelShape, scale: float) -> Product:
         """Return the product at the paper's rank for ``scale``, at least full."""
-        return Product(shape, max(self.scaled(shape, scale), shape.full_rank), self.depth)
+        return Product(shape, max(scaled_rank(self.reference(shape), scale), shape.full_rank), self.depth)
 
     def at_rank(self, shape: KernelShape, rank: Rank) -> Product:
         """Return the product at a rank; raise below full rank."""

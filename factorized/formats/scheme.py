@@ -16,6 +16,11 @@ Start = Literal["spectral", "default"]
 LARGEST_SCALE = 1000  # rank over full rank: anything above is a mistake and would not fit into memory
 
 
+def scaled_rank(reference: int, scale: float) -> int:
+    """Return the rank at a rank scale: the paper's ``round(scale · reference)``, at least 1."""
+    return max(1, round(scale * reference))
+
+
 class Scheme(ABC):
     """A recipe for formats, without a shape: a frozen value. Abstract."""
 

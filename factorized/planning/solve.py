@@ -11,7 +11,7 @@ from torch import nn
 
 from factorized._checks import warn
 from factorized.attention.cost import AttentionCost
-from factorized.formats.scheme import Scheme
+from factorized.formats.scheme import Scheme, scaled_rank
 from factorized.nn.model import named
 from factorized.nn.running import ExampleInput, count_parameters
 from factorized.planning.assemble import Cost, Tied, cost_of
@@ -168,7 +168,7 @@ def _attention_item(cost: AttentionCost, by_macs: bool) -> Item:
     full = cost.full_rank
     return Item(
         cost=cost.macs if by_macs else cost.params,
-        at_scale=lambda scale: min(max(1, round(scale * full)), full),
+        at_scale=lambda scale: min(scaled_rank(full, scale), full),
         reference=full,
         may_stay_dense=True,
         higher=lambda rank: [rank + 1],
