@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from factorized.attention.heads import is_around_heads
+from factorized.attention.heads import AroundHeads
 from factorized.attention.unit import AttentionUnit, Projection, shrunk_note
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import own_parameter
@@ -100,7 +100,7 @@ def plain_weight(layer: nn.Module, path: str) -> nn.Parameter:
     if isinstance(layer, FactorizedLayer):
         raise UnreadableAttention(f"{path} is already factorized as a layer")
     weight = own_parameter(layer, "weight")
-    known = isinstance(layer, nn.Linear) or is_transposed(layer) or is_around_heads(layer)
+    known = isinstance(layer, (nn.Linear, AroundHeads)) or is_transposed(layer)
     if weight is None or not known:
         raise UnreadableAttention(f"{path} is {type(layer).__name__}, whose weight is not a plain parameter")
     if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:

@@ -9,17 +9,12 @@ from torch import Tensor, nn
 from factorized._checks import check_whole
 
 
-def is_around_heads(layer: nn.Module) -> bool:
-    """Return whether a layer is a ``HeadsIn`` or a ``HeadsOut``."""
-    return isinstance(layer, _AroundHeads)
-
-
 def plain_type_of(layer: nn.Module) -> type[nn.Module]:
     """Return the class of a projection in its dense module."""
-    return layer.plain_type if isinstance(layer, _AroundHeads) else type(layer)
+    return layer.plain_type if isinstance(layer, AroundHeads) else type(layer)
 
 
-class _AroundHeads(nn.Module):
+class AroundHeads(nn.Module):
     """A linear layer with heads on one side, whose ranks are at most ``size``. Abstract."""
 
     def __init__(
@@ -53,7 +48,7 @@ class _AroundHeads(nn.Module):
         return linear
 
 
-class HeadsIn(_AroundHeads):
+class HeadsIn(AroundHeads):
     """A linear layer whose output, head by head, is padded with zeros to ``size``.
 
     For attention modules with one head size for queries, keys and values whose ranks differ. Zeros add nothing to a
@@ -103,7 +98,7 @@ class HeadsIn(_AroundHeads):
         return f"{self.in_features}, heads={ranks}, size={self.size}, bias={self.bias is not None}"
 
 
-class HeadsOut(_AroundHeads):
+class HeadsOut(AroundHeads):
     """A linear layer that reads the first ``rank`` of ``size`` dimensions of every head."""
 
     def __init__(

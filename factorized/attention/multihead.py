@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from factorized._checks import check_whole
 from factorized.attention.unit import Shrunk
+
+SETTINGS = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
 
 
 class ShrunkMultiheadAttention(nn.Module):
@@ -60,19 +64,8 @@ class ShrunkMultiheadAttention(nn.Module):
     @classmethod
     def like(cls, dense: nn.MultiheadAttention, qk_size: int, ov_size: int) -> ShrunkMultiheadAttention:
         """Return a module with the settings of ``dense`` and heads of these sizes, on the meta device."""
-        new = cls(
-            dense.embed_dim,
-            dense.num_heads,
-            qk_size,
-            ov_size,
-            dropout=dense.dropout,
-            bias=dense.in_proj_bias is not None,
-            add_zero_attn=dense.add_zero_attn,
-            kdim=dense.kdim,
-            vdim=dense.vdim,
-            batch_first=dense.batch_first,
-            device="meta",
-        )
+        bias = dense.in_proj_bias is not None
+        new = cls(qk_size=qk_size, ov_size=ov_size, bias=bias, device="meta", **_settings(dense))
         _keep_output_bias(dense, new)
         return new
 
@@ -166,28 +159,18 @@ class ShrunkMultiheadAttention(nn.Module):
         return f"{self.embed_dim}, heads={self.num_heads}, qk={note.qk}, ov={note.ov} of {note.head_size}"
 
 
-def is_shrunk_multihead(module: nn.Module) -> bool:
-    """Return whether a module is a shrunk ``nn.MultiheadAttention``."""
-    return isinstance(module, ShrunkMultiheadAttention)
-
-
 def dense_multihead(module: nn.Module) -> nn.MultiheadAttention | None:
     """Return the ``nn.MultiheadAttention`` that a shrunk one came from, on the meta device; None for other modules."""
     if not isinstance(module, ShrunkMultiheadAttention):
         return None
-    new = nn.MultiheadAttention(
-        module.embed_dim,
-        module.num_heads,
-        dropout=module.dropout,
-        bias=module.q_proj.bias is not None,
-        add_zero_attn=module.add_zero_attn,
-        kdim=module.kdim,
-        vdim=module.vdim,
-        batch_first=module.batch_first,
-        device="meta",
-    )
+    new = nn.MultiheadAttention(bias=module.q_proj.bias is not None, device="meta", **_settings(module))
     _keep_output_bias(module, new)
     return new
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the arguments that a dense module and its shrunk version have in common."""
+    return {name: getattr(module, name) for name in SETTINGS}
 
 
 def _keep_output_bias(old: nn.Module, new: nn.Module) -> None:

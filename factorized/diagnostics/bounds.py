@@ -14,14 +14,14 @@ from torch.nn.modules.conv import _ConvNd
 from factorized._checks import is_number
 from factorized._torch import computable, without_autocast
 from factorized.attention.family import is_transposed
-from factorized.attention.heads import is_around_heads
+from factorized.attention.heads import AroundHeads
 from factorized.formats.kernel import KernelShape, to_matrix
 from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
 from factorized.nn.running import evaluation_mode, move_to
 
-_WEIGHTED = (nn.Linear, _ConvNd, nn.MultiheadAttention, HeldWeight)
+_WEIGHTED = (nn.Linear, _ConvNd, nn.MultiheadAttention, HeldWeight, AroundHeads)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _scores_of(output: object, classes: Tensor) -> Tensor:  # (samples, classes)
 def _is_weighted(module: nn.Module) -> bool:
     if isinstance(module, FactorizedLayer):
         return module.form_kind != "embedding"
-    return isinstance(module, _WEIGHTED) or is_transposed(module) or is_around_heads(module)
+    return isinstance(module, _WEIGHTED) or is_transposed(module)
 
 
 def _spectra(module: nn.Module) -> list[tuple[int, int, Tensor]]:

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from factorized.attention.family import is_transposed
-from factorized.attention.heads import is_around_heads
-from factorized.attention.multihead import is_shrunk_multihead
+from factorized.attention.heads import AroundHeads
+from factorized.attention.multihead import ShrunkMultiheadAttention
 from factorized.attention.register import Found, find_attention
 from factorized.formats.kernel import KernelShape
 from factorized.nn.dense import dense_weight, why_not_plain
@@ -112,9 +112,7 @@ def _walk(
 
 
 def _is_factorized(module: nn.Module) -> bool:
-    if isinstance(module, (FactorizedLayer, HoldsFactors)):
-        return True
-    return is_around_heads(module) or is_shrunk_multihead(module)
+    return isinstance(module, (FactorizedLayer, HoldsFactors, AroundHeads, ShrunkMultiheadAttention))
 
 
 def _has_weight_matrix(module: nn.Module) -> bool:

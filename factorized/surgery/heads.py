@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from factorized._torch import full_precision
 from factorized.attention.cost import AttentionCost
 from factorized.attention.matrices import Matrices, check_finite, drawn_matrices, padded_matrices, spectral_matrices
-from factorized.attention.multihead import allow_nested_tensors, is_shrunk_multihead
+from factorized.attention.multihead import ShrunkMultiheadAttention, allow_nested_tensors
 from factorized.attention.register import adapter_of, find_attention, read_attention
 from factorized.attention.resize import plain_module, read_unit, shrunk_module
 from factorized.attention.unit import FORMS, AttentionUnit, shrunk_note
@@ -72,7 +72,7 @@ def attention_entries(model: nn.Module, name_of: Callable[[str], str]) -> list[A
         entries.append(
             AttentionEntry(
                 name=names[0],
-                type="MultiheadAttention" if is_shrunk_multihead(module) else type(module).__name__,
+                type="MultiheadAttention" if isinstance(module, ShrunkMultiheadAttention) else type(module).__name__,
                 shape=(unit.query.heads, size),
                 aliases=tuple(names[1:]),
                 params=cost.params_at(size, size),
