@@ -278,8 +278,8 @@ class Format(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that rebuild the format, given its shape."""
-        settings = [f.name for f in fields(self) if f.init and f.name != "shape"]
-        return {"name": self.name, **{key: _jsonable(getattr(self, key)) for key in settings}}
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "shape"}
+        return {"name": self.name, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}}
 
     @classmethod
     def read(cls, shape: KernelShape, settings: dict[str, Any]) -> Self:
@@ -396,7 +396,3 @@ def _shuffled(x: Tensor, groups: int, dim: int) -> Tensor:
     if dim == 1 and is_channels_last(x):
         return _shuffled(x.movedim(1, -1), groups, x.dim() - 1).movedim(-1, 1)
     return x.unflatten(dim, (groups, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
-
-
-def _jsonable(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
