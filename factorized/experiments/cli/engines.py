@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,60 +18,60 @@ PATIENCE = 10.0  # seconds for a cluster to answer
 OF_ENGINES = {
     "device": ("local",),
     "workers": ("local",),
-    "at-once": ("local",),
+    "at_once": ("local",),
     "address": ("ray",),
     "gpus": ("ray", "slurm"),
     "slurm": ("slurm",),
 }
 
 
-def check_options(engine: str, **given: object) -> None:
-    """Raise if an option is given that ``engine`` has no use for."""
-    for name, value in given.items():
-        option = name.replace("_", "-")
-        if value is not None and engine not in OF_ENGINES[option]:
-            meant = " or ".join(OF_ENGINES[option])
-            raise ValueError(f"--{option} is for --engine {meant}, and the engine is {engine}")
+@dataclass(frozen=True)
+class EngineOptions:
+    """An engine by name, and the options that were given for it."""
+
+    engine: str
+    device: str | None = None
+    workers: int | None = None
+    at_once: int | None = None
+    address: str | None = None
+    gpus: float | None = None
+    cpus: float = 1.0
+    slurm: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise if an option is given that the engine has no use for."""
+        for name, engines in OF_ENGINES.items():
+            if getattr(self, name) is not None and self.engine not in engines:
+                option, meant = name.replace("_", "-"), " or ".join(engines)
+                raise ValueError(f"--{option} is for --engine {meant}, and the engine is {self.engine}")
 
 
-def make_engine(
-    name: str,
-    out: Path,
-    *,
-    device: str | None,
-    workers: int | None,
-    at_once: int | None,
-    address: str | None,
-    gpus: float | None,
-    cpus: float,
-    slurm: Sequence[str] | None,
-    quiet: bool,
-) -> Engine:
-    """Return the engine of that name; Ray and submitit are imported only for theirs."""
+def make_engine(given: EngineOptions, out: Path, *, quiet: bool) -> Engine:
+    """Return the engine; Ray and submitit are imported only for theirs."""
     from factorized.experiments.data.extras import need
 
-    if name == "ray":
+    if given.engine == "ray":
         need("ray", "ray", "--engine ray", "cluster")
         from factorized.experiments.reproduce.on_ray import RayEngine
 
-        if address is not None:
-            _check_reachable(address)
-        return RayEngine(address=address, gpus=gpus, cpus=cpus)
-    if name == "slurm":
+        if given.address is not None:
+            _check_reachable(given.address)
+        return RayEngine(address=given.address, gpus=given.gpus, cpus=given.cpus)
+    if given.engine == "slurm":
         need("submitit", "submitit", "--engine slurm", "cluster")
         from factorized.experiments.reproduce.on_slurm import SlurmEngine
 
-        if gpus is not None and gpus != int(gpus):
+        gpus = 1 if given.gpus is None else given.gpus
+        if gpus != int(gpus):
             raise ValueError(f"--gpus {gpus:g}: Slurm gives whole GPUs; a share of one is for --engine ray")
-        settings = dict(map(_setting, slurm or ()))
+        settings = dict(map(_setting, given.slurm or ()))
         cluster = settings.pop("cluster", "slurm")
-        whole = 1 if gpus is None else int(gpus)
-        return SlurmEngine(out / "slurm", cluster=cluster, gpus=whole, settings=settings)
+        return SlurmEngine(out / "slurm", cluster=cluster, gpus=int(gpus), settings=settings)
     from factorized.experiments.reproduce.local import LocalEngine
     from factorized.experiments.training.progress import Reporter
 
-    devices = _devices(device, workers)
-    return LocalEngine(devices, lambda: Reporter(console(quiet=quiet), quiet=quiet), at_once or "auto")
+    devices = _devices(given.device, given.workers)
+    return LocalEngine(devices, lambda: Reporter(console(quiet=quiet), quiet=quiet), given.at_once or "auto")
 
 
 def _check_reachable(address: str) -> None:

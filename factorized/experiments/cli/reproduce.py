@@ -11,7 +11,7 @@ import typer
 
 from factorized.experiments.cli.arguments import MOST_SEEDS, Quiet, examples
 from factorized.experiments.cli.console import console, counted, plain_table, progress_bar, say
-from factorized.experiments.cli.engines import check_options, make_engine
+from factorized.experiments.cli.engines import EngineOptions, make_engine
 
 if TYPE_CHECKING:
     from factorized.experiments.reproduce.job import Outcome
@@ -112,7 +112,7 @@ def reproduce(
         raise ValueError(f"--data: there is no folder {data}; give the folder that holds the data sets")
     if not results.is_dir() and results != Path(RESULTS):  # runs that lie elsewhere would be done again
         raise ValueError(f"--results: there is no folder {results}; give the one that holds results from elsewhere")
-    check_options(engine, device=device, workers=workers, at_once=at_once, address=address, gpus=gpus, slurm=slurm)
+    options = EngineOptions(engine, device, workers, at_once, address, gpus, cpus, slurm)
     own = {recipe.name: recipe for recipe in table_recipes(table)} if table.endswith(".toml") else {}
     with progress_bar(quiet=quiet):
         planner = Planner(out, data, _finished(out, results), length, own)
@@ -125,19 +125,7 @@ def reproduce(
     say(f"{table}: {counted(len(rows), 'recipe')}, {counted(seeds, 'seed')} each; {_to_do(count, rows)}")
     if _is_figure(table):
         need("matplotlib", "matplotlib", f"drawing {table}")
-    chosen = make_engine(
-        engine,
-        out,
-        device=device,
-        workers=workers,
-        at_once=at_once,
-        address=address,
-        gpus=gpus,
-        cpus=cpus,
-        slurm=slurm,
-        quiet=quiet,
-    )
-    failed = carry_out(waves, chosen, _tell(count))
+    failed = carry_out(waves, make_engine(options, out, quiet=quiet), _tell(count))
     rows = _rows(planner.again(_finished(out, results, quiet=True)), recipes, seeds)
     _print_rows(rows)
     _print_problems(rows)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from factorized.experiments.cli.engines import make_engine
+from factorized.experiments.cli.engines import EngineOptions, make_engine
 from factorized.experiments.reproduce.local import LocalEngine
 from factorized.experiments.training.progress import Reporter
 
-NOTHING = {"at_once": None, "address": None, "cpus": 1.0, "slurm": None, "quiet": True}
+OUT = Path("out")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_this_machine_has_a_process_for_each_gpu_unless_told_otherwise(
     device: str | None, workers: int | None, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    engine = make_engine("local", Path("out"), device=device, workers=workers, gpus=None, **NOTHING)  # type: ignore[arg-type]
+    engine = make_engine(EngineOptions("local", device, workers), OUT, quiet=True)
     assert isinstance(engine, LocalEngine)
     assert engine.devices == devices
 
@@ -38,8 +38,7 @@ def test_this_machine_has_a_process_for_each_gpu_unless_told_otherwise(
 def test_seeds_take_turns_unless_processes_share_a_device(
     workers: int | None, at_once: int | None, expected: int | str
 ) -> None:
-    given = {**NOTHING, "at_once": at_once}
-    engine = make_engine("local", Path("out"), device="cpu", workers=workers, gpus=None, **given)  # type: ignore[arg-type]
+    engine = make_engine(EngineOptions("local", "cpu", workers, at_once), OUT, quiet=True)
     assert isinstance(engine, LocalEngine)
     assert engine.at_once == expected
 
@@ -53,13 +52,13 @@ def test_automatically_seeds_take_no_turns_where_processes_share_a_device(
 
 def test_a_share_of_a_gpu_is_refused_by_slurm() -> None:
     with pytest.raises(ValueError, match=r"--gpus 0.5: Slurm gives whole GPUs; a share of one is for --engine ray"):
-        make_engine("slurm", Path("out"), device=None, workers=None, gpus=0.5, **NOTHING)  # type: ignore[arg-type]
+        make_engine(EngineOptions("slurm", gpus=0.5), OUT, quiet=True)
 
 
 def test_slurm_is_not_replaced_by_this_machine_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match=r"--engine slurm: .*srun.* try it on this machine by --slurm cluster=local"):
-        make_engine("slurm", Path("out"), device=None, workers=None, gpus=None, **NOTHING)  # type: ignore[arg-type]
+        make_engine(EngineOptions("slurm"), OUT, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +69,13 @@ def test_an_address_is_tried_as_ray_reads_it(
 ) -> None:
     tried = []
     monkeypatch.setattr(socket, "create_connection", lambda place, _: tried.append(place) or socket.socket())
-    given = {**NOTHING, "address": address}
-    make_engine("ray", Path("out"), device=None, workers=None, gpus=None, **given)  # type: ignore[arg-type]
+    make_engine(EngineOptions("ray", address=address), OUT, quiet=True)
     assert tried == ([] if place is None else [place])
 
 
 def test_an_address_where_no_cluster_listens_is_refused_at_once() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # nobody else gets this port, and nothing listens there
-        given = {**NOTHING, "address": f"127.0.0.1:{free.getsockname()[1]}"}
+        given = EngineOptions("ray", address=f"127.0.0.1:{free.getsockname()[1]}")
         with pytest.raises(ValueError, match=r"--address 127.0.0.1:\d+: nothing answers there .* leave --address out"):
-            make_engine("ray", Path("out"), device=None, workers=None, gpus=None, **given)  # type: ignore[arg-type]
+            make_engine(given, OUT, quiet=True)
