@@ -71,6 +71,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    @property
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """The value and the default of every field that is not at its default."""
+        both = {name: (getattr(self, name), field.get_default()) for name, field in type(self).model_fields.items()}
+        return {name: (value, default) for name, (value, default) in both.items() if value != default}
+
 
 class Paper(Section):
     """The figure of the paper that a recipe aims at."""
@@ -168,9 +174,8 @@ class Factorize(Section):
 
     @model_validator(mode="after")
     def _only_fields_of_the_scheme(self) -> Self:
-        for name, field in type(self).model_fields.items():
-            value, default = getattr(self, name), field.get_default()
-            if name == "scheme" or value == default:
+        for name, (value, default) in self.changed.items():
+            if name == "scheme":
                 continue
             if self.scheme == "none":
                 raise ValueError(f'{name} = {value!r} needs a scheme: set factorize.scheme = "low_rank", or remove it')
@@ -249,9 +254,8 @@ class Schedule(Section):
 
     @model_validator(mode="after")
     def _milestones_go_with_their_shape(self) -> Self:
-        for name in ("milestones", "factor", "warmup_epochs", "warmup_factor"):
-            value, default = getattr(self, name), type(self).model_fields[name].get_default()
-            if self.shape == "linear" and value != default:
+        for name, (value, default) in self.changed.items():
+            if self.shape == "linear" and name not in ("shape", "epochs"):
                 raise ValueError(
                     f'{name} = {value!r} is for shape = "milestones", and shape is "linear": set {name} back to '
                     f"{default!r}"

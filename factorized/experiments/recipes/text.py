@@ -201,12 +201,12 @@ class TextRecipe(Named):
     @model_validator(mode="after")
     def _only_fields_of_the_task(self) -> Self:
         for section, fields in USED_BY.items():
-            table = getattr(self, section)
+            changed = getattr(self, section).changed
             for name, tasks in fields.items():
-                value, default = getattr(table, name), type(table).model_fields[name].get_default()
-                if self.task not in tasks and value != default:
+                if self.task not in tasks and name in changed:
                     raise ValueError(
-                        f"{section}.{name} = {value!r} is for {' and '.join(tasks)}, and task is {self.task}: remove it"
+                        f"{section}.{name} = {changed[name][0]!r} is for {' and '.join(tasks)}, and task is "
+                        f"{self.task}: remove it"
                     )
         return self
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from factorized.experiments.recipes.find import check_text_recipe
-from factorized.experiments.recipes.text import TextData, TextModel, TextRecipe
+from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.models import auto_class
 from factorized.experiments.text.tokenizer import load_tokenizer
 from factorized.experiments.text.trained import load_text_run
@@ -19,9 +19,9 @@ from factorized.surgery.compose import is_factorized
 
 PRETRAINED = "masked"  # the task of the runs that others continue from
 # what the run decides; a recipe may repeat it
-FROM_THE_RUN: dict[str, tuple[type[TextModel] | type[TextData], tuple[str, ...]]] = {
-    "model": (TextModel, ("hidden", "layers", "heads", "feed_forward", "dropout", "positions", "tied")),
-    "data": (TextData, ("vocabulary", "lower")),
+FROM_THE_RUN = {
+    "model": ("hidden", "layers", "heads", "feed_forward", "dropout", "positions", "tied"),
+    "data": ("vocabulary", "lower"),
 }
 
 
@@ -79,10 +79,10 @@ def _recipe_of(run: str) -> TextRecipe:
 
 def _check_recipe(recipe: TextRecipe, before: TextRecipe, run: str) -> None:
     """Raise if the recipe asks for something that the run decided otherwise."""
-    for section, (kind, names) in FROM_THE_RUN.items():
+    for section, names in FROM_THE_RUN.items():
         for name in names:
             asked, held = (getattr(getattr(which, section), name) for which in (recipe, before))
-            if asked != held and asked != kind.model_fields[name].get_default():
+            if asked != held and name in getattr(recipe, section).changed:
                 raise ValueError(
                     f"{section}.{name} = {asked!r}, but model.from_run = {run!r} has {held!r}; remove {section}.{name}"
                 )
