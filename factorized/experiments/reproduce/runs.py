@@ -13,7 +13,6 @@ from factorized.experiments.recipes.identity import RUNS, settings
 from factorized.experiments.training.folder import BEGUN, FAILURE, METRICS
 from factorized.experiments.training.result import RESULT, Result, read_result_file
 
-LOWER_IS_BETTER = ("loss", "perplexity")
 NAMES = {"accuracy": "accuracy, %", "bleu": "BLEU", "f1": "F1"}
 
 

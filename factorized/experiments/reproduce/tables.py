@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from factorized.experiments.reproduce.chart import seed_dots
-from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, Found, Run
+from factorized.experiments.reproduce.runs import Found, Run
 from factorized.experiments.reproduce.summary import Summary
 from factorized.experiments.reproduce.table import Column, Table, Value
 from factorized.experiments.reproduce.values import (
@@ -19,6 +20,7 @@ from factorized.experiments.reproduce.values import (
 )
 from factorized.experiments.reproduce.variant import Variant
 from factorized.experiments.training.record import NORMS
+from factorized.experiments.training.result import LOWER_IS_BETTER
 
 VERSIONS = ("factorized", "torch", "cuda", "python")
 
@@ -161,11 +163,8 @@ def machine_table(runs: Sequence[Run]) -> Table:
     """Return the hardware and versions of the runs, one row for each combination."""
     every = ("device", "threads", "processes", "runs_at_once", *VERSIONS, "commit", "system")
     names = [name for name in every if any(run.result["machine"].get(name) is not None for run in runs)]
-    counted: dict[tuple[str, ...], int] = {}
-    for run in runs:
-        machine = run.result["machine"]
-        key = tuple("" if machine.get(name) is None else str(machine[name]) for name in names)
-        counted[key] = counted.get(key, 0) + 1
+    machines = (run.result["machine"] for run in runs)
+    counted = Counter(tuple("" if m.get(name) is None else str(m[name]) for name in names) for m in machines)
     rows = [
         (
             *(Value(short_commit(v) if n == "commit" else v, (v,)) for n, v in zip(names, key, strict=True)),
@@ -179,10 +178,7 @@ def machine_table(runs: Sequence[Run]) -> Table:
 
 def data_table(runs: Sequence[Run]) -> Table:
     """Return the data sets of the runs."""
-    counted: dict[tuple[str, str], int] = {}
-    for run in runs:
-        key = (run.result["data"]["name"], run.result["data"]["checksum"])
-        counted[key] = counted.get(key, 0) + 1
+    counted = Counter((run.result["data"]["name"], run.result["data"]["checksum"]) for run in runs)
     rows = [(Value(name), whole_value(count), Value(checksum)) for (name, checksum), count in counted.items()]
     return Table("data", "Data", (Column("data set"), Column("runs", number=True), Column("checksum")), rows)
 

@@ -13,8 +13,9 @@ from factorized.experiments.recipes.find import load_any_recipe, recipe_names
 from factorized.experiments.recipes.identity import NOT_DECIDING, settings
 from factorized.experiments.recipes.shorten import shortening
 from factorized.experiments.reproduce.chart import Line
-from factorized.experiments.reproduce.runs import LOWER_IS_BETTER, NAMES, Run
+from factorized.experiments.reproduce.runs import NAMES, Run
 from factorized.experiments.reproduce.summary import Summary
+from factorized.experiments.training.result import LOWER_IS_BETTER
 
 NAMES_AND_NOTES = ("name", "title", "paper", "shortened_from", "decay.record_norms")  # they change no weight
 Settings = dict[str, Any]  # "section.field" and value

@@ -20,7 +20,6 @@ class QuestionsTask(TextTask):
     """Find where in a paragraph the answer to a question begins and ends."""
 
     score = "f1"
-    lower_is_better = False
     predicts_tokens = False
 
     @property

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, Sampler
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.corpus import Corpus
 from factorized.experiments.text.tokens import PackedTexts
+from factorized.experiments.training.result import LOWER_IS_BETTER
 from factorized.nn.running import evaluation_mode
 
 Batch = dict[str, Tensor]
@@ -28,11 +29,15 @@ class TextTask(ABC):
     """A task on a corpus."""
 
     score: ClassVar[str]  # the figure a run is judged by
-    lower_is_better: ClassVar[bool] = True
     predicts_tokens: ClassVar[bool] = True  # else the model computes its own loss, a mean over examples
 
     def __init__(self, recipe: TextRecipe, corpus: Corpus) -> None:
         self.recipe, self.corpus, self.tokenizer = recipe, corpus, corpus.tokenizer
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether a lower score is a better one."""
+        return self.score in LOWER_IS_BETTER
 
     @property
     @abstractmethod

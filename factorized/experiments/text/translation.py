@@ -105,7 +105,6 @@ class TranslationTask(TextTask):
     """Translate the first sentence of a pair into the second."""
 
     score = "bleu"
-    lower_is_better = False
 
     @cached_property
     def examples(self) -> Pairs:

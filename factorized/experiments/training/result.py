@@ -12,6 +12,7 @@ from factorized.experiments.data.explain import first_problem, in_words
 from factorized.files.checksum import is_sealed
 
 RESULT = "result.json"
+LOWER_IS_BETTER = ("loss", "perplexity")  # of the figures that a run is judged by
 Result = dict[str, Any]  # what a run's result.json holds
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
