@@ -12,6 +12,7 @@ from factorized.attention.families import BERT, LLAMA, MARIAN, VIT, read_gpt2, r
 from factorized.attention.family import Family, UnreadableAttention, is_transposed
 from factorized.attention.multihead import ShrunkMultiheadAttention
 from factorized.attention.unit import AttentionUnit
+from factorized.nn.model import is_inside
 
 Adapter = Callable[[Any], AttentionUnit]  # of a module of its class
 
@@ -164,7 +165,7 @@ def find_attention(model: nn.Module) -> Iterator[Found]:
     """Yield every attention module of ``model`` once: those with an adapter, and those that seem to need one."""
     inside: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") or outer == "" for outer in inside):
+        if any(is_inside(name, outer) for outer in inside):
             continue
         found = read_attention(name, module)
         if found is None and looks_like_attention(module):

@@ -18,7 +18,7 @@ from factorized.formats.frobenius import compose, frobenius_gradients, frobenius
 from factorized.formats.kernel import grouped, to_matrix
 from factorized.formats.svd import factor_spectrum
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import check_model
+from factorized.nn.model import check_model, dotted
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,8 +283,7 @@ def _attention_form(name: str, unit: AttentionUnit, kind: FormName, names: Names
         attribute = next(name for name, held in holder._parameters.items() if held is p.weight)
         view = partial(unit.grouped_view, p)
         parts.append(Factor(names[p.weight], p.weight, view, holder, attribute, p.heads, projection=p))
-    name = f"{name}.{kind}" if name else kind
-    return Form(name, kind, tuple(parts), rotary=unit.rotary and kind == "qk")
+    return Form(dotted(name, kind), kind, tuple(parts), rotary=unit.rotary and kind == "qk")
 
 
 def _one_group(factor: Tensor) -> Tensor:  # (long, rank) -> (1, long, rank)

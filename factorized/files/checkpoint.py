@@ -17,7 +17,7 @@ from factorized.files.checksum import in_file_order
 from factorized.files.folder import read_checkpoint, write_checkpoint
 from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import Model, check_model
+from factorized.nn.model import Model, check_model, dotted
 from factorized.planning.plan import Entry, Plan, PlanEntry
 from factorized.surgery.describe import describe
 from factorized.surgery.factorize import build_layers, install
@@ -187,7 +187,7 @@ def _shapes_after(model: nn.Module, layers: Mapping[str, nn.Module]) -> Shapes:
         layer = replaced.get(id(module))
         prefix = layer.factor_name(place) if isinstance(layer, FactorizedLayer) else place
         for name, _, _, tensor in named_slots(layer) if layer is not None else ():
-            shapes[plain_name(f"{prefix}.{name}" if prefix else name)] = tuple(tensor.shape)
+            shapes[plain_name(dotted(prefix, name))] = tuple(tensor.shape)
     for name, module, _, tensor in named_slots(model):
         if id(module) not in gone and name not in held:
             shapes[name] = tuple(tensor.shape)
@@ -228,7 +228,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _check_no_lost_buffers(model: nn.Module) -> None:
     lost = [
-        f"{prefix}.{name}" if prefix else name
+        dotted(prefix, name)
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
         if (buffer := module._buffers.get(name)) is not None and buffer.is_meta

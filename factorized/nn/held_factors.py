@@ -19,6 +19,7 @@ from factorized.nn.dense import dense_weight, format_of, refuse_dense
 from factorized.nn.held_weight import HeldWeight
 from factorized.nn.init import Init
 from factorized.nn.layer import FactorizedLayer, Lowered
+from factorized.nn.model import dotted
 
 FACTORS = "factors"
 # The composed weights of every module that is being called, per thread: threads may call one module at the same time.
@@ -68,7 +69,7 @@ class FactorizedWeight(FactorizedLayer):
     def factor_name(self, name: str) -> str:
         """Return the name of this module, for the ``name`` of the parameter in the dense model."""
         host, _, key = name.rpartition(".")
-        return f"{host}.{FACTORS}.{key}".removeprefix(".")
+        return dotted(host, f"{FACTORS}.{key}")
 
     def weight_key(self, name: str) -> str:
         """Return the name of the parameter in a dense state dict, for the ``name`` of this module."""

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from factorized.nn.model import dotted
+
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # stacks (experts, rows, columns) in transformers
 
 
@@ -76,5 +78,5 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules(remove_duplicate=False):
         found[name] = module
         held[module] = held.get(module) or held_weights(module)
-        found |= {f"{name}.{key}".removeprefix("."): weight for key, weight in held[module].items()}
+        found |= {dotted(name, key): weight for key, weight in held[module].items()}
     return found

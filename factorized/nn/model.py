@@ -62,6 +62,16 @@ def named(layer: str) -> Iterator[None]:
         raise ValueError(f"{layer or 'the model'}: {error}") from error
 
 
+def dotted(prefix: str, name: str) -> str:
+    """Return the dotted name of what the module called ``prefix``, empty for the model itself, holds under a name."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Return whether a dotted name is that of a part of the module called ``outer``."""
+    return name.startswith(f"{outer}.") or outer == "" != name
+
+
 def module_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Return every module with all of its dotted names."""
     names: dict[nn.Module, list[str]] = {}

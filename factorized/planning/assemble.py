@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from factorized.attention.cost import AttentionCost
 from factorized.formats.product import LowRank
 from factorized.formats.scheme import Scheme
-from factorized.nn.model import own_parameter
+from factorized.nn.model import dotted, own_parameter
 from factorized.nn.running import count_parameters
 from factorized.planning.budget import Budget
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate, Selected
@@ -156,7 +156,7 @@ def _loose_entries(model: nn.Module, candidates: Sequence[Candidate]) -> list[Pl
                 continue
             seen.add(parameter)
             if sum(extent > 1 for extent in parameter.shape) >= 2:
-                entries.append(_loose_entry(f"{name}.{key}".removeprefix("."), type(module).__name__, parameter))
+                entries.append(_loose_entry(dotted(name, key), type(module).__name__, parameter))
     return entries
 
 

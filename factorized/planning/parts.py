@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from factorized.nn.model import is_inside
+
 if TYPE_CHECKING:
     from factorized.planning.plan import Entry, Plan
 
@@ -38,6 +40,6 @@ def parts_of(plan: Plan, attention: Collection[str]) -> tuple[Part, ...]:
 
 
 def _part_of(entry: Entry, attention: Collection[str]) -> str:
-    if entry.is_attention or any(outer == "" or f"{entry.name}.".startswith(f"{outer}.") for outer in attention):
+    if entry.is_attention or any(entry.name == outer or is_inside(entry.name, outer) for outer in attention):
         return "attention"
     return "embeddings" if "Embedding" in entry.type else "other layers"

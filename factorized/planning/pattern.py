@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from factorized.nn.model import is_inside
+
 Pattern = str | type[nn.Module]
 Modules = Mapping[str, nn.Module]  # all modules of a model by all of their names
 
@@ -32,14 +34,10 @@ def names_part(patterns: Sequence[Pattern], names: Iterable[str], modules: Modul
     names = list(names)
     for pattern in patterns:
         if isinstance(pattern, str) and not matches([pattern], names, modules):
-            inside = (name for name in modules if any(_is_inside(name, outer) for outer in names))
+            inside = (name for name in modules if any(is_inside(name, outer) for outer in names))
             if any(fnmatchcase(name, pattern) for name in inside):
                 return True
     return False
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name.startswith(f"{outer}.") or (outer == "" != name)
 
 
 def check_patterns(argument: str, patterns: Sequence[Pattern]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from factorized.attention.unit import AttentionUnit
-from factorized.nn.model import module_names, parameter_names, sharing_memory
+from factorized.nn.model import dotted, module_names, parameter_names, sharing_memory
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # around a call
 # Around reading and writing state dicts; torch itself adds some to attention and lazy layers, never to plain ones.
@@ -128,7 +128,7 @@ def why_tied(model: nn.Module, units: Iterable[AttentionUnit]) -> dict[nn.Module
     for unit in units:
         inside = parameter_names(unit.module)
         for parameter in unit.parameters:
-            own = {f"{place}.{inside[parameter][0]}".removeprefix(".") for place in places[unit.module]}
+            own = {dotted(place, inside[parameter][0]) for place in places[unit.module]}
             if set(names[parameter]) != own:
                 reasons[unit.module] = f"its weights are tied: {' and '.join(names[parameter])} are one parameter"
                 break

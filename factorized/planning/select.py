@@ -20,7 +20,7 @@ from factorized.nn.held_factors import HoldsFactors
 from factorized.nn.held_weight import HeldWeight, named_layers
 from factorized.nn.holding import held_parameters
 from factorized.nn.layer import FactorizedLayer
-from factorized.nn.model import own_parameter, sharing_memory
+from factorized.nn.model import dotted, is_inside, own_parameter, sharing_memory
 from factorized.nn.running import ExampleInput
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
 from factorized.planning.pattern import Modules, Pattern, check_matches, check_patterns, matches, names_part
@@ -92,7 +92,7 @@ def _walk(
     units: list[str] = []
     parts: dict[str, nn.Module] = {}
     for name, module in modules.items():
-        if any(name.startswith(f"{unit}.") or unit == "" for unit in units):
+        if any(is_inside(name, unit) for unit in units):
             parts[name] = module
             continue
         is_unit = _is_factorized(module) or module in whole
@@ -172,9 +172,7 @@ def _join_tied(model: nn.Module, candidates: list[Candidate]) -> None:
         free = [m for m in members.values() if isinstance(m, LayerCandidate) and m.reason is None]
         if not free:
             continue
-        blockers = [
-            f"{owner}.{key}".removeprefix(".") for owner, key in owners if owner not in members or members[owner].reason
-        ]
+        blockers = [dotted(owner, key) for owner, key in owners if owner not in members or members[owner].reason]
         if len({member.shape for member in free}) > 1:
             blockers = ["a layer that reads it in another shape"]
         for member in free:
@@ -195,7 +193,7 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                place = f"{name}.{key}".removeprefix(".")
+                place = dotted(name, key)
                 owners.setdefault(parameter, []).append((place, "weight") if place in held else (name, key))
         if isinstance(module, DistributedDataParallel):  # lists all parameters; fz.factorize says what to do instead
             continue

@@ -16,7 +16,7 @@ from factorized.attention.resize import plain_module, read_unit, shrunk_module
 from factorized.attention.unit import FORMS, AttentionUnit, shrunk_note
 from factorized.nn.dense import CALL_HOOKS
 from factorized.nn.init import Init
-from factorized.nn.model import module_names
+from factorized.nn.model import dotted, module_names
 from factorized.planning.plan import AttentionEntry
 from factorized.surgery.replace import replace_modules
 from factorized.surgery.state import Shapes, named_slots
@@ -97,12 +97,12 @@ class DenseAttention:
     @property
     def shapes(self) -> Shapes:
         """The names and shapes of what the dense checkpoint holds."""
-        return {_inside(n, key): tuple(slot.shape) for n in self.names for key, slot in self.slots.items()}
+        return {dotted(n, key): tuple(slot.shape) for n in self.names for key, slot in self.slots.items()}
 
     def given_elsewhere(self, state: Mapping[str, Tensor]) -> list[str]:
         """Return the names that may be missing, because ``state`` gives the module under another of its names."""
         given = self._given(state)
-        return [_inside(name, key) for name in self.names if name != given for key in self.slots]
+        return [dotted(name, key) for name in self.names if name != given for key in self.slots]
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor of the shrunk module belongs to one of its projections."""
@@ -113,19 +113,15 @@ class DenseAttention:
         """Return the best heads of this size for the matrices in ``state`` (section 3.1)."""
         name = self._given(state)
         for key, slot in self.slots.items():
-            slot.copy_(state[_inside(name, key)])
+            slot.copy_(state[dotted(name, key)])
         check_finite(self.read, name or "the model")
         qk, ov = self.unit.query.head_size, self.unit.value.head_size
         return spectral_matrices(self.read, qk, ov, self.unit.shrunk_forms, may_add_bias=True)
 
     def _given(self, state: Mapping[str, Tensor]) -> str:
         """Return the first of the module's names under which ``state`` gives it."""
-        given = (name for name in self.names if all(_inside(name, key) in state for key in self.slots))
+        given = (name for name in self.names if all(dotted(name, key) in state for key in self.slots))
         return next(given, self.names[0])
-
-
-def _inside(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
 
 
 @full_precision

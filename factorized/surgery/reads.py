@@ -18,6 +18,8 @@ from textwrap import dedent
 from torch import nn
 from torch.fx import GraphModule
 
+from factorized.nn.model import dotted
+
 PROPERTIES = ("dtype", "device", "isinstance")  # of a weight, shared by all of its factors
 CALLED = "called with more than an input"
 
@@ -57,7 +59,7 @@ def _used(model: nn.Module, names: list[str]) -> dict[str, set[str]]:
                 found.setdefault(name, set()).add(read.what)
     for place, module in modules.items():
         for path, what in _traced_uses(module) if isinstance(module, GraphModule) else ():
-            if (name := f"{place}.{path}".removeprefix(".")) in names:
+            if (name := dotted(place, path)) in names:
                 found.setdefault(name, set()).add(what)
     return found
 

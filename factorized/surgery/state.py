@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from factorized.nn.model import listed
+from factorized.nn.model import dotted, listed
 from factorized.surgery.replace import COMPILED
 
 Shapes = dict[str, tuple[int, ...]]
@@ -127,7 +127,7 @@ def named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and attribute not in module._non_persistent_buffers_set:
-                yield plain_name(f"{prefix}.{attribute}" if prefix else attribute), module, attribute, tensor
+                yield plain_name(dotted(prefix, attribute)), module, attribute, tensor
 
 
 @torch.no_grad()
