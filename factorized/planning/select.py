@@ -18,10 +18,10 @@ from factorized.formats.kernel import KernelShape
 from factorized.nn.dense import dense_weight, why_not_plain
 from factorized.nn.held_factors import HoldsFactors
 from factorized.nn.held_weight import HeldWeight, named_layers
-from factorized.nn.holding import held_parameters
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import dotted, is_inside, own_parameter, sharing_memory
 from factorized.nn.running import ExampleInput
+from factorized.nn.unregistered import parameters_in
 from factorized.planning.candidate import AttentionCandidate, Candidate, LayerCandidate
 from factorized.planning.pattern import Modules, Pattern, check_matches, check_patterns, matches, names_part
 from factorized.planning.projections import ALREADY, Attention, attention_candidate, choose_forms, opens
@@ -199,7 +199,7 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
             continue
         own = set(module._parameters.values())  # a recurrent network also lists its own weights
         for key, value in vars(module).items():
-            for parameter in dict.fromkeys(held_parameters(value)):
+            for parameter in dict.fromkeys(parameters_in(value)):
                 if parameter not in own:
                     owners.setdefault(parameter, []).append((name, key))
     return [places for places in owners.values() if len(places) > 1]

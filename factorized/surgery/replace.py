@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from factorized.nn.holding import fields_of, has_fields, parts_of
 from factorized.nn.model import Model, module_names
+from factorized.nn.unregistered import fields_of, has_fields, parts_of
 
 COMPILED = "_orig_mod"  # torch.compile's name for the module inside it, a part of every dotted name in there
 

@@ -50,7 +50,7 @@ def fields_of(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
 
 
-def held_parameters(value: Any) -> Iterator[nn.Parameter]:
+def parameters_in(value: Any) -> Iterator[nn.Parameter]:
     """Return the parameters that a value is or holds, at any depth."""
     waiting, seen = [value], set[int]()
     while waiting:
