@@ -101,6 +101,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def leaves(value: Tensor) -> list[Tensor]:
+    """Return the tensors to which a backward pass from ``value`` adds gradients, unless they are frozen by then."""
+    waiting = [] if value.grad_fn is None else [value.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        following = {node for node, _ in waiting.pop().next_functions if node is not None} - seen
+        seen |= following
+        waiting.extend(following)
+    kind = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
+    return [node.variable for node in seen if isinstance(node, kind)]
+
+
 def is_jit_tracing() -> bool:
     """Return whether ``torch.jit.trace`` records the calls."""
     return torch._C._get_tracing_state() is not None
