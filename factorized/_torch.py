@@ -1,10 +1,10 @@
-"""Helpers around torch: its private functions, types to compute in, autocast off, local parts of tensors."""
+"""Helpers around torch: its private functions, types to compute in, nothing rounded, local parts of tensors."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar, cast
@@ -32,12 +32,6 @@ def all_finite(value: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(value))).all())
 
 
-def rounds_products(value: Tensor) -> bool:
-    """Return whether the user lets torch round float32 factors of matrix products on this device (TF32, bfloat16)."""
-    settings = torch.backends.cuda if value.is_cuda else torch.backends.mkldnn
-    return value.dtype == torch.float32 and settings.matmul.fp32_precision in ("tf32", "bf16")
-
-
 def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
     """Return a context that disables autocast on ``devices``, so that products keep full precision."""
     kinds = {device.type for device in devices} - {"meta"}
@@ -50,16 +44,46 @@ def without_autocast(*devices: torch.device) -> AbstractContextManager[object]:
     return stack
 
 
+@contextmanager
+def without_rounding() -> Iterator[None]:
+    """Let torch round no float32 factors of matrix products inside, as TF32 or bfloat16, if the user allows it."""
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    rounded = [backend for backend in ("cuda", "mkldnn") if get(backend, "matmul") in ("tf32", "bf16")]
+    own = {backend: _own_precision(backend, "matmul") for backend in rounded}
+    try:
+        for backend in own:
+            put(backend, "matmul", "ieee")
+        yield
+    finally:
+        for backend, setting in own.items():
+            put(backend, "matmul", setting)
+
+
+def _own_precision(backend: str, operations: str) -> str:
+    """Return a setting itself, "none" where a more general one decides: torch tells only what is in effect."""
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    effective = get(backend, operations)
+    if backend == "generic":
+        return effective
+    general = ("generic" if operations == "all" else backend, "all")
+    kept, other = _own_precision(*general), "tf32" if effective == "ieee" else "ieee"
+    put(*general, other)
+    inherited = get(backend, operations) == other
+    put(*general, kept)
+    return "none" if inherited else effective
+
+
 def full_precision(function: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Return ``function`` with autocast disabled inside: what it computes is kept, and not rounded for speed."""
+    """Return ``function`` with autocast and rounded products disabled inside: what it computes is kept."""
 
     @wraps(function)
-    def outside_of_autocast(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def unrounded(*args: Given.args, **kwargs: Given.kwargs) -> Found:
         accelerator = torch.accelerator.current_accelerator()
-        with without_autocast(torch.device("cpu"), *([] if accelerator is None else [accelerator])):
+        devices = [torch.device("cpu"), *([] if accelerator is None else [accelerator])]
+        with without_autocast(*devices), without_rounding():
             return function(*args, **kwargs)
 
-    return outside_of_autocast
+    return unrounded
 
 
 def is_traced() -> bool:
@@ -75,6 +99,18 @@ def is_traced() -> bool:
 def in_backward() -> bool:
     """Return whether autograd is running: a forward inside is that of a checkpoint, done a second time."""
     return torch._C._current_graph_task_id() != -1
+
+
+def leaves(value: Tensor) -> list[Tensor]:
+    """Return the tensors to which a backward pass from ``value`` adds gradients, unless they are frozen by then."""
+    waiting = [] if value.grad_fn is None else [value.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        following = {node for node, _ in waiting.pop().next_functions if node is not None} - seen
+        seen |= following
+        waiting.extend(following)
+    kind = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
+    return [node.variable for node in seen if isinstance(node, kind)]
 
 
 def is_jit_tracing() -> bool:

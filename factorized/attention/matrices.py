@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from factorized._torch import full_precision
 from factorized.attention.unit import AttentionUnit, FormName, Projection
 from factorized.formats.kernel import KernelShape
 from factorized.formats.svd import truncated_factors
@@ -48,6 +49,7 @@ def read_matrices(unit: AttentionUnit) -> Matrices:
     )
 
 
+@full_precision
 @torch.no_grad()
 def spectral_matrices(
     unit: AttentionUnit, qk: int, ov: int, forms: Collection[FormName], *, may_add_bias: bool

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from factorized._checks import is_number
-from factorized._torch import computable, without_autocast
+from factorized._torch import computable, full_precision
 from factorized.attention.family import is_transposed
 from factorized.attention.heads import AroundHeads
 from factorized.formats.kernel import KernelShape, to_matrix
@@ -196,19 +196,19 @@ def _is_weighted(module: nn.Module) -> bool:
     return isinstance(module, _WEIGHTED) or is_transposed(module)
 
 
+@full_precision
 def _spectra(module: nn.Module) -> list[tuple[int, int, Tensor]]:
     """Return rows, rank and singular values of each matrix of a layer; groups count as one block-diagonal matrix."""
-    with without_autocast(next(module.parameters()).device):
-        if isinstance(module, FactorizedLayer):
-            shape, rank = module.shape, module.format.matrix_rank
-            values = module.format.spectrum([computable(factor) for factor in module.factors])
-            return [(shape.groups * shape.rows, shape.groups * rank, values.flatten())]
-        found = []
-        for weight, groups in _weights(module):
-            shape = KernelShape.of(tuple(weight.shape), groups)
-            values = torch.linalg.svdvals(computable(to_matrix(weight, shape)))
-            found.append((shape.groups * shape.rows, shape.groups * shape.full_rank, values.flatten()))
-        return found
+    if isinstance(module, FactorizedLayer):
+        shape, rank = module.shape, module.format.matrix_rank
+        values = module.format.spectrum([computable(factor) for factor in module.factors])
+        return [(shape.groups * shape.rows, shape.groups * rank, values.flatten())]
+    found = []
+    for weight, groups in _weights(module):
+        shape = KernelShape.of(tuple(weight.shape), groups)
+        values = torch.linalg.svdvals(computable(to_matrix(weight, shape)))
+        found.append((shape.groups * shape.rows, shape.groups * shape.full_rank, values.flatten()))
+    return found
 
 
 def _weights(module: Any) -> list[tuple[Tensor, int]]:

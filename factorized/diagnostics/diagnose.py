@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from factorized._torch import all_finite, computable, without_autocast
+from factorized._torch import all_finite, computable, full_precision
 from factorized.decay.forms import Form, check_have_values, forms
 from factorized.decay.strength import Number, check_number
 
@@ -69,10 +69,11 @@ def diagnose(model: nn.Module, lr: Number, *, spectrum: bool = True) -> list[Dia
     if not found:
         raise ValueError(f"{type(model).__name__} holds no products to diagnose; call fz.factorize first")
     check_have_values(found)
-    with torch.no_grad(), without_autocast(*(form.factors[0].parameter.device for form in found)):
-        return [_diagnose(form, float(lr), spectrum) for form in found]
+    return [_diagnose(form, float(lr), spectrum) for form in found]
 
 
+@full_precision
+@torch.no_grad()
 def _diagnose(form: Form, lr: float, spectrum: bool) -> Diagnosis:
     factors = [computable(value) for value in form.values]
     squared = form.norm_squared(factors).sum()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from factorized._torch import computable, not_compiled, on_one_device, without_autocast
+from factorized._torch import computable, full_precision, not_compiled, on_one_device, without_autocast
 from factorized.decay.forms import Factor, Form, check_have_values, forms
 from factorized.decay.guard import LaterLayers, check_hookable, check_still_held
 from factorized.decay.strength import check_number
@@ -50,6 +50,7 @@ class NormMatcher:
         self._step = 0
         self._solved: tuple[list[bool], Exponents] | None = None  # for these trainable flags
 
+    @full_precision
     @torch.no_grad()
     def record(self) -> Norms:
         """Return the present norm of every product, by name."""
@@ -82,6 +83,7 @@ class NormMatcher:
             self._solved = trains, _solve(self.forms)
         return self._solved[1]
 
+    @full_precision
     @torch.no_grad()
     def match(self, norms: Mapping[str, float]) -> None:
         """Rescale the factors of every product to its norm in ``norms``."""

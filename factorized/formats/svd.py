@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
 from factorized._checks import check_choice
-from factorized._torch import computable, rounds_products, without_autocast
+from factorized._torch import computable, full_precision
 from factorized.formats.frobenius import partial_products, summed_like
 
 Method = Literal["auto", "exact", "gram", "randomized"]
@@ -40,6 +40,7 @@ WORTHWHILE = 2
 IN_RANGE = 1e10
 
 
+@full_precision
 def truncated_svd(
     W: Tensor,  # (..., m, n)
     rank: int,
@@ -69,8 +70,7 @@ def truncated_svd(
         return _exact_svd(W, rank)
     check_choice("method", method, ("auto", "exact", *METHODS))
     tall, scale = _tall(W, largest)
-    with without_autocast(W.device):
-        long, S, short = (part.to(W.dtype) for part in METHODS[method](tall, rank))
+    long, S, short = METHODS[method](tall, rank)
     return (long, S * scale, short) if m >= n else (short, S * scale, long)
 
 
@@ -79,6 +79,7 @@ def method_of(exact: bool) -> Method:
     return "exact" if exact else "auto"
 
 
+@full_precision
 def squared_singular_values(
     W: Tensor,  # (..., m, n)
     *,
@@ -92,8 +93,7 @@ def squared_singular_values(
     if W.dtype == torch.float64 or min(W.shape[-2:]) < SMALLEST_GRAM:
         return torch.linalg.svdvals(W).double().square()
     tall, scale = _tall(W, _largest(W))
-    with without_autocast(W.device):
-        energies = torch.linalg.eigvalsh(_gram(tall.double() if precise else tall))  # ascending
+    energies = torch.linalg.eigvalsh(_gram(tall.double() if precise else tall))  # ascending
     return energies.double().clamp(min=0).flip(-1) * scale.double().square()
 
 
@@ -208,8 +208,7 @@ def _tall(
     extreme = (largest < 1 / IN_RANGE) | (largest > IN_RANGE)
     exponent = torch.frexp(largest.clamp(min=torch.finfo(W.dtype).tiny)).exponent - 1
     scale = torch.ldexp(torch.ones_like(largest), torch.where(extreme, exponent, 0)).unsqueeze(-1)  # rounds nothing
-    tall = tall / scale.unsqueeze(-1) if extreme.any() else tall
-    return tall.double() if rounds_products(W) else tall, scale
+    return tall / scale.unsqueeze(-1) if extreme.any() else tall, scale
 
 
 def _sketch_width(rank: int, smallest: int) -> int:

@@ -21,6 +21,8 @@ from factorized.nn.running import removing
 PATCH_ENTRIES = 2**24
 # Rows of a moment that are computed at a time, from their diagonal entries on: what is below mirrors what is above.
 ROWS = 256
+# Inputs that vary by less than this many roundings of their type, next to their mean, are constant.
+ROUNDINGS = 4
 
 
 class InputMoments:
@@ -38,6 +40,7 @@ class InputMoments:
         self.transposed = transposed or self.looks_up or isinstance(layer, _ConvTransposeNd)
         self.centered = centered
         self.samples = 0  # inputs seen: tokens, positions of patches, rows looked up
+        self.rounding = 0.0  # of their type, relative
         zero = torch.zeros((), device="cpu")  # which goes with tensors on any device
         self.origin = zero  # (groups, inputs); taken from inputs if centered: constant ones leave nothing
         self.sums = zero  # of the moment's shape from the first call on, blocks below the diagonal left out
@@ -50,11 +53,14 @@ class InputMoments:
 
     @property
     def moment(self) -> Moment:
-        """What was collected, once there are samples."""
+        """What was collected, once there are samples; zero around the mean of inputs that vary by rounding alone."""
         if self.looks_up:
             return Moment(self.sums, self.transposed)
         around = torch.einsum("gi,gj->gij", self.total, self.total) / self.samples if self.centered else 0
         upper = (self.sums - around).triu()
+        if self.centered:
+            noise = self.samples * (ROUNDINGS * self.rounding * self.mean).square().sum()
+            upper = torch.where(upper.diagonal(dim1=-2, dim2=-1).sum() > noise, upper, 0)
         return Moment(upper + upper.triu(1).mT, self.transposed)
 
     @property
@@ -85,6 +91,7 @@ class InputMoments:
         self,
         x: Tensor,  # (groups, samples, inputs)
     ) -> None:
+        self.rounding = torch.finfo(x.dtype).eps
         if self.centered:
             if not self.samples:
                 self.origin = x[:, 0].double()

@@ -93,16 +93,16 @@ def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Let no parameter of ``model`` require a gradient inside."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
+def frozen(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let none of these leaves require a gradient inside."""
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    for tensor in trained:
+        tensor.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        for tensor in trained:
+            tensor.requires_grad_(True)
 
 
 @contextmanager

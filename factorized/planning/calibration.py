@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from factorized._checks import check_whole, warn
+from factorized._torch import leaves
 from factorized.attention.family import is_transposed
 from factorized.formats.calibration import Moment, added, scaled
 from factorized.nn.moments import InputMoments, OutputGradients, collecting
@@ -130,8 +131,7 @@ def _has_length(batches: Iterable[Any]) -> bool:
 
 
 def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any], text: str) -> None:
-    trained = nn.ModuleList(part for part in (model, loss) if isinstance(part, nn.Module))
-    with frozen(trained):
+    with frozen(model.parameters()):
         outputs = run_once(model, inputs, text, gradients=True)
         try:
             with torch.enable_grad():
@@ -144,11 +144,12 @@ def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any]
         if not isinstance(value, Tensor) or value.dim() or not torch.isfinite(value):
             got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)
             raise ValueError(f"{text}: loss must return one finite number as a tensor without dimensions, got {got}")
-        if not value.requires_grad:  # it depends on none of the layers that are watched
+        if value.grad_fn is None:  # it depends on none of the layers that are watched
             return
         try:
             # a loss is a mean over its batch: all examples count alike, those of a small last batch too
-            value.backward(torch.full_like(value, _examples(inputs)))
+            with frozen(leaves(value)):  # such as a teacher's that the loss calls
+                value.backward(torch.full_like(value, _examples(inputs)))
         except Exception as error:
             raise ValueError(
                 f"{text}: the backward pass of the loss raised {type(error).__name__}: {str(error).rstrip('.')}. Leave "

@@ -30,8 +30,8 @@ def spectra_of(
     Of weights, these are squared singular values, ``precise`` or not (see ``squared_spectrum``). With calibration they
     are shares of the outputs, equal for all layers, or times the effect on the loss where it has one: what losing the
     whole output would change, by the mean squares of its gradient and of the output. Attention that is taken as a
-    whole, and layers that never run, count by the shares of their bare weights, with the mean effect of the others, as
-    do layers that the loss does not depend on, such as one whose inputs are constant.
+    whole, layers that never run, and those whose outputs are constant count by the shares of their bare weights, with
+    the mean effect of the others, as do layers that the loss does not depend on.
     """
     bare = {tied[0].name: tied[0] for tied in weights}
     if calibration is None:
@@ -42,11 +42,14 @@ def spectra_of(
     sharing = {tied[0].name: {one.name: one.module for one in tied} for tied in weights if tied[0].name in first}
     found: dict[str, Tensor] = {}
     effects: dict[str, float] = {}
+    constant: list[str] = []
     for name, collected in collect(model, calibration, sharing, calibration.loss):
         if collected.ran:
             with named(name):
                 found[name], effect = _outputs(first[name], collected.moments)
-            if collected.weighs and effect > 0:
+            if effect == 0:
+                constant.append(name)
+            elif collected.weighs:
                 effects[name] = effect
     if never_ran := [name for name in first if name not in found]:
         warn(
@@ -55,6 +58,11 @@ def spectra_of(
         )
     if calibration.loss is None:
         effects = dict.fromkeys(found, 1.0)
+        if constant:
+            warn(
+                f"calibration: the outputs of {listed(constant)} are constant on the batches, so the spectra of the "
+                "bare weights are used there",
+            )
     elif found and not effects:
         raise ValueError("loss of Calibrated(batches) does not depend on the outputs of any layer to factorize")
     elif unweighed := [name for name in found if name not in effects]:

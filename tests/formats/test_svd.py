@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from factorized.formats.svd import spectral_factors, squared_singular_values, truncated_svd
+from tests.rounding import rounding_products, setting
 
 METHODS = ["exact", "gram", "randomized"]
 
@@ -320,12 +321,8 @@ def test_an_eigendecomposition_that_does_not_converge_is_replaced(monkeypatch: p
 @pytest.mark.parametrize("method", ["gram", "randomized"])
 def test_products_that_the_user_lets_torch_round_do_not_matter(method: str) -> None:
     W = gaussian(300, 280, dtype=torch.float32)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
+    with setting(lambda: torch.set_float32_matmul_precision("medium")), rounding_products():
         rounded = truncated_svd(W, 40, method)
-    finally:
-        torch.set_float32_matmul_precision(before)
     with torch.autocast("cpu", torch.bfloat16):
         cast = truncated_svd(W, 40, method)
     for U, S, V in (rounded, cast):

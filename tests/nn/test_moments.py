@@ -205,3 +205,17 @@ def test_gradients_of_outputs_are_averaged_over_all_their_entries() -> None:
             (layer(torch.randn(*weight.shape[:-1], 5)) * weight).sum().backward()
     assert seen.mean_square == pytest.approx(torch.cat([w.flatten() for w in weights]).square().mean().item())
     assert not layer._forward_hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("ulps", "varies"), [(0, False), (1, False), (20, True)])
+def test_inputs_that_vary_by_rounding_alone_have_no_moment_around_their_mean(
+    dtype: torch.dtype, ulps: int, varies: bool
+) -> None:
+    x = torch.ones(6, 5, dtype=dtype)
+    x[::2] += ulps * torch.finfo(dtype).eps
+    layer = nn.Linear(5, 5, dtype=dtype)
+    for centered in (True, False):
+        collected = InputMoments(layer, centered=centered)
+        collected(layer, (x,), {})
+        assert bool(collected.moment.sums.any()) == (varies or not centered)

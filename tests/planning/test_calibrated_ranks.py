@@ -247,6 +247,21 @@ def test_layers_that_never_run_are_named_and_count_by_their_weights(loss: Any) -
     assert len(made.layers) == 3
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+def test_layers_of_constant_inputs_are_named_and_count_by_their_weights_not_by_rounding(rounded: bool) -> None:
+    x, row = torch.randn(60, 32), torch.rand(32)
+    y = row.repeat(60, 1)
+    if rounded:
+        y[::2, :4] = y[::2, :4].nextafter(torch.tensor(torch.inf))  # a single direction, by the last bit
+    given = fz.Calibrated([((a, b), None) for a, b in zip(x.split(20), y.split(20), strict=True)])
+    with pytest.warns(
+        UserWarning, match=r"the outputs of right are constant on the batches, so .* bare weights"
+    ) as caught:
+        made = fz.plan(Branches(), ratio=0.6, calibration=given, **WHOLE)
+    assert caught[0].filename == __file__
+    assert ranks(made)["right"] >= 7
+
+
 @pytest.mark.parametrize("loss", [None, F.cross_entropy])
 def test_where_no_layer_runs_ranks_go_by_the_bare_weights(loss: Any) -> None:
     class Recurrent(nn.Module):

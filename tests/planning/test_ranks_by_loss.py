@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,6 +124,7 @@ class Backless(torch.autograd.Function):
         (lambda out, y: 0.5, r"loss must return one finite number as a tensor without dimensions, got 0\.5"),
         (lambda out, y: out.sum() * torch.nan, "loss must return one finite number"),
         (lambda out, y: y.float().sum(), "loss .* does not depend on the outputs of any layer"),
+        (lambda out, y: torch.ones((), requires_grad=True), "loss .* does not depend on the outputs of any layer"),
         (lambda out, y: (out - out.detach()).square().sum().sqrt(), "gradients of the loss .* hold NaN or infinite"),
         (lambda out, y: Backless.apply(out), "backward pass of the loss raised RuntimeError: no way back. Leave out"),
     ],
@@ -135,20 +137,26 @@ def test_a_loss_that_cannot_be_used_says_why(loss: Any, message: str) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_loss_with_parameters_of_its_own_gets_no_gradients() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(5))
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
 
-        def forward(self, out: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(self.scale * out, y)
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scale * out, y)
 
-    loss = Scaled()
-    given = fz.Calibrated([(torch.randn(30, 20), torch.randint(5, (30,)))], loss=loss)
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: lambda out, y: loss(out, y)], ids=["given", "called"])
+@pytest.mark.parametrize("before", [None, torch.full((5,), 2.0)])
+def test_tensors_that_a_loss_uses_get_no_gradients(wrap: Callable[[Any], Any], before: Tensor | None) -> None:
+    loss, x = Scaled(), torch.randn(30, 20, requires_grad=True)
+    loss.scale.grad = None if before is None else before.clone()
+    given = fz.Calibrated([(x, torch.randint(5, (30,)))], loss=wrap(loss))
     fz.plan(Mlp(), ratio=0.5, allocate="spectrum", calibration=given)
-    assert loss.scale.grad is None
+    assert x.grad is None
+    torch.testing.assert_close(loss.scale.grad, before)
     assert loss.scale.requires_grad
+    assert x.requires_grad
 
 
 def test_a_loss_is_a_function() -> None:
