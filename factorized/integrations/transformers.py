@@ -20,6 +20,7 @@ from factorized.decay.groups import parameter_groups
 from factorized.decay.guard import is_adaptive
 from factorized.decay.hook import inner_optimizer
 from factorized.decay.strength import Strength, check_strength, decayed_forms
+from factorized.files.atomic import write_text
 from factorized.files.pretrained import save_plan
 from factorized.formats.format import Format
 from factorized.nn.layer import FactorizedLayer
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 else:
     Trainer = object  # the mixin comes before the real one, so this file does not need transformers
 
+# A checkpoint's file with the steps of the decay; those of the trainer include what a gradient scaler skipped.
+DECAY = "decay.json"
 # Settings with which some optimizers of transformers choose parameters.
 OF_THE_OPTIMIZER = {"params", "model", "optimizer_dict"}
 
@@ -122,11 +125,15 @@ class FactorizedTrainerMixin(Trainer):
         if self.args.should_save:
             save_plan(model, output_dir or str(self.args.output_dir))
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.decay is not None and self.args.should_save:
+            write_text(Path(output_dir) / DECAY, json.dumps(self.decay.state_dict()))
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.decay is not None:  # a schedule of the decay continues
-            state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
-            self.decay.load_state_dict({"steps": state["global_step"]})
+        if checkpoint is not None and self.decay is not None and (path := Path(checkpoint) / DECAY).is_file():
+            self.decay.load_state_dict(json.loads(path.read_text()))  # a schedule continues
 
 
 @contextmanager

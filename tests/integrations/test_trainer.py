@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -184,14 +185,21 @@ def test_a_checkpoint_of_the_trainer_opens_by_from_pretrained(tmp_path: Path) ->
             assert all(torch.equal(tensor, state[name]) for name, tensor in trainer.model.state_dict().items())
 
 
-def test_a_run_that_is_resumed_ends_where_one_without_a_break_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=2.0**127)], ids=["", "skips"])
+def test_a_run_that_is_resumed_ends_where_one_without_a_break_does(tmp_path: Path, scaler: Any) -> None:
     class Scheduled(FactorizedTrainerMixin, transformers.Trainer):
         frobenius_decay = staticmethod(lambda step: 0.1 * step)  # type: ignore[assignment]
 
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            self.accelerator.scaler = copy.deepcopy(scaler)  # as with fp16 on a GPU
+            return super().create_optimizer(model)
+
     whole = trained(Scheduled, tmp_path)
+    assert whole.decay.steps == 6 if scaler is None else 0 < whole.decay.steps < 6
     again = Scheduled(model(), arguments(tmp_path), train_dataset=DATA)
     again._get_train_sampler = lambda *given: InOrder()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.decay.steps == whole.decay.steps
     same(again.model, whole.model)
 
 

@@ -26,7 +26,9 @@ from factorized.experiments.text.sharding import shard, split_when_loaded, whole
 from factorized.experiments.text.task import Batch, TextTask
 from factorized.experiments.training.folder import CHECKPOINTS
 from factorized.experiments.training.interrupt import StopRequest
+from factorized.experiments.training.own_numbers import default_generator
 from factorized.experiments.training.processes import Processes
+from factorized.experiments.training.source import draws_seed
 from factorized.experiments.training.step import autocast_type
 from factorized.integrations.masks import skip_masks
 from factorized.integrations.transformers import own_names
@@ -87,6 +89,9 @@ class TextTrainer(Trainer):
             compute_loss_func=task.loss if task.predicts_tokens else None,  # tells Trainer whether losses are means
             callbacks=[watch],
         )
+        if arguments.process_index > 0:  # Trainer has seeded all processes alike: they would drop the same entries
+            own = draws_seed(arguments.seed, 0, arguments.process_index)
+            default_generator(arguments.device).manual_seed(own)
         self.precision = autocast_type(task.recipe.run.precision, arguments.device)
         self._loss = self._network_and_loss
         if task.recipe.run.compile:

@@ -51,6 +51,16 @@ class Processes:
             dist.all_reduce(number)
         return float(number.item())
 
+    def of_each(
+        self,
+        tensor: Tensor,  # of the same shape in all of them
+    ) -> list[Tensor]:
+        """Return every process's ``tensor``, on the CPU; all of them have to ask."""
+        own = tensor.to(self.device)
+        found = [torch.empty_like(own) for _ in range(self.count)]
+        dist.all_gather(found, own)
+        return [one.cpu() for one in found]
+
     def asked_to_stop(self, stop: StopRequest, step: int) -> bool:
         """Return whether to stop now; several processes stop together, and ask each other every ``ASK`` steps."""
         asked = stop.number is not None

@@ -63,9 +63,12 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:  # (count,) int64
     return torch.randperm(count, generator=torch.Generator().manual_seed(_mixed(f"{seed} {epoch}")))
 
 
-def draws_seed(seed: int, epoch: int) -> int:
-    """Return the number that an epoch's draws start from; its order has another, so that they are independent."""
-    return _mixed(f"{seed} {epoch} draws")
+def draws_seed(seed: int, epoch: int, process: int | None = None) -> int:
+    """Return the number that an epoch's draws start from, or those of one process that others do not share.
+
+    The order has another, so that they are independent.
+    """
+    return _mixed(f"{seed} {epoch} draws" + ("" if process is None else f" {process}"))
 
 
 def _mixed(text: str) -> int:

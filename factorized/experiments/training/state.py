@@ -64,11 +64,19 @@ def restore(state: RunState, network: nn.Module, optimizer: SGD, step: TrainingS
             tensor.copy_(saved[name]) if name in saved else tensor.zero_()
 
 
-def restore_random(state: RunState, device: torch.device) -> None:
-    """Restore the random generators."""
+def restore_random(state: RunState, step: TrainingStep, rank: int) -> None:
+    """Restore the random generators; a process that the run did not have before goes on with its own."""
     torch.set_rng_state(state.random["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state.random["cuda"], device)
+    if step.device.type == "cuda":
+        torch.cuda.set_rng_state(state.random["cuda"], step.device)
+    own = own_of(rank, step.device)
+    if step.own is not None and own in state.random:
+        step.own.state = state.random[own]
+
+
+def own_of(rank: int, device: torch.device) -> str:
+    """Return the name of the generator that only one of several processes draws from."""
+    return f"{device.type} of process {rank}"
 
 
 def _momentum(network: nn.Module, optimizer: SGD) -> Tensors:
@@ -213,8 +221,12 @@ def _problem_of_random(state: RunState, device: torch.device) -> str | None:
     for kind in ("cpu", "cuda") if device.type == "cuda" and state.step else ("cpu",):
         if kind not in state.random:
             return f"random has no state of {kind}, where the epoch under way has to go on"
+    for name, kept in state.random.items():
+        kind = name.partition(" ")[0]
+        if kind == "cuda" and device.type != "cuda":
+            continue  # and not restored
         try:
-            torch.Generator(device if kind == "cuda" else "cpu").set_state(state.random[kind])
+            torch.Generator(device if kind == "cuda" else "cpu").set_state(kept)
         except (RuntimeError, TypeError):
-            return f"random.{kind} is not the state of a generator"
+            return f"random.{name} is not the state of a generator"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from factorized.experiments.data.images import Images
 from factorized.experiments.recipes.recipe import Recipe
 from factorized.experiments.training.counters import counted_at_once
 from factorized.experiments.training.network import trained_parameters
+from factorized.experiments.training.own_numbers import OwnNumbers
 from factorized.experiments.training.processes import Processes
 from factorized.experiments.training.source import Source
 from factorized.nn.timing import capture
@@ -50,6 +52,8 @@ class TrainingStep:
         self._forward: nn.Module = network
         self._loss: Callable[..., tuple[Tensor, Tensor]] = self._loss_and_correct
         processes = processes or Processes(self.device)
+        # what the network draws for its share, such as dropout; crops are drawn by all alike
+        self.own = OwnNumbers(self.device) if processes.count > 1 else None
         self.share = slice(processes.rank, None, processes.count)  # of a batch, that is trained on here
         if compiled:
             set_up_compiler()
@@ -79,9 +83,10 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
         # Autocast is entered outside the compiled code: torch does not cache programs that enter it. Its type is not in
         # the cache's key, but the images are rounded to the same type, and that is.
-        with torch.autocast(
+        autocast = torch.autocast(
             self.device.type, self.precision, enabled=self.precision != torch.float32, cache_enabled=False
-        ):
+        )
+        with autocast, self.own or nullcontext():
             loss, correct = self._loss(x, index, labels, *(drawn[self.share] for drawn in (*crops, *holes)))
         loss.backward()
         if self.recipe.optimizer.clip is not None:

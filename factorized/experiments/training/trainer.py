@@ -50,6 +50,7 @@ from factorized.experiments.training.state import (
     check_same_run,
     gather,
     load_state,
+    own_of,
     restore,
     restore_random,
     save_state,
@@ -221,8 +222,10 @@ class Trainer:
         """Start the epoch's order and randomness, or resume within it; return the step to begin with."""
         first = state.step if epoch == state.epoch else 0
         self.source.start(state.seed, epoch, first)
+        if self.step.own is not None:
+            self.step.own.seed(draws_seed(state.seed, epoch, self.processes.rank))
         if first:
-            restore_random(state, self.device)
+            restore_random(state, self.step, self.processes.rank)
         else:
             torch.manual_seed(draws_seed(state.seed, epoch))
             self.step.loss_sum.zero_()
@@ -284,6 +287,9 @@ class Trainer:
     def _save(self, state: RunState, folder: Path, epoch: int, step: int, began: float) -> None:
         state.epoch, state.step = epoch, step
         gather(state, self.network, self.optimizer, self.step)
+        if self.step.own is not None:
+            for rank, own in enumerate(self.processes.of_each(self.step.own.state)):
+                state.random[own_of(rank, self.device)] = own
         # as one process counts them: another number of processes may continue
         state.counts["loss_sum"].fill_(self.processes.total(self.step.loss_sum) / self.processes.count)
         state.counts["correct"].fill_(self.processes.total(self.step.correct))

@@ -12,6 +12,7 @@ import torch
 
 from factorized.experiments.data.explain import in_words
 from factorized.experiments.training.interrupt import Interrupted
+from factorized.experiments.training.own_numbers import OwnNumbers
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.result import Result
 
@@ -26,12 +27,12 @@ class Turn:
     """While entered, work goes to a run's own stream, and torch's default generators draw the run's own numbers.
 
     A turn begins when the GPU has done what was issued in the run's last one; it works for the other runs meanwhile.
-    Dropout and compiled code draw from the default generators alone. A graph that is captured in a turn belongs to it:
-    replayed elsewhere, it would share its numbers and the workspaces of cuBLAS, which are the stream's, with others.
+    A graph that is captured in a turn belongs to it: replayed elsewhere, it would share its numbers and the workspaces
+    of cuBLAS, which are the stream's, with others.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.get_rng_state()
+        self._numbers = OwnNumbers(torch.device("cpu"))
         self._stream: torch.cuda.Stream | None = None
         self._current: AbstractContextManager[None] = nullcontext()
         self._generators: tuple[torch.Generator, torch.Generator] | None = None  # of all, and of this run
@@ -47,16 +48,16 @@ class Turn:
         if self._stream is not None:
             self._stream.synchronize()
         self._current.__enter__()
+        self._numbers.__enter__()
         self._swap()
 
     def __exit__(self, *exception: object) -> None:
         self._swap()
+        self._numbers.__exit__()
         self._current.__exit__(None, None, None)
 
     def _swap(self) -> None:
-        """Exchange the state of the default generators and the state that is kept here."""
-        kept, self._cpu = self._cpu, torch.get_rng_state()
-        torch.set_rng_state(kept)
+        """Exchange the state of the GPU's default generator and the state that is kept here."""
         if self._generators is not None:
             default, own = self._generators
             self._generators = default, default.graphsafe_get_state()

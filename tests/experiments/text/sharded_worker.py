@@ -5,15 +5,17 @@ The recipes are those of ``CASES``. One run is stopped by a signal to a single p
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from factorized._torch import leave_process_group
 from factorized.experiments.text import masked
@@ -32,6 +34,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "masked-flambe": ("optimizer.name=flambe", "decay.kind=frobenius", "decay.strength=0.5"),
     "translation-sgd": (*LOW_RANK, "optimizer.name=sgd", "run.accumulate=2", "run.label_smoothing=0.1"),
 }
+DROPOUT = ("model.dropout=0.1", "schedule.updates=24", "run.evaluate_every=12", "run.checkpoint_every=100")
 LONGER = ("schedule.updates=24", "run.evaluate_every=12", "run.checkpoint_every=100", *CASES["language-adamw"])
 
 
@@ -49,7 +52,8 @@ def main(folder: Path) -> None:
         for name, changes in CASES.items():
             train(name.partition("-")[0], folder, name, *changes)
         train("language", folder, "whole", *LONGER)
-        stop_and_resume(folder)
+        stop_and_resume(folder, "stopped", "language", *LONGER)
+        drop_out(folder)
     finally:
         leave_process_group()
 
@@ -59,7 +63,7 @@ def train(task: str, folder: Path, name: str, *changes: str, resume: bool = Fals
     train_text(recipe, corpus, folder / "sharded" / name, device="cpu", resume=resume)
 
 
-def stop_and_resume(folder: Path) -> None:
+def stop_and_resume(folder: Path, name: str, task: str, *changes: str) -> None:
     steps, real = 0, TextTrainer.training_step
 
     def stopped(self: TextTrainer, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -71,9 +75,26 @@ def stop_and_resume(folder: Path) -> None:
 
     TextTrainer.training_step = stopped  # type: ignore[method-assign]
     try:
-        train("language", folder, "stopped", *LONGER)
+        train(task, folder, name, *changes)
     except Interrupted:
-        train("language", folder, "stopped", *LONGER, resume=True)
+        TextTrainer.training_step = real  # type: ignore[method-assign]
+        train(task, folder, name, *changes, resume=True)
+
+
+def drop_out(folder: Path) -> None:
+    """Train with dropout, whole and stopped, and note a checksum of the entries that each process drops."""
+    real, seen = nn.functional.dropout, []
+
+    def watched(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        kept = real(x, p, training, inplace)
+        if training and p:
+            seen.append(zlib.crc32(repr(kept.eq(0).nonzero().tolist()).encode()))
+        return kept
+
+    nn.functional.dropout = watched
+    train("masked", folder, "dropout", *DROPOUT)
+    (folder / f"dropped-{dist.get_rank()}.json").write_text(json.dumps(seen))
+    stop_and_resume(folder, "dropout stopped", "masked", *DROPOUT)
 
 
 if __name__ == "__main__":

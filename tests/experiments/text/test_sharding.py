@@ -167,8 +167,18 @@ def test_a_sharded_run_leaves_the_files_of_one_that_is_not(folder: Path, name: s
 
 
 @pytest.mark.nightly
-def test_a_sharded_run_stopped_by_a_signal_to_one_process_ends_as_one_that_was_not(folder: Path) -> None:
-    whole, stopped = (folder / "sharded" / name / "seed-0" for name in ("whole", "stopped"))
+def test_every_process_drops_other_entries(folder: Path) -> None:
+    first, second = (json.loads((folder / f"dropped-{rank}.json").read_text()) for rank in (0, 1))
+    assert len(first) == len(second) > 24
+    assert len(set(first + second)) == len(first + second)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("whole_run", "stopped_run"), [("whole", "stopped"), ("dropout", "dropout stopped")])
+def test_a_sharded_run_stopped_by_a_signal_to_one_process_ends_as_one_that_was_not(
+    folder: Path, whole_run: str, stopped_run: str
+) -> None:
+    whole, stopped = (folder / "sharded" / name / "seed-0" for name in (whole_run, stopped_run))
     results = [json.loads((run / "result.json").read_text()) for run in (whole, stopped)]
     assert results[0]["scores"] == results[1]["scores"]
     assert [row["update"] for row in results[0]["history"]] == [row["update"] for row in results[1]["history"]]

@@ -76,6 +76,11 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "no random state": ("random", {}, "random has no state of cpu"),
     "a short random state": ("random", {"cpu": torch.zeros(3, dtype=torch.uint8)}, r"random\.cpu is not the state"),
     "a random state of zeros": ("random", {"cpu": torch.zeros(5056, dtype=torch.uint8)}, r"random\.cpu is not the"),
+    "a short random state of one process": (
+        "random",
+        {"cpu": torch.Generator().get_state(), "cpu of process 1": torch.zeros(3, dtype=torch.uint8)},
+        r"random\.cpu of process 1 is not the state",
+    ),
     "a field that nobody knows": ("more", 1, "more: Extra inputs are not permitted"),
 }
 

@@ -16,8 +16,9 @@ import torch
 from factorized.experiments.training.processes import Processes, joined_processes
 from factorized.experiments.training.state import load_state
 from factorized.experiments.training.train import train
+from tests.experiments.training import smooth
 from tests.experiments.training.small import assert_same_run, digits, metrics, state_of
-from tests.experiments.training.together import shared_recipe
+from tests.experiments.training.together import STEPS, shared_recipe
 
 ROOT = Path(__file__).parents[3]
 
@@ -85,6 +86,28 @@ def test_processes_stop_together_in_the_middle_of_an_epoch_and_go_on_to_the_same
     assert all(torch.equal(tensor, whole.network[name]) for name, tensor in cut.network.items())
     assert all(torch.equal(tensor, whole.momentum[name]) for name, tensor in cut.momentum.items())
     assert metrics(cut.history) == metrics(whole.history)
+
+
+def test_every_process_drops_other_entries_and_crops_alike(together: Path) -> None:
+    first, second = (json.loads((together / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first["crops"] == second["crops"]
+    assert len(set(first["crops"])) == len(first["crops"]) == 2 * STEPS
+    dropped = first["dropped"] + second["dropped"]
+    assert len(set(dropped)) == len(dropped) == 2 * 2 * STEPS
+
+
+def test_processes_with_dropout_stop_in_the_middle_of_an_epoch_and_go_on_to_the_same_bits(together: Path) -> None:
+    cut, whole = (state_of(together / "rank-0" / name) for name in ("cut dropout", "dropout"))
+    assert all(torch.equal(tensor, whole.network[name]) for name, tensor in cut.network.items())
+    assert all(torch.equal(tensor, whole.momentum[name]) for name, tensor in cut.momentum.items())
+
+
+def test_another_number_of_processes_goes_on_with_dropout(together: Path) -> None:
+    changes = (f"model.name='{smooth.WITH_DROPOUT}'",)
+    folder = together / "rank-0" / "dropout alone"
+    assert state_of(folder).random.keys() == {"cpu", "cpu of process 0", "cpu of process 1"}
+    train(shared_recipe(*changes), digits(), folder, device="cpu", resume=True, allow_other_devices=True)
+    assert state_of(folder).random.keys() == {"cpu"}
 
 
 def test_the_loss_of_an_epoch_that_one_process_ends_is_that_of_all_its_steps(together: Path) -> None:

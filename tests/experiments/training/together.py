@@ -10,14 +10,18 @@ import os
 import shutil
 import signal
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from factorized._torch import leave_process_group
 from factorized.experiments.recipes.recipe import Recipe
+from factorized.experiments.training import step
 from factorized.experiments.training.interrupt import Interrupted
 from factorized.experiments.training.step import TrainingStep
 from factorized.experiments.training.train import train
@@ -46,9 +50,22 @@ def signal_at(step: int, sender: int) -> None:
     TrainingStep.__call__ = watched  # type: ignore[method-assign]
 
 
-def outcome(folder: Path, resume: bool = False) -> str:
+def watch(module: Any, name: str, seen: list[int], read: Callable[[Any], list[Any]]) -> None:
+    """Note a checksum of what ``read`` finds in all that a function returns."""
+    original = getattr(module, name)
+
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        result = original(*arguments, **keywords)
+        if found := read(result):
+            seen.append(zlib.crc32(repr(found).encode()))
+        return result
+
+    setattr(module, name, watched)
+
+
+def outcome(folder: Path, *changes: str, resume: bool = False) -> str:
     try:
-        train(shared_recipe(), digits(), folder, device="cpu", resume=resume)
+        train(shared_recipe(*changes), digits(), folder, device="cpu", resume=resume)
     except (Interrupted, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "done"
@@ -67,6 +84,19 @@ def scenarios(folder: Path, mine: Path, rank: int) -> dict[str, Any]:
     found["cut after an epoch"] = outcome(mine / "epoch")
     TrainingStep.__call__ = original  # type: ignore[method-assign]
     found["resumed"] = outcome(mine / "cut", resume=True)
+    crops: list[int] = []
+    dropped: list[int] = []
+    watch(step, "draw_crops", crops, lambda drawn: [tensor.tolist() for tensor in drawn])
+    watch(nn.functional, "dropout", dropped, lambda kept: kept.eq(0).nonzero().tolist() if kept.any() else [])
+    dropout = f"model.name='{smooth.WITH_DROPOUT}'"
+    found["with dropout"] = outcome(mine / "dropout", dropout)
+    found["crops"], found["dropped"] = crops[:], dropped[:]
+    signal_at(STEPS + 3, sender=1)
+    found["cut with dropout"] = outcome(mine / "cut dropout", dropout)
+    TrainingStep.__call__ = original  # type: ignore[method-assign]
+    if rank == 0:
+        shutil.copytree(mine / "cut dropout", mine / "dropout alone")
+    found["resumed with dropout"] = outcome(mine / "cut dropout", dropout, resume=True)
     found["again"] = outcome(mine / "whole")
     found["left"] = str(dist.is_initialized())
     return found
