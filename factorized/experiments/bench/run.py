@@ -11,6 +11,7 @@ from factorized.experiments.bench.charts import draw
 from factorized.experiments.bench.names import BENCHMARKS
 from factorized.experiments.bench.session import Session
 from factorized.experiments.data.explain import nearest
+from factorized.nn.model import listed
 
 ALL = "all"
 
@@ -49,6 +50,7 @@ def run_benchmarks(
         BENCHMARKS[name].load()(session)
         session.write()
         if only and not session.rows:
-            say(f"  no row was measured that has {only!r} in its name")
+            named = f"; there are {listed(session.unwanted, 4, '; ')}" if session.unwanted else ""
+            say(f"  no row has {only!r} in its name{named}")
         if charts:
             say(", ".join(map(str, [session.path, *draw(session.to_dict(), folder)])))

@@ -52,6 +52,7 @@ class Session:
         self.rows: list[Row] = []
         self.fits: list[Row] = []
         self.skipped: list[str] = []
+        self.unwanted: list[str] = []  # names of rows that ``only`` leaves out
         self.began = time.perf_counter()
         self.machine = {**describe_machine(device), "packages": _versions()}
 
@@ -62,7 +63,10 @@ class Session:
 
     def wants(self, group: str, way: str) -> bool:
         """Return whether ``only`` leaves this row in."""
-        return self.only in f"{group}: {way}"
+        if self.only in (name := f"{group}: {way}"):
+            return True
+        self.unwanted.append(name)
+        return False
 
     def compare(
         self,
@@ -126,16 +130,14 @@ class Session:
         self.write()
 
     def tell(self, group: str) -> None:
-        """Print the rows of a group."""
-        self.say(f"{group}")
-        for row in (row for row in self.rows if row["group"] == group):
-            spread = row["ms"]
-            over = f", {row['over']:.2f} of the first" if row.get("over") is not None else ""
-            memory = f", {row['memory'] / 2**20:,.1f} MiB" if row.get("memory") is not None else ""
-            self.say(
-                f"  {row['way']}: {spread['median']:g} ms ({spread['least']:g} to {spread['largest']:g}, "
-                f"n = {spread['rounds']}){over}{memory}"
-            )
+        """Print the rows of a group as a table."""
+        rows = [row for row in self.rows if row["group"] == group]
+        lines = [("", "ms", "range", "of the first", "MiB"), *map(_cells, rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        self.say(f"{group} (n = {rows[0]['ms']['rounds']})")
+        for name, *figures in lines:
+            right = "  ".join(figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
+            self.say(f"  {name.ljust(widths[0])}  {right}")
 
     def write(self) -> None:
         """Write everything so far."""
@@ -154,6 +156,14 @@ class Session:
             "fits": self.fits,
             "skipped": self.skipped,
         }
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """Return the name of a row's way, its time, range, time over the first way's, and memory."""
+    spread = row["ms"]
+    over = f"{row['over']:.2f}" if row.get("over") is not None else ""
+    memory = f"{row['memory'] / 2**20:,.1f}" if row.get("memory") is not None else ""
+    return row["way"], f"{spread['median']:g}", f"{spread['least']:g} to {spread['largest']:g}", over, memory
 
 
 def _share(value: float | None, of: float | None) -> float | None:

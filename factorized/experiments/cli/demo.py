@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,7 @@ from factorized.experiments.cli.arguments import MOST_SEEDS, Changes, Quiet, exa
 from factorized.experiments.cli.console import console, plain_table, say
 
 if TYPE_CHECKING:
+    from factorized.experiments.reproduce.report import Check
     from factorized.experiments.reproduce.variant import Variant
 
 EXAMPLES = examples(
@@ -60,12 +63,11 @@ def demo(
         tell=lambda done: None if quiet or terminal else say(f"{done.label}: {done.score} %"),
     )
     _print_table(variants)
-    say("\nThe winners as plain PyTorch, on all test images:")
     checks = []
     for winner in winners_of(variants):
-        checks += check_winner(winner, winner.runs[0].path.parent)
-    for check in checks:
-        say(f"  {'ok  ' if check.passed else 'FAIL'}  {check.what}: {check.figures}")
+        found = check_winner(winner, winner.runs[0].path.parent)
+        _print_checks(winner.label, found)
+        checks += [replace(check, what=f"{winner.label}, {check.what}") for check in found]
     folders = [run.path.parent for variant in variants for run in variant.runs]
     write_report(folders, out, heading=Heading(TITLE, LEAD, "factorized demo"), labels=VARIANTS, checks=checks)
     say(f"\n{time.perf_counter() - began:.0f} seconds in all; curves and more: {out / PAGE}")
@@ -82,4 +84,14 @@ def _print_table(variants: list[Variant]) -> None:
         marks = ", ".join(f"← {mark}" for mark in variant.marks)
         table.add_row(variant.label, str(variant.score), *counts, marks, style="bold" if marks else None)
     console().print(table)
-    say(f"means ± standard deviations over n = {variants[0].score.n} seeds")
+    seeds = variants[0].score.n
+    say(f"means ± standard deviations over n = {seeds} seeds" if seeds > 1 else "one seed each (n = 1)")
+
+
+def _print_checks(label: str, checks: Sequence[Check]) -> None:
+    """Print what was checked of a winner, and what was found."""
+    say(f"\nChecks of {label!r} as plain PyTorch, on all test images:")
+    table = plain_table("", "check", "found", "allowed", numbers=("found", "allowed"))
+    for check in checks:
+        table.add_row("ok" if check.passed else "FAIL", check.what, f"{check.measured:.3g}", f"{check.allowed:g}")
+    console().print(table)

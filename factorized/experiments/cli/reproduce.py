@@ -193,7 +193,7 @@ def _is_figure(table: str) -> bool:
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    numbers = ("paper", "ours", "n", "off by\n(deviations)") if _aims(rows) else ("ours", "n")
+    numbers = ("paper", "ours", "n", "off by\n(std)") if _aims(rows) else ("ours", "n")
     table = plain_table("recipe", *numbers, "", numbers=numbers)
     for row in rows:
         off = "" if row.off is None else f"{row.off:+.1f}"
@@ -233,7 +233,8 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
         basis += f", {guess.device}" if guess is not None and guess.device != here else ""
         done = sum(run.finished is not None for run in row.runs)
         paper = (str(row.paper or ""),) if _aims(rows) else ()
-        figures = (*paper, str(done), str(count), in_time(guess.seconds) if guess else "?")
+        known = in_time(guess.seconds) if guess else "blocked" if row.problem else "?"
+        figures = (*paper, str(done), str(count), known)
         remarks = (basis, _remarks(row, comes_first=row.name in first)) if basis_and_remarks else ()
         table.add_row(row.name, *figures, *remarks)
     out.print(table)
@@ -275,5 +276,5 @@ def _aims(rows: Sequence[Row]) -> bool:
 def _remarks(row: Row, *, comes_first: bool = False) -> str:
     first = ["comes first"] if comes_first else []
     shortened = [f"shortened: {row.shortened}"] if row.shortened else []
-    problem = ["cannot be trained here"] if row.problem else []
+    problem = ["blocked"] if row.problem else []  # said in full below the table
     return "; ".join(first + shortened + problem)

@@ -21,7 +21,7 @@ from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.progress import Progress, silent
 from factorized.experiments.recipes.recipe import Factorize
 from factorized.experiments.recipes.text import AnyRecipe
-from factorized.experiments.training.folder import writing
+from factorized.experiments.training.folder import COMPRESSION, writing
 from factorized.experiments.training.progress import Reporter
 from factorized.experiments.training.record import describe_machine, write_json
 from factorized.experiments.training.result import RESULT
@@ -37,7 +37,6 @@ from factorized.surgery.compose import compose, is_factorized
 from factorized.surgery.factorize import factorize
 from factorized.surgery.lower import lower
 
-STATE = "compress.json"
 COMPRESSED, RECOVERED = "compressed", "recovered"  # folders
 LOGS = ("metrics.jsonl", "checkpoint.pt", "events.out.tfevents.*")  # of a run: no network needs them to be opened
 SAMPLES = 2048
@@ -152,7 +151,7 @@ class Work:
 
     def _begin(self, overwrite: bool) -> dict[str, Any]:
         """Return the state of the same compression in the folder, or a new one."""
-        path = self.folder / STATE
+        path = self.folder / COMPRESSION
         fresh = {"asked": self.asked, "score": self.subject.score, "lower_is_better": self.subject.lower_is_better}
         folders = [self.folder / name for name in (COMPRESSED, RECOVERED, "lowered", "composed")]
         with writing_to(self.folder, ELSEWHERE):
@@ -224,7 +223,7 @@ class Work:
         if (self.folder / name).is_dir():
             self.state["files"][name] = _files(self.folder / name)
         with writing(self.folder):
-            write_json(self.folder / STATE, self.state)
+            write_json(self.folder / COMPRESSION, self.state)
 
     def _evaluate_dense(self) -> dict[str, Any]:
         scores = self.subject.evaluate(self.dense)

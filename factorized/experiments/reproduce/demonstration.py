@@ -67,26 +67,24 @@ def winners_of(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def check_winner(winner: Variant, run: Path) -> list[Check]:
-    """Return what must hold of a trained factorized network and of its plain forms, on all test images."""
+    """Return checks of a trained factorized network and of its plain forms, on all test images."""
     recipe, result, network = load_trained(run)
     images = load_images(recipe.data.name)
     expected = logits_on_test(network, images, CPU)
     accuracy = accuracy_of(expected, images)
     _, as_trained = evaluate_as_trained(recipe, network, images)
     recorded = abs(as_trained - result["accuracy"])
-    checks = [Check(f"{winner.label}: accuracy off the recorded one, points", recorded, 0.05)]
+    checks = [Check("accuracy: points from the recorded one", recorded, 0.05)]
     for way, plain in (("composed", compose(network)), ("lowered", lower(network))):
         logits = logits_on_test(plain.eval(), images, CPU)
         off = abs(accuracy_of(logits, images) - accuracy)
-        checks.append(
-            Check(f"{winner.label}, {way}: largest error of a logit, relative", _error(logits, expected), 1e-4)
-        )
-        checks.append(Check(f"{winner.label}, {way}: accuracy off, points", off, 0.05))
+        checks.append(Check(f"{way}: relative error of logits", _error(logits, expected), 1e-4))
+        checks.append(Check(f"{way}: points of accuracy lost or gained", off, 0.05))
     saved = logits_on_test(_saved_and_loaded(network, recipe.model.name, images), images, CPU)
-    checks.append(Check(f"{winner.label}, saved and loaded: largest error", _error(saved, expected), 0.0))
+    checks.append(Check("saved and loaded: relative error of logits", _error(saved, expected), 0.0))
     if recipe.factorize.ratio is not None:
         share = winner.parameters / count_parameters(compose(network))
-        checks.append(Check(f"{winner.label}: share of the dense parameters", share, recipe.factorize.ratio))
+        checks.append(Check("parameters: share of the dense ones", share, recipe.factorize.ratio))
     return checks
 
 

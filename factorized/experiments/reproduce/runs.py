@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from factorized.experiments.recipes.identity import RUNS, settings
-from factorized.experiments.training.folder import BEGUN, FAILURE, METRICS
+from factorized.experiments.training.folder import BEGUN, COMPRESSION, FAILURE, METRICS
 from factorized.experiments.training.result import RESULT, Result, read_result_file
 
 NAMES = {"accuracy": "accuracy, %", "bleu": "BLEU", "f1": "F1"}
@@ -107,8 +107,9 @@ class Found:
 def read_runs(places: Iterable[Path]) -> Found:
     """Return the runs in these files and folders; every other JSON file there is named with the reason, none deleted.
 
-    In a folder, results are looked for at any depth: ``result.json`` of a run's folder, whose network is not looked
-    into, and files of any other name. A run that is there twice counts once.
+    In a folder, results are looked for at any depth: ``result.json`` of a run, and JSON files of any name outside of
+    runs. What else is in the folders of runs and of compressed networks, and what ``factorized bench`` wrote, is passed
+    over in silence. A run that is there twice counts once.
     """
     found, seen = Found(), dict[str, Path]()
     for place in places:
@@ -118,7 +119,8 @@ def read_runs(places: Iterable[Path]) -> Found:
             try:
                 run = read_run(path)
             except ValueError as error:
-                found.left_out.append(LeftOut(path, str(error)))
+                if place.is_file() or not _is_of_bench(path):
+                    found.left_out.append(LeftOut(path, str(error)))
                 continue
             known = seen.setdefault(_identity(run), path)
             if known is path:
@@ -152,11 +154,20 @@ def _result_files(place: Path) -> Iterator[Path]:
     if place.is_file():
         yield place
         return
-    runs = {path.parent for name in (RESULT, METRICS, BEGUN, FAILURE) for path in place.rglob(name)}
+    runs = {path.parent for name in (RESULT, METRICS, BEGUN, FAILURE, COMPRESSION) for path in place.rglob(name)}
     for path in sorted(place.rglob("*.json"), key=_natural_order):
         above = [folder for folder in path.parents if folder in runs]
         if path.name == RESULT or not above:
             yield path
+
+
+def _is_of_bench(path: Path) -> bool:
+    """Return whether ``factorized bench`` wrote a file, by default beside the runs."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"benchmark", "clock", "rows"} <= found.keys()
 
 
 def _unfinished(place: Path) -> Iterator[Unfinished]:

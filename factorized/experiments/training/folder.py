@@ -22,6 +22,7 @@ from factorized.files.atomic import locked_folder
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"  # of text: the folder that transformers' Trainer writes
 BEGUN = "begun.json"  # of text: what the run trains
+COMPRESSION = "compress.json"  # of a compressed network: what `factorized compress` has done
 FAILURE = "failure.json"  # of a job whose run ended in an error: recipe, seed and error
 _LEFT = (state.FILE, METRICS, RESULT, norms.FILE, BEGUN)
 _MADE_FROM_IT = tuple(f"{stem}{suffix}" for stem in (COMPOSED, LOWERED) for suffix in SUFFIXES.values())

@@ -49,6 +49,22 @@ def test_rows_are_told_over_the_first_way(session: Session) -> None:
     assert fast["memory_over"] == pytest.approx(0.25, abs=0.01)
 
 
+def test_rows_are_printed_as_a_table_for_80_columns(session: Session) -> None:
+    lines: list[str] = []
+    session.say = lines.append
+    for way, median, over in (("tensorly-torch, Tensor-Train", 1234.0, None), ("dense", 5.5, 0.01)):
+        times = {"median": median, "least": 1004.5, "largest": 1305.5, "rounds": 3}
+        session.add([{"group": "linear", "way": way, "ms": times, "over": over, "memory": 2**30}])
+    session.tell("linear")
+    assert lines == [
+        "linear (n = 3)",
+        "                                  ms             range  of the first      MiB",
+        "  tensorly-torch, Tensor-Train  1234  1004.5 to 1305.5                1,024.0",
+        "  dense                          5.5  1004.5 to 1305.5          0.01  1,024.0",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_file_is_written_after_every_group_with_machine_and_versions(session: Session) -> None:
     session.compare("one", {"a": partial(sleeping, 0)})
     assert len(read(session)["rows"]) == 1

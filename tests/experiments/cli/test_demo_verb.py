@@ -28,8 +28,11 @@ def test_the_demo_compares_composes_checks_and_draws(cli: Cli, tmp_path: Path, m
         assert re.search(rf"^{label} +\d+\.\d\d +[\d,]+ +[\d,]+ +\d", table, flags=re.MULTILINE)
     assert re.search(r"^overcomplete wide, FD .* 512,762 +75,002 ", table, flags=re.MULTILINE)
     assert "← best" not in table  # one seed tells nothing apart
-    assert re.search(r"ok +low rank 0.1.*, composed: largest error of a logit", said.out)
-    assert re.search(r"ok +low rank 0.1.*: share of the dense parameters: 0\.0995", said.out)
+    assert "one seed each (n = 1)" in said.out
+    checks = said.out.split("\nChecks of 'low rank 0.1")[1]
+    assert re.search(r"^ok +composed: relative error of logits +\S+ +0\.0001$", checks, flags=re.MULTILINE)
+    assert re.search(r"^ok +parameters: share of the dense ones +0\.0995 +0\.1$", checks, flags=re.MULTILINE)
+    assert max(map(len, checks.splitlines()[:-1])) <= 80
     assert "FAIL" not in said.out
     page = (tmp_path / "report.html").read_text()
     assert page.count('<svg class="chart"') == 7  # accuracy, loss, and the products of five variants
@@ -58,8 +61,8 @@ def test_a_check_that_fails_is_exit_code_1(cli: Cli, tmp_path: Path, monkeypatch
     monkeypatch.setattr("factorized.experiments.cli.demo.VARIANTS", {"digits/resnet8-lowrank-0.1": "low rank"})
     said = cli("demo", *SHORT, "--out", tmp_path, "--quiet")
     assert said.code == 1
-    assert "FAIL  it is the same" in said.out
-    assert "FAIL" in (tmp_path / "report.html").read_text()
+    assert re.search(r"^FAIL +it is the same +1 +0\.1$", said.out, flags=re.MULTILINE)
+    assert "low rank, it is the same" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_in_bfloat16_passes_its_checks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,7 @@ rows = { all = "*" }
     said = cli("reproduce", write_table(tmp_path, text), "--cells", "small/nowhere", "--seeds", "1", "--epochs", "1")
     assert said.code == 1
     assert "\nsmall/nowhere cannot be trained here: data set 'nowhere' is neither a file or folder" in said.out
+    assert re.search(r"^small/nowhere +0 of 1 .*blocked$", said.out, flags=re.MULTILINE)
     said = cli("reproduce", write_table(tmp_path, text), "--seeds", "1", "--epochs", "1", "-q")
     assert said.code == 1
     assert "; 2 runs to do, 1 cannot be trained here\n" in said.out
@@ -111,7 +113,8 @@ def test_a_reason_that_several_recipes_share_is_told_once(cli: Cli, tmp_path: Pa
     said = cli("reproduce", write_table(tmp_path, text), "--dry-run")
     assert "\nsmall/digits and 1 more cannot be trained here: data set 'nowhere' is " in said.out
     assert said.out.count("'nowhere' is neither a file or folder") == 1
-    assert said.out.count("cannot be trained here\n") == 2 + 1  # each of them is marked, and all are counted
+    assert said.out.count(" blocked\n") == 2
+    assert said.out.count("cannot be trained here\n") == 1  # all are counted
     assert said.out.endswith("\n0 runs to do, 6 cannot be trained here\n")
 
 
@@ -120,7 +123,7 @@ def test_a_table_without_figures_of_the_paper_is_not_shown_beside_it(cli: Cli, t
     command = ("reproduce", write_table(tmp_path, text), "--cells", "small/digits", "--seeds", "1", "--epochs", "1")
     for said in (cli(*command, "--dry-run"), cli(*command, "--quiet")):
         assert "paper" not in said.out
-        assert "deviations" not in said.out
+        assert "(std)" not in said.out
     assert "<title>digits</title>" in (tmp_path / "out/report/digits/report.html").read_text()
 
 

@@ -94,6 +94,21 @@ def test_other_files_in_a_folder_are_named_too(tmp_path: Path, content: bytes, m
     assert message in left.why
 
 
+def test_what_other_verbs_write_beside_runs_is_passed_over(tmp_path: Path) -> None:
+    for path, content in (
+        ("bench/layers.json", {"benchmark": "layers", "clock": "wall clock", "rows": []}),
+        ("compressed/gpt2-0.7/compress.json", {"before": {}}),
+        ("compressed/gpt2-0.7/compressed/plan.json", {"scheme": {}}),
+        ("compressed/gpt2-0.7/recovered/result.json", image_result(DENSE, 0, 97.0)),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(json.dumps(content))
+    found = read_runs([tmp_path])
+    assert ([run.name for run in found.runs], found.left_out) == ([DENSE], [])
+    (left,) = read_runs([tmp_path / "bench/layers.json"]).left_out  # one that was asked for
+    assert "it has no recipe" in left.why
+
+
 def test_a_run_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     result = image_result(DENSE, 0, 97.0)
     first = write(tmp_path / "a", result)
