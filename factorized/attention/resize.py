@@ -157,12 +157,7 @@ def _plain_layer(
 
 def materialized(layer: nn.Module, like: torch.Tensor) -> nn.Module:
     """Allocate the parameters of a layer on the meta device, with the device and type of ``like``."""
-    for module in layer.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                empty = torch.empty(parameter.shape, device=like.device, dtype=like.dtype)
-                module._parameters[name] = nn.Parameter(empty)
-    return layer
+    return layer.to(like.dtype).to_empty(device=like.device)
 
 
 def grafted(module: nn.Module, changes: Mapping[str, object]) -> nn.Module:

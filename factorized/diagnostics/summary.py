@@ -15,7 +15,7 @@ from factorized.decay.forms import forms
 from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import check_model
 from factorized.nn.running import count_parameters
-from factorized.planning.table import GAP, short_count
+from factorized.planning.table import fitting, joined, short_count
 from factorized.surgery.heads import attention_entries
 
 HEADINGS = ("layer", "type", "shape", "heads", "format", "rank", "runs", "decay", "params", "dense", "share")
@@ -65,18 +65,11 @@ class Summary:
 
     def __str__(self) -> str:
         cells = self._cells()
-        widths = {h: max(len(row[i]) for row in (HEADINGS, *cells)) for i, h in enumerate(HEADINGS)}
-        kept = [h for i, h in enumerate(HEADINGS) if any(row[i] for row in cells)]
-        columns = shutil.get_terminal_size((120, 24)).columns
-        for heading in FIRST_TO_GO:
-            if sum(widths[h] for h in kept) + len(GAP) * (len(kept) - 1) > columns:
-                kept = [h for h in kept if h != heading]
-
-        def line(row: Sequence[str]) -> str:
-            found = [(h, row[HEADINGS.index(h)]) for h in kept]
-            return GAP.join(c.rjust(widths[h]) if h in NUMBERS else c.ljust(widths[h]) for h, c in found).rstrip()
-
-        lines = [line(row) for row in (HEADINGS, *cells)]
+        columns = zip(HEADINGS, zip(*cells, strict=True), strict=True)
+        widths = {heading: max(map(len, (heading, *column))) for heading, column in columns if any(column)}
+        widths = fitting(widths, FIRST_TO_GO, shutil.get_terminal_size((120, 24)).columns)
+        rows = [dict(zip(HEADINGS, row, strict=True)) for row in (HEADINGS, *cells)]
+        lines = [joined(row, widths, NUMBERS).rstrip() for row in rows]
         rule = "-" * max(map(len, lines))
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], self._totals()])
 

@@ -54,6 +54,19 @@ def bytes_needed(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+def file_header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
+    """Return what a safetensors file begins with, up to the first of ``tensors``, which are ``in_file_order``."""
+    header: dict[str, Any] = {"__metadata__": about}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
     """Write ``tensors`` to ``path`` atomically, in the format of ``write_tensors``."""
     with WholeFile(path) as new:
@@ -72,18 +85,9 @@ def write_tensors(
     ``values`` gives the tensors in ``in_file_order`` one at a time, if ``tensors`` have only shapes and types.
     """
     tensors = in_file_order(tensors)
-    header: dict[str, Any] = {"__metadata__": {"checksum": _BLANK.decode(), "format": "pt", **(about or {})}}
-    start = 0
-    for name, tensor in tensors.items():
-        end = start + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    digest = hashlib.sha256()
-    for part in (struct.pack("<Q", len(encoded)), encoded):
-        file.write(part)
-        digest.update(part)
+    header = file_header(tensors, {"checksum": _BLANK.decode(), "format": "pt", **(about or {})})
+    file.write(header)
+    digest = hashlib.sha256(header)
     for tensor in tensors.values() if values is None else values:
         data = _bytes(tensor)
         file.write(data)

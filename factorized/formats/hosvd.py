@@ -153,11 +153,3 @@ def multiply_modes(
     for matrix in reversed(matrices):
         x = F.linear(x, matrix).movedim(-1, -len(matrices))
     return x
-
-
-def kronecker(factors: Sequence[Tensor]) -> Tensor:  # (∏ d_k, ∏ R_k)
-    """Return the Kronecker product of the factors of several modes."""
-    product = factors[0]
-    for factor in factors[1:]:
-        product = (product[:, None, :, None] * factor[None, :, None, :]).flatten(2).flatten(0, 1)
-    return product

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from math import prod
 from typing import ClassVar, Literal
 
@@ -240,9 +241,8 @@ class TuckerFormat(TensorFormat):
 
     def chain_weights(self, cores: Sequence[Tensor]) -> list[Tensor]:
         """Return the factors of the inputs, the core, and the factors of the outputs, as three matrices or kernels."""
-        core, factors = self.parts(cores)
-        present = [factor for factor in factors if factor is not None]
-        outputs, inputs = hosvd.kronecker(present[: self.boundary]), hosvd.kronecker(present[self.boundary :])
+        core, present = self.parts(cores)[0], cores[-len(self.rank) :]
+        outputs, inputs = reduce(torch.kron, present[: self.boundary]), reduce(torch.kron, present[self.boundary :])
         ones = (1,) * len(self.shape.size)
         middle = core.reshape(outputs.shape[1], inputs.shape[1], *self.shape.size)
         return [inputs.mT.reshape(*inputs.mT.shape, *ones), middle, outputs.reshape(*outputs.shape, *ones)]
@@ -261,8 +261,7 @@ class TuckerFormat(TensorFormat):
         if way != "chain" or geometry is not None or transposed:
             return super().run(way, x, cores, bias, geometry, adjust, transposed)
         boundary = self.chain_boundary
-        core, factors = self.parts(cores)
-        present = [factor for factor in factors if factor is not None]
+        core, present = self.parts(cores)[0], cores[-len(self.rank) :]
         x = hosvd.multiply_modes(x.unflatten(-1, self.dims[boundary:]), [factor.mT for factor in present[boundary:]])
         matrix = core.reshape(prod(self.rank[:boundary]), -1)
         y = F.linear(x.flatten(-len(present) + boundary), matrix).unflatten(-1, self.rank[:boundary])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,11 +74,22 @@ def _fit(widths: dict[str, int], plan: Plan, width: int) -> dict[str, int]:
     """Drop columns, then narrow the names', until a row fits."""
     if plan.macs is None:
         widths = {heading: extent for heading, extent in widths.items() if heading != "MACs"}
-    for heading in FIRST_TO_GO:
-        if _length(widths) > width:
-            widths = {kept: extent for kept, extent in widths.items() if kept != heading}
+    widths = fitting(widths, FIRST_TO_GO, width)
     surplus = max(0, _length(widths) - width)
     return widths | {"layer": max(min(NARROWEST_NAME, widths["layer"]), widths["layer"] - surplus)}
+
+
+def fitting(widths: dict[str, int], first_to_go: Sequence[str], width: int) -> dict[str, int]:
+    """Return columns without those that go first, as far as that is needed for a row to fit."""
+    for heading in first_to_go:
+        if _length(widths) > width:
+            widths = {kept: extent for kept, extent in widths.items() if kept != heading}
+    return widths
+
+
+def joined(cells: Mapping[str, str], widths: Mapping[str, int], numbers: Sequence[str]) -> str:
+    """Return the cells of these columns as a line, numbers to the right."""
+    return GAP.join(cells[h].rjust(width) if h in numbers else cells[h].ljust(width) for h, width in widths.items())
 
 
 def _length(widths: dict[str, int]) -> int:
@@ -91,7 +103,7 @@ def _lines(row: Row, widths: dict[str, int], width: int, note: str = "") -> list
     if len(cells["layer"]) > widths["layer"]:
         above, cells["layer"] = textwrap.wrap(cells["layer"], width), ""
     figures = ("rank", "params", "MACs")
-    line = GAP.join(c.rjust(widths[h]) if h in figures else c.ljust(widths[h]) for h, c in cells.items())
+    line = joined(cells, widths, figures)
     start = _length({heading: extent for heading, extent in widths.items() if heading not in figures}) + len(GAP)
     beside = not any(cells.get(heading) for heading in figures) and width - start >= NARROWEST_NOTE
     notes = textwrap.wrap(note, width - start if beside else max(width - 4, 8))

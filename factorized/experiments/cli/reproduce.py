@@ -103,13 +103,13 @@ def reproduce(
     """
     from factorized.experiments.data.extras import need
     from factorized.experiments.recipes.find import table_recipes
+    from factorized.experiments.reproduce.data import sets_folder
     from factorized.experiments.reproduce.engine import carry_out
     from factorized.experiments.reproduce.planned import Planner, check_length, in_waves
 
     recipes = table_recipes(table, cells)
     length = check_length(recipes, epochs, updates)
-    if data is not None and not Path(data).expanduser().is_dir():
-        raise ValueError(f"--data: there is no folder {data}; give the folder that holds the data sets")
+    sets_folder(data)  # raises if there is none
     if not results.is_dir() and results != Path(RESULTS):  # runs that lie elsewhere would be done again
         raise ValueError(f"--results: there is no folder {results}; give the one that holds results from elsewhere")
     options = EngineOptions(engine, device, workers, at_once, address, gpus, cpus, slurm)

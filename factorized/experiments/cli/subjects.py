@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from factorized.experiments.cli.console import progress_bar
 from factorized.experiments.cli.images import load_data_of_run
 from factorized.experiments.cli.text import is_text_run, load_text
+from factorized.experiments.models.hugging_face import model_folder
 from factorized.experiments.training.result import RESULT
 from factorized.experiments.training.trained import FOLDER, checksum_of
 
@@ -24,7 +25,7 @@ LENGTH = 128  # tokens of a sequence that a model of others is calibrated and ju
 
 def open_subject(model: str, data: str | None, device: torch.device, *, trust_model: bool = False) -> Subject:
     """Return the trained model of that name with its data."""
-    path = Path(model.removeprefix("hf:")).expanduser()
+    path = model_folder(model)
     if (path / RESULT).is_file():
         return _text_run(path, data, device) if is_text_run(path) else _image_run(path, data, device, trust_model)
     if (path / CONFIG).is_file():
@@ -52,7 +53,7 @@ def _other_hint(path: Path) -> str:
 
 def default_folder(model: str, ratio: float) -> Path:
     """Return the default folder of a model's compression."""
-    path = Path(model.removeprefix("hf:")).expanduser()
+    path = model_folder(model)
     if (path / RESULT).is_file():
         return path / f"compressed-{ratio:g}"
     return Path("out") / "compressed" / f"{_called(path).replace(':', '-')}-{ratio:g}"
@@ -171,7 +172,7 @@ def _classifier(model: str, name: str, identity: list[str], data: str | None, de
     with progress_bar() as bar:
         images = load_images(data, None, bar)
     if model.startswith("hf:"):
-        images = as_trained_on(Path(model.removeprefix("hf:")), images)
+        images = as_trained_on(model_folder(model), images)
 
     def make() -> nn.Module:
         torch.manual_seed(0)  # a function that draws its weights draws the same ones again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.images import Images, byte_chunks
 from factorized.experiments.data.progress import Progress, silent
 from factorized.files.atomic import write_whole
+from factorized.files.checksum import bytes_needed, file_header, in_file_order
 
 FORMAT = "factorized images 1"
 SUFFIX = ".safetensors"
 TENSORS = ("x_train", "y_train", "x_test", "y_test")
-TYPES = {"torch.uint8": "U8", "torch.int64": "I64"}
 
 
 @dataclass(frozen=True)
@@ -48,28 +47,20 @@ def write_prepared(images: Images, path: Path, progress: Progress = silent) -> N
         "checksum": images.checksum,
     }
     text = json.dumps(info)
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "info": text, "info_checksum": _digest(text)}}
-    start = 0
-    tensors = [(key, getattr(images, key)) for key in TENSORS]
-    tensors.sort(key=lambda item: item[1].dtype.itemsize, reverse=True)  # wide elements first keeps them aligned
-    for key, tensor in tensors:
-        end = start + tensor.nbytes
-        header[key] = {"dtype": TYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    tensors = in_file_order({key: getattr(images, key) for key in TENSORS})
+    header = file_header(tensors, {"format": FORMAT, "info": text, "info_checksum": _digest(text)})
+    size = bytes_needed(tensors)
 
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
-            file.write(struct.pack("<Q", len(encoded)) + encoded)
+            file.write(header)
             done = 0
-            for _, tensor in tensors:
-                for chunk in byte_chunks(tensor):
-                    file.write(chunk)
-                    done += len(chunk)
-                    progress("writing", done, start)
+            for chunk in (chunk for tensor in tensors.values() for chunk in byte_chunks(tensor)):
+                file.write(chunk)
+                done += len(chunk)
+                progress("writing", done, size)
 
-    with writing_to(path, f"make room for {start + len(encoded):,} bytes, or choose another data folder"):
+    with writing_to(path, f"make room for {len(header) + size:,} bytes, or choose another data folder"):
         write_whole(path, write)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from factorized.experiments.data.explain import nearest, place_and_reason
 from factorized.experiments.data.images import Images
-from factorized.experiments.models.hugging_face import hugging_face_model
+from factorized.experiments.models.hugging_face import hugging_face_model, model_folder
 from factorized.experiments.models.names import MODELS, MOST_CLASSES, MOST_VALUES
 from factorized.experiments.models.resnet import resnet, resnet32x2
 from factorized.experiments.models.vgg import vgg19_nfc
@@ -51,7 +51,7 @@ def build_model(name: str, classes: int, image_size: int = 32, channels: int = 3
             f"{MOST_VALUES:,}"
         )
     if name.startswith("hf:"):
-        return hugging_face_model(Path(name.removeprefix("hf:")).expanduser(), classes, image_size, channels)
+        return hugging_face_model(model_folder(name), classes, image_size, channels)
     if ":" in name:
         return _from_function(name, classes, image_size, channels)
     if name not in _BUILDERS:

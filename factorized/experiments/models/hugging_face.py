@@ -68,6 +68,11 @@ def hugging_face_model(folder: Path, classes: int, image_size: int, channels: in
     return ImageClassifier(model.train())
 
 
+def model_folder(name: str) -> Path:
+    """Return the folder of a model that is named as ``hf:FOLDER``."""
+    return Path(name.removeprefix("hf:")).expanduser()
+
+
 def write_classifier(network: ImageClassifier, folder: Path, source: Path) -> None:
     """Write a folder that transformers opens, by ``fz.from_pretrained`` if it is factorized.
 

@@ -22,7 +22,7 @@ def images_of(recipe: Recipe, data: str | None) -> Images:
 
 @lru_cache(maxsize=1)  # the next recipe of a table often has the same
 def _images(name: str, data: str | None) -> Images:
-    return load_images(name, _folder(data))
+    return load_images(name, sets_folder(data))
 
 
 def corpus_of(recipe: TextRecipe, data: str | None) -> Corpus:
@@ -42,10 +42,11 @@ def data_checksum(recipe: AnyRecipe, data: str | None) -> str:
 
 
 def _text_folder(recipe: TextRecipe, data: str | None) -> Path | None:
-    return _folder(data) if recipe.data.train else None  # None: the text comes with the package
+    return sets_folder(data) if recipe.data.train else None  # None: the text comes with the package
 
 
-def _folder(data: str | None) -> Path | None:
+def sets_folder(data: str | None) -> Path | None:
+    """Return the folder of data sets that was given, which has to be there; None for the usual one."""
     if data is None:
         return None
     folder = Path(data).expanduser()

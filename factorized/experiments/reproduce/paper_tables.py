@@ -9,59 +9,56 @@ from factorized.experiments.recipes.find import paper_cells
 from factorized.experiments.recipes.tables import Cell
 from factorized.experiments.reproduce.compare import BAND, TRIALS, Comparison
 from factorized.experiments.reproduce.summary import Summary
-from factorized.experiments.reproduce.table import Column, Table, Value
+from factorized.experiments.reproduce.table import Column, Columns, Table, Value
 from factorized.experiments.reproduce.tables import mixed
 from factorized.experiments.reproduce.values import count_value, mean_value, signed_value, slug_of
 
 DASH = "–"
+CELL = Column("cell", parts=("recipe", "network and data", "method", "column"))
+PAPER = Column("paper", number=True, parts=("paper", "paper deviation"))
 
 
 def paper_table(comparisons: Sequence[Comparison]) -> Table:
     """Return the paper's figures beside ours, one row for each that was trained."""
-    columns = (
-        Column("cell", parts=("recipe", "network and data", "method", "column")),
-        Column("paper", number=True, parts=("paper", "paper deviation")),
-        Column("ours", number=True, parts=("ours", "ours deviation")),
-        Column("n", number=True),
-        Column("difference", number=True),
-        Column("in deviations", number=True),
-        Column("by chance", number=True),
-        Column("verdict"),
-        Column("metric"),
-        Column("table", number=True),
-    )
-    rows, tones = [], []
-    for found in comparisons:
-        if found.variant is None:
-            continue
-        cell, variant = found.cell, found.variant
-        rows.append(
-            (
-                Value(
-                    variant.label,
-                    (variant.name, cell.grid, cell.row, cell.column),
-                    small=f"{cell.grid}: {cell.row}, {cell.column}",
-                    chips=mixed(variant),
-                ),
-                mean_value(found.paper),
-                mean_value(found.ours),
-                count_value(found.ours),
-                signed_value(found.difference),
-                signed_value(found.in_deviations, found.verdict),
-                Value("" if found.chance is None else f"{found.chance:.2f}", (found.chance,)),
-                Value(_verdict(found), (found.verdict,), tone=found.verdict.replace(" ", "-")),
-                Value(cell.metric),
-                Value(str(cell.table), (cell.table,)),
-            )
-        )
-        tones.append(found.verdict.replace(" ", "-"))
+    columns: Columns[Comparison] = [
+        (CELL, _trained_cell),
+        (PAPER, lambda c: mean_value(c.paper)),
+        (Column("ours", number=True, parts=("ours", "ours deviation")), lambda c: mean_value(c.ours)),
+        (Column("n", number=True), lambda c: count_value(c.ours)),
+        (Column("difference", number=True), lambda c: signed_value(c.difference)),
+        (Column("in deviations", number=True), lambda c: signed_value(c.in_deviations, c.verdict)),
+        (Column("by chance", number=True), _chance_value),
+        (Column("verdict"), lambda c: Value(_verdict(c), (c.verdict,), tone=_tone(c))),
+        (Column("metric"), lambda c: Value(c.cell.metric)),
+        (Column("table", number=True), lambda c: Value(str(c.cell.table), (c.cell.table,))),
+    ]
+    trained = [found for found in comparisons if found.variant is not None]
     note = (
         f"The paper's figures are means of three trials. A figure is within the band if it is at most {BAND:g} of the "
         "paper's deviations away. “By chance” is the probability of a difference at least as large if only seeds "
         "differed (by Student's t, as the paper's deviations are of three trials). Shortened and changed runs are not "
         "judged."
     )
-    return Table("paper", "The paper and ours", columns, rows, note, tones)
+    return Table.of("paper", "The paper and ours", trained, columns, note, list(map(_tone, trained)))
+
+
+def _trained_cell(found: Comparison) -> Value:
+    cell, variant = found.cell, found.variant
+    assert variant is not None  # it was trained
+    raw = (variant.name, cell.grid, cell.row, cell.column)
+    return Value(variant.label, raw, small=_place(cell), chips=mixed(variant))
+
+
+def _chance_value(found: Comparison) -> Value:
+    return Value("" if found.chance is None else f"{found.chance:.2f}", (found.chance,))
+
+
+def _tone(found: Comparison) -> str:
+    return found.verdict.replace(" ", "-")
+
+
+def _place(cell: Cell) -> str:
+    return f"{cell.grid}: {cell.row}, {cell.column}"
 
 
 def grid_tables(comparisons: Sequence[Comparison]) -> list[Table]:
@@ -123,26 +120,13 @@ def _grid_value(cell: Cell | None, trained: Mapping[str | None, Comparison]) -> 
 
 def missing_table(comparisons: Sequence[Comparison]) -> Table:
     """Return the figures of the same tables that are not trained yet, with the command that trains them."""
-    columns = (
-        Column("cell", parts=("recipe", "network and data", "method", "column")),
-        Column("paper", number=True, parts=("paper", "paper deviation")),
-        Column("table", number=True),
-        Column("command"),
-    )
-    rows = [
-        (
-            Value(
-                f"{found.cell.grid}: {found.cell.row}, {found.cell.column}",
-                (found.cell.recipe, found.cell.grid, found.cell.row, found.cell.column),
-            ),
-            mean_value(found.paper),
-            Value(str(found.cell.table), (found.cell.table,)),
-            Value(f"factorized train {found.cell.recipe} --data DIR --seeds 3"),
-        )
-        for found in comparisons
-        if found.variant is None
+    columns: Columns[Comparison] = [
+        (CELL, lambda c: Value(_place(c.cell), (c.cell.recipe, c.cell.grid, c.cell.row, c.cell.column))),
+        (PAPER, lambda c: mean_value(c.paper)),
+        (Column("table", number=True), lambda c: Value(str(c.cell.table), (c.cell.table,))),
+        (Column("command"), lambda c: Value(f"factorized train {c.cell.recipe} --data DIR --seeds 3")),
     ]
-    return Table("missing", "Missing", columns, rows)
+    return Table.of("missing", "Missing", [found for found in comparisons if found.variant is None], columns)
 
 
 def _verdict(found: Comparison) -> str:

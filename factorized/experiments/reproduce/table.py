@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 Raw = str | float | None  # of a cell of CSV
+Item = TypeVar("Item")  # what a row is about
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class Value:
         return "" if first is None else str(first)
 
 
+Columns = Sequence[tuple[Column, Callable[[Item], Value]]]  # each with what its cell shows of an item
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows under headings."""
@@ -59,6 +64,20 @@ class Table:
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"{self.slug}: expected {len(self.columns)} cells, got {len(row)}")
+
+    @classmethod
+    def of(
+        cls,
+        slug: str,
+        title: str,
+        items: Iterable[Item],
+        columns: Columns[Item],
+        note: str = "",
+        tones: Sequence[str] = (),
+    ) -> Table:
+        """Return a table with a row for each item."""
+        rows = [[cell(item) for _, cell in columns] for item in items]
+        return cls(slug, title, [column for column, _ in columns], rows, note, tones)
 
     def to_csv(self) -> str:
         """Return the table as CSV, numbers with all their digits."""

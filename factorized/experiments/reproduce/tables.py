@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from factorized.experiments.reproduce.chart import seed_dots
 from factorized.experiments.reproduce.runs import Found, Run
 from factorized.experiments.reproduce.summary import Summary
-from factorized.experiments.reproduce.table import Column, Table, Value
+from factorized.experiments.reproduce.table import Column, Columns, Table, Value
 from factorized.experiments.reproduce.values import (
     count_value,
     mean_value,
@@ -30,85 +31,63 @@ def variant_table(variants: Sequence[Variant]) -> Table:
     metrics = list(dict.fromkeys(variant.metric_name for variant in variants))
     several = len(metrics) > 1
     deployed = any(variant.deployed not in (None, variant.parameters) for variant in variants)
-    columns = [
-        Column("variant"),
-        Column("score" if several else metrics[0], number=True, parts=("score", "deviation")),
-        *([Column("metric")] if several else []),
-        Column("n", number=True),
-        Column("each seed"),
-        Column("parameters", number=True),
-        *([Column("deployed", number=True)] if deployed else []),
-        Column("seconds a run", number=True),
-        Column("data"),
+    score = Column("score" if several else metrics[0], number=True, parts=("score", "deviation"))
+    columns: Columns[Variant] = [
+        (Column("variant"), _variant_value),
+        (score, lambda v: mean_value(v.score, tone="strong" if v.marks else "")),
+        *([(Column("metric"), lambda v: Value(v.metric_name))] if several else []),
+        (Column("n", number=True), lambda v: count_value(v.score)),
+        (Column("each seed"), lambda v: _seeds_value(v, variants)),
+        (Column("parameters", number=True), lambda v: whole_value(v.parameters)),
+        *([(Column("deployed", number=True), lambda v: whole_value(v.deployed))] if deployed else []),
+        (Column("seconds a run", number=True), lambda v: seconds_value(v.seconds)),
+        (Column("data"), lambda v: Value(v.data)),
     ]
-    rows = []
-    for variant in variants:
-        low, high = _span(variant, variants)
-        told = ", ".join(f"seed {run.seed}: {run.score:.2f}" for run in variant.runs)
-        size = variant.parameters
-        rows.append(
-            [
-                Value(
-                    variant.label,
-                    (variant.title,),
-                    small=_beside_name(variant),
-                    chips=(*variant.marks, *_chips(variant)),
-                ),
-                mean_value(variant.score, tone="strong" if variant.marks else ""),
-                *([Value(variant.metric_name)] if several else []),
-                count_value(variant.score),
-                Value(told, drawing=seed_dots([run.score for run in variant.runs], low, high, told)),
-                Value(f"{size:,}", (size,)),
-                *([whole_value(variant.deployed)] if deployed else []),
-                seconds_value(variant.seconds),
-                Value(variant.data),
-            ]
-        )
-    way = "lower is better for loss and perplexity" if any(v.metric in LOWER_IS_BETTER for v in variants) else ""
     note = (
         "Means ± standard deviations over the seeds, after the last epoch or update. “Best” is said only where a mean "
         "is ahead of all others by more than the deviation of the difference, and never of a single run."
     )
-    return Table(
-        "variants", "Variants", columns, rows, f"{note} {way[:1].upper()}{way[1:]}{'.' if way else ''}".strip()
-    )
+    if any(variant.metric in LOWER_IS_BETTER for variant in variants):
+        note += " Lower is better for loss and perplexity."
+    return Table.of("variants", "Variants", variants, columns, note)
+
+
+def _variant_value(variant: Variant) -> Value:
+    chips = (*variant.marks, *_chips(variant))
+    return Value(variant.label, (variant.title,), small=_beside_name(variant), chips=chips)
+
+
+def _seeds_value(variant: Variant, variants: Sequence[Variant]) -> Value:
+    told = ", ".join(f"seed {run.seed}: {run.score:.2f}" for run in variant.runs)
+    return Value(told, drawing=seed_dots([run.score for run in variant.runs], *_span(variant, variants), told))
 
 
 def run_table(variants: Sequence[Variant]) -> Table:
     """Return one row for each run."""
-    noted = any(map(_note, (run for variant in variants for run in variant.runs)))
-    columns = (
-        Column("recipe"),
-        Column("seed", number=True),
-        Column("metric"),
-        Column("score", number=True),
-        Column("seconds", number=True),
-        Column("device"),
-        Column("torch"),
-        Column("factorized"),
-        Column("commit"),
-        *([Column("note", long=True)] if noted else []),
-        Column("file", long=True),
-    )
-    rows = []
-    for variant in variants:
-        for run in variant.runs:
-            machine = run.result["machine"]
-            commit = str(machine.get("commit") or "")
-            rows.append(
-                (
-                    Value(variant.title),
-                    Value(str(run.seed), (run.seed,)),
-                    Value(variant.metric_name, (run.metric,)),
-                    Value(f"{run.score:.2f}", (run.score,)),
-                    seconds_value(Summary.of([float(run.result["seconds"])]) if run.timed else None),
-                    *(Value(str(machine.get(name) or "")) for name in ("device", "torch", "factorized")),
-                    Value(short_commit(commit), (commit,)),
-                    *([Value(_note(run))] if noted else []),
-                    Value(run.path.as_posix()),
-                )
-            )
-    return Table("runs", "Runs", columns, rows)
+    variant_of = {run: variant for variant in variants for run in variant.runs}
+    columns: Columns[Run] = [
+        (Column("recipe"), lambda run: Value(variant_of[run].title)),
+        (Column("seed", number=True), lambda run: Value(str(run.seed), (run.seed,))),
+        (Column("metric"), lambda run: Value(variant_of[run].metric_name, (run.metric,))),
+        (Column("score", number=True), lambda run: Value(f"{run.score:.2f}", (run.score,))),
+        (Column("seconds", number=True), _seconds_of),
+        *((Column(name), partial(_of_machine, name)) for name in ("device", "torch", "factorized", "commit")),
+        *([(Column("note", long=True), lambda run: Value(_note(run)))] if any(map(_note, variant_of)) else []),
+        (Column("file", long=True), lambda run: Value(run.path.as_posix())),
+    ]
+    return Table.of("runs", "Runs", variant_of, columns)
+
+
+def _seconds_of(run: Run) -> Value:
+    return seconds_value(Summary.of([float(run.result["seconds"])]) if run.timed else None)
+
+
+def _of_machine(name: str, run: Run) -> Value:
+    return _machine_value(name, str(run.result["machine"].get(name) or ""))
+
+
+def _machine_value(name: str, told: str) -> Value:
+    return Value(short_commit(told) if name == "commit" else told, (told,))
 
 
 def _note(run: Run) -> str:
@@ -165,13 +144,7 @@ def machine_table(runs: Sequence[Run]) -> Table:
     names = [name for name in every if any(run.result["machine"].get(name) is not None for run in runs)]
     machines = (run.result["machine"] for run in runs)
     counted = Counter(tuple("" if m.get(name) is None else str(m[name]) for name in names) for m in machines)
-    rows = [
-        (
-            *(Value(short_commit(v) if n == "commit" else v, (v,)) for n, v in zip(names, key, strict=True)),
-            whole_value(count),
-        )
-        for key, count in counted.items()
-    ]
+    rows = [(*map(_machine_value, names, key), whole_value(count)) for key, count in counted.items()]
     columns = (*(Column(name.replace("_", " "), long=name == "system") for name in names), Column("runs", number=True))
     return Table("machines", "Hardware and versions", columns, rows)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from factorized.experiments.data.explain import writing_to
 from factorized.experiments.data.progress import Progress, silent, watched
+from factorized.experiments.models.hugging_face import model_folder
 from factorized.experiments.recipes.text import TextRecipe
 from factorized.experiments.text.from_run import tokenizer_of_run
-from factorized.experiments.text.models import model_folder
 from factorized.experiments.text.question_windows import QuestionWindows
 from factorized.experiments.text.sources import Part, find_parts, find_vocabulary, survey
 from factorized.experiments.text.squad import check_questions

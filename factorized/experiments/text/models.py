@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from factorized.experiments.data.extras import need
-from factorized.experiments.models.hugging_face import drawn_keys, quiet, reading, refuse_factorized, refuse_lost
+from factorized.experiments.models.hugging_face import (
+    drawn_keys,
+    model_folder,
+    quiet,
+    reading,
+    refuse_factorized,
+    refuse_lost,
+)
 from factorized.experiments.recipes.text import TextRecipe
 
 AUTO = {
@@ -110,11 +117,6 @@ def most_tokens(model: Any) -> int | None:
     config = model.config.get_text_config()
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((int(value) for value in named if value is not None and value > 0), None)  # XLNet's is -1
-
-
-def model_folder(name: str) -> Path:
-    """Return the folder of a Hugging Face model that a recipe names as ``hf:FOLDER``."""
-    return Path(name.removeprefix("hf:")).expanduser()
 
 
 def text_config(recipe: TextRecipe, tokenizer: Any) -> Any:
