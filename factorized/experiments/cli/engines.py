@@ -25,7 +25,7 @@ OF_ENGINES = {
 
 
 def check_options(engine: str, **given: object) -> None:
-    """Raise if an option is given that ``engine`` has no use for."""
+    """Raise if an option is given that ``engine`` does not use."""
     for name, value in given.items():
         option = name.replace("_", "-")
         if value is not None and engine not in OF_ENGINES[option]:

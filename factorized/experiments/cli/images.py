@@ -19,9 +19,9 @@ def load_data(
 ) -> tuple[Recipe, Images]:
     """Return the recipe and its images.
 
-    ``data`` is a folder of data sets, or a data set itself. The recipe then names its data as the set calls itself, and
-    not by a path: a run is the same wherever its images are. Verbs that take the settings of a recipe take the name of
-    a set among them, which messages say.
+    ``data`` is a folder of data sets, or a data set itself. The recipe then has the name of
+    the set, not its path: a run is the same wherever its images are. ``takes_settings`` says whether the verb has
+    ``--set``, which an error may suggest.
     """
     folder, where = None, recipe.data.name
     if data is not None and _is_data_set(data):

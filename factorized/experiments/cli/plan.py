@@ -1,4 +1,4 @@
-"""``factorized plan``: which layers, which ranks, what they cost; nothing is trained."""
+"""``factorized plan``: show which layers are factorized, at which ranks, and what they cost."""
 
 from __future__ import annotations
 
@@ -43,20 +43,40 @@ EXAMPLES = examples(
 def plan(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="A recipe.", autocompletion=complete_recipe, show_default=False),
+        typer.Argument(
+            metavar="NAME",
+            help="A recipe of `factorized recipes ls`, or the path of your own .toml file.",
+            autocompletion=complete_recipe,
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="A model instead of a recipe.", autocompletion=complete_model, show_default=False),
+        typer.Option(
+            metavar="MODEL",
+            help="A model instead of a recipe: resnet32, vgg19 and others, or module:function.",
+            autocompletion=complete_model,
+            show_default=False,
+        ),
     ] = None,
     ratio: Annotated[float | None, typer.Option(help="Share of the parameters to keep.", show_default=False)] = None,
-    rank_scale: Annotated[float | None, typer.Option(help="The paper's rank rule.", show_default=False)] = None,
+    rank_scale: Annotated[
+        float | None, typer.Option(help="Share of full rank, as in the paper.", show_default=False)
+    ] = None,
     rank: Annotated[int | None, typer.Option(help="One rank for all layers.", show_default=False)] = None,
-    energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.", show_default=False)] = None,
-    macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.", show_default=False)] = None,
+    energy: Annotated[
+        float | None, typer.Option(help="Share of the squared singular values of each layer.", show_default=False)
+    ] = None,
+    macs: Annotated[
+        float | None, typer.Option(help="Share of the multiply-accumulates to keep.", show_default=False)
+    ] = None,
     of: Annotated[
         str | None,
-        typer.Option(help="What --ratio and --macs are a share of: model or selected layers.", show_default=False),
+        typer.Option(
+            metavar="model|selected",
+            help="What --ratio and --macs are a share of: the model, or the factorized layers.",
+            show_default=False,
+        ),
     ] = None,
     multiple_of: Annotated[
         int | None, typer.Option(help="Round ranks to multiples of this number.", show_default=False)
@@ -67,14 +87,20 @@ def plan(
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="low_rank, overcomplete, tensor_train, tucker, monarch, kronecker.",
+            metavar="SCHEME",
+            help="low_rank (the default), overcomplete, tensor_train, tucker, monarch or kronecker.",
             autocompletion=complete_scheme,
             show_default=False,
         ),
     ] = None,
     variant: Annotated[
         str | None,
-        typer.Option(help="Of overcomplete: full, deep or wide.", autocompletion=complete_variant, show_default=False),
+        typer.Option(
+            metavar="full|deep|wide",
+            help="The variant of overcomplete.",
+            autocompletion=complete_variant,
+            show_default=False,
+        ),
     ] = None,
     classes: Annotated[
         int | None,

@@ -297,7 +297,7 @@ def test_quiet_says_only_the_result(cli: Cli, run: Path, copied: Path) -> None:
     )
     lines = said.out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["network", "dense", "compressed"]
-    assert lines[-1] == f"written to {copied}; open {copied / 'compress.html'}"
+    assert lines[-1] == f"figures and layers: {copied / 'compress.html'}"
 
 
 def test_a_factorized_run_and_a_folder_that_cannot_be_written_are_refused(
