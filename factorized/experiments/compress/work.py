@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of a compression."""
+    """The settings of a compression."""
 
     ratio: float
     ranks: Ranks = "loss"  # how the budget is spent
@@ -346,7 +346,7 @@ class Work:
         return found
 
     def told(self, scores: dict[str, float]) -> str:
-        """Return the score as a message has it."""
+        """Return the score as text for a message."""
         name = self.subject.score
         return f"{name} {scores[name]:.2f}{' %' if name == 'accuracy' else ''}"
 

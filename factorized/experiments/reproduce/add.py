@@ -1,4 +1,4 @@
-"""Taking in the result of a run from elsewhere, if it is a run of our recipe on our data."""
+"""Add the result of a run from elsewhere, if it has our recipe and our data."""
 
 from __future__ import annotations
 

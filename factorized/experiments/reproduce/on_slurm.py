@@ -1,4 +1,4 @@
-"""Jobs on a Slurm cluster, by submitit."""
+"""Jobs on a Slurm cluster, queued by submitit."""
 
 from __future__ import annotations
 
