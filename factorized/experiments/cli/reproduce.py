@@ -279,7 +279,7 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
             f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
         )
     elif unknown:
-        told += "; how long they take is not known, for want of past runs"
+        told += "; without past runs, there is no estimate of the time"
     say(told)
 
 

@@ -166,8 +166,8 @@ class Work:
             if not path.is_file():
                 if others := [place for place in folders if place.exists()]:
                     raise ValueError(
-                        f"{others[0]} exists, and is of no compression; choose another --out, or let --overwrite "
-                        "delete it"
+                        f"{others[0]} exists, and is not part of a compression; choose another --out, or let "
+                        "--overwrite delete it"
                     )
                 machine = describe_machine(self.subject.device)
                 return {**fresh, "machine": machine, "seconds": {}, "notes": [], "files": {}}
@@ -190,7 +190,7 @@ class Work:
             differs = (
                 f"the weights, files or data of {self.subject.name} were others then"
                 if key == "identity"
-                else f"{key} is {found['asked'].get(key)!r} there, and {self.asked[key]!r} was asked for"
+                else f"{key} is {found['asked'].get(key)!r} there, and {self.asked[key]!r} in this command"
             )
             raise ValueError(
                 f"{self.folder} holds another compression: {differs}; choose another --out, or start over with "
