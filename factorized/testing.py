@@ -1,7 +1,7 @@
 """The contract that every layer passes in every format, for pytest: subclass ``LayerContract`` and give it ``cases``.
 
-A case with ``thorough=True`` is put through everything; of any other only what it computes, forward and backward, is
-compared with its dense layer, as for the many geometries of a convolution.
+A case with ``thorough=True`` runs all tests. The other cases, such as the many geometries of a convolution, are only
+compared with their dense layer, forward and backward.
 """
 
 from __future__ import annotations

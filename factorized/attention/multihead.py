@@ -1,4 +1,4 @@
-"""What ``torch.nn.MultiheadAttention`` becomes when its heads are shrunk."""
+"""``torch.nn.MultiheadAttention`` with shrunk heads."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _keep_output_bias(old: nn.Module, new: nn.Module) -> None:
-    """Give ``new`` an output bias, on the meta device, where ``old`` has no bias but that one."""
+    """Give ``new`` an output bias, on the meta device, if ``old`` has an output bias and no other."""
     projection = new.get_submodule("out_proj")
     bias = old.get_submodule("out_proj").bias
     if isinstance(bias, Tensor) and projection.bias is None:

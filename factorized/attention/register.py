@@ -1,4 +1,4 @@
-"""Which adapter reads which class, without importing the library that defines it; ``fz.register_attention``."""
+"""The adapter for each attention class, found without importing its library; ``fz.register_attention``."""
 
 from __future__ import annotations
 

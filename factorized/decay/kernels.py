@@ -79,7 +79,7 @@ def product_kernel(
 ):
     """Add a tile of a factor's product with its partner's Gram matrix to the target, unless its coefficient is zero.
 
-    Programs read all columns of rows of which others write some: factor and target must not share memory.
+    A program reads whole rows while others write parts of them, so factor and target must not share memory.
     """
     own = tiles + 3 * tl.program_id(0)
     f, row, column = tl.load(own), _size(own + 1), _size(own + 2)

@@ -66,8 +66,8 @@ def margin_bounds(
 ) -> MarginBounds:
     """Return the generalization terms of ``model`` on a loader of (inputs, classes).
 
-    Linear layers and convolutions count, and projections of attention, gates and experts: as the matrices they are
-    factorized as. Embeddings do not. The appendix bounds ‖W‖₂ by one σ for all layers; here
+    Linear layers, convolutions, projections of attention, gates and experts count, as the matrices that they would be
+    factorized as. Embeddings do not count. The appendix bounds ‖W‖₂ by one σ for all layers; here
     each layer's own norm is used, which is the same theorem and sharper. (As printed, corollary A.1 has both σ²ᴸ and
     the product of the norms; the theorem that it applies has only the product.)
 
@@ -78,7 +78,7 @@ def margin_bounds(
         delta: the probability with which the bounds may fail.
 
     Raises:
-        ValueError: the model has no layer to bound, the loader is empty or gives other things, scores are not finite,
+        ValueError: the model has no layer to bound, the loader is empty or gives anything else, scores are not finite,
             or a tenth of the samples are misclassified and ``gamma`` is not given.
 
     Examples:

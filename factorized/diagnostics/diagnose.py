@@ -16,7 +16,7 @@ from factorized.decay.strength import Number, check_number
 class Diagnosis:
     """Figures of one product W; the last three need an SVD and are None without ``spectrum=True``.
 
-    Those of a product that is not finite, because training diverged, are NaN or infinite.
+    If training diverged and the product is not finite, they are NaN or infinite.
 
     Attributes:
         name: the product's name, see ``fz.forms``.

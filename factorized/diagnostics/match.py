@@ -22,10 +22,10 @@ Exponents = list[tuple[Factor, dict[int, float]]]  # of trainable factors, each 
 class NormMatcher:
     """Records the Frobenius norms of a model's products, and rescales another run's products to recorded ones.
 
-    Train once with Frobenius decay and ``record()`` after every step; train again without decay and
-    ``attach(optimizer, recorded)``: the factors of a product are rescaled equally after every step, so that its norm is
-    the recorded one and only its direction is free. Frozen factors stay as they are, and the others make up for it;
-    factors that products share are rescaled for all of them at once. Sharded factors are gathered to be measured, so
+    Train once with Frobenius decay and call ``record()`` after every step. Then train again without decay, with
+    ``attach(optimizer, recorded)``: after every step the factors of each product are rescaled equally to its recorded
+    norm, so that only its direction is free. Frozen factors stay as they are, and the others make up for them. Factors
+    that several products share are rescaled for all of them at once. Sharded factors are gathered to be measured, so
     all ranks must take part.
 
     Raises:

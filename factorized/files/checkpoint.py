@@ -42,8 +42,8 @@ def save(model: nn.Module, folder: str | Path, *, allow_nonfinite: bool = False)
 
     Wrappers of ``torch.compile`` and ``DistributedDataParallel`` are not saved, only the model inside. For a sharded
     model (``fully_shard``) every rank must call this: the shards are gathered one tensor at a time, rank 0 writes, and
-    all ranks return when it has finished, or raise its error. Stages of a pipeline need a folder each, to which the
-    first of their ranks writes.
+    all ranks return when it has finished, or raise its error. Each stage of a pipeline needs a separate folder; the
+    first of its ranks writes it.
 
     Raises:
         ValueError: the model has no factorized layer, something in it cannot be saved without pickle, ranks save
@@ -101,14 +101,14 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Model:
-    """Factorize ``model``, a fresh dense one, like the checkpoint in ``folder``, fill it, and return it.
+    """Factorize a fresh dense ``model`` like the checkpoint in ``folder``, fill it, and return it.
 
     The weights end up on ``device`` and in ``dtype``, by default those of the model; a model on the meta device gets
     real weights. The file is compared with the model before anything is changed.
 
     Raises:
-        ValueError: the folder holds no checkpoint, its files are damaged, it does not fit the model, which must not be
-            sharded, or ``device`` or ``dtype`` is not one that weights can have.
+        ValueError: the folder holds no checkpoint, its files are damaged, it does not fit the model, the model is
+            sharded, or weights cannot have this ``device`` or ``dtype``.
 
     Examples:
         >>> fz.save(fz.factorize(nn.Sequential(nn.Linear(64, 64)), rank=8, keep_first_and_last=False), "saved")

@@ -334,8 +334,8 @@ class LowRank(_Products):
 class Overcomplete(_Products):
     """``W = U Vᵀ`` (``"full"``, ``"wide"``) or ``U M Vᵀ`` (``"deep"``) at or above full rank (section 5).
 
-    Trained as a product and deployed as its composition: ``"full"`` and ``"deep"`` have rank scale 1, ``"wide"`` has
-    ``width``.
+    The weight is trained as a product and deployed composed. ``"full"`` and ``"deep"`` have rank scale 1, and
+    ``"wide"`` has ``width``.
 
     Raises:
         ValueError: ``variant``, ``width`` or ``kind`` has a wrong value.

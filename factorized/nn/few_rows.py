@@ -1,4 +1,4 @@
-"""Products of a few rows with matrices, as when several sequences are decoded at once: one GPU kernel for each."""
+"""Multiply a few rows by a matrix with one GPU kernel, as in decoding several sequences at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with matrices, as in decoding: on a GPU each kernel starts before the previous one ends."""
+"""Multiply a few rows by a matrix, as in decoding: on a GPU each kernel starts before the previous one ends."""
 
 from __future__ import annotations
 

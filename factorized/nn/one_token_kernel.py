@@ -1,4 +1,4 @@
-"""The GPU kernel of one token's attention: each program reads a span of the cache, the last of a head joins them.
+"""The GPU kernel of one token's attention: each program reads a span of the cache; the last one of a head joins them.
 
 It starts while the kernel before it still runs. Before a program waits for that one, it only asks the L2 cache for keys
 and values of earlier tokens. All else is read or written after the wait: for the kernel before, which is done only when

@@ -1,4 +1,4 @@
-"""Counting the steps that an optimizer takes, also where only a GPU knows which."""
+"""Count the steps that an optimizer takes, even if only the GPU knows which were skipped."""
 
 from __future__ import annotations
 

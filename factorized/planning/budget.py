@@ -67,7 +67,7 @@ def read_budget(
     if not budgets and scheme.rank_scale is not None:
         budgets = [Budget("rank_scale", scheme.rank_scale)]
     if len(budgets) != 1:
-        got = ", ".join(map(str, budgets)) or "none"
+        got = ", ".join(map(str, budgets)) or "none; ratio=0.5 keeps half of the parameters"
         raise ValueError(f"give exactly one of {', '.join(f'{name}=' for name in given)}, got {got}")
     budget = replace(budgets[0], of=of, multiple_of=multiple_of)
     _check_value(scheme, budgets[0])

@@ -1,4 +1,4 @@
-"""``fz.Calibrated``: the data that ranks and factors are chosen by, and the moments of every layer on it."""
+"""``fz.Calibrated``: data to choose ranks and factors by, and the moments of every layer on it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ MANY = 100_000  # examples of batches that may never end
 
 
 class Calibrated:
-    """Data to compress a trained model by: an ``init=`` of ``fz.factorize`` that keeps the outputs of its layers.
+    """Data for compressing a trained model: with it as ``init=``, ``fz.factorize`` keeps the outputs of the layers.
 
-    Spectral initialization minimizes ``‖W - U Vᵀ‖``; this one minimizes ``E‖(W - U Vᵀ)x‖²`` over the inputs ``x`` that
-    the layer has while the model runs on the batches: whitened by their second moment, the weight is truncated by its
-    SVD. A bias that no other module shares is adjusted to keep the mean of the outputs; then ``x`` is the
-    input less its mean. The model runs without gradients in evaluation mode, and data is moved to its device. A layer
-    that never runs gets spectral initialization, and a warning names it. Heads that are cut get it too.
+    Spectral initialization minimizes ``‖W - U Vᵀ‖``. This one minimizes ``E‖(W - U Vᵀ)x‖²`` over the inputs ``x`` of
+    the layer on the batches: the weight is whitened by their second moment, then truncated by its SVD. A bias that no
+    other module shares is adjusted to keep the mean of the outputs; ``x`` is then the input minus its mean. The model
+    runs without gradients in evaluation mode, and data is moved to its device. A layer that never runs gets spectral
+    initialization, and a warning names it. Heads that are cut get it too.
 
-    With ``allocate="spectrum"``, ranks are chosen by what they cost the outputs on the batches as well. ``fz.plan``
+    With ``allocate="spectrum"``, ranks are also chosen by their effect on the outputs on the batches. ``fz.plan``
     takes the same object as ``calibration=``.
 
     Args:
@@ -49,7 +49,7 @@ class Calibrated:
         loss: called with the model's outputs and the other parts of the batch: ``F.cross_entropy`` for
             ``(inputs, labels)``, ``lambda outputs: outputs.loss`` for a dict with labels. It is a mean over the batch.
             With it, ``allocate="spectrum"`` weighs the layers by their effect on this loss, found in one backward pass;
-            else an equal share of any layer's outputs counts the same.
+            without it, an equal share of the outputs counts the same in every layer.
 
     Raises:
         ValueError: an argument has a wrong value; when used, also if the batches hold no examples, or do not run

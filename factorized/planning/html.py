@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from factorized.planning.parts import shown_parts
 from factorized.planning.table import everything_else, short_count
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _heading(plan: Plan) -> str:
 </header>
 <dl>
 {_totals(plan)}
-</dl>{parts if plan.parts else ""}"""
+</dl>{parts if shown_parts(plan.parts) else ""}"""
 
 
 def _layers(plan: Plan) -> str:
@@ -143,12 +144,12 @@ def _layers(plan: Plan) -> str:
 
 
 def _parts(plan: Plan) -> str:
-    shares = [(part, part.params / plan.params, part.params_after / plan.params_after) for part in plan.parts]
+    shown = shown_parts(plan.parts)
+    shares = [(part, part.params / plan.params, part.params_after / plan.params_after) for part in shown]
     return "\n".join(
         f'<div><dt>{escape(part.name.capitalize())}</dt><dd>{before:.1%}<span class="arrow">→</span>{after:.1%}</dd>'
         f"<dd><small>{_change(part.params, part.params_after)}</small></dd></div>"
         for part, before, after in shares
-        if part.params
     )
 
 

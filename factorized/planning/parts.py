@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,12 @@ def parts_of(plan: Plan, attention: Collection[str]) -> tuple[Part, ...]:
     before[REST] = plan.params - sum(before.values())
     after[REST] = plan.params_after - sum(after.values())
     return tuple(Part(name, before[name], after[name]) for name in PARTS)
+
+
+def shown_parts(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts that hold parameters, if some are embeddings or attention; the table shows layers one by one."""
+    held = [part for part in parts if part.params]
+    return held if any(part.name in ("embeddings", "attention") for part in held) else []
 
 
 def _part_of(entry: Entry, attention: Collection[str]) -> str:

@@ -228,6 +228,9 @@ def _changes(scheme: Scheme, options: PlanOptions) -> list[Change]:
 
 
 def _nothing_selected(model: nn.Module, candidates: list[Candidate]) -> str:
-    reasons = listed([f"{c.name or 'the model itself'}: {c.reason}" for c in candidates], 4, "; ")
+    names: dict[str, list[str]] = {}
+    for candidate in candidates:
+        names.setdefault(str(candidate.reason), []).append(candidate.name or "the model itself")
+    reasons = listed([f"{listed(left_out, 2)}: {reason}" for reason, left_out in names.items()], 4, "; ")
     found = f"all of its layers are left out ({reasons})" if candidates else "it has no layer with a weight matrix"
     return f"nothing to factorize in {type(model).__name__}: {found}. See include=, exclude=, keep_first_and_last="

@@ -1,4 +1,4 @@
-"""The meaning of ``attention=``: projections as ordinary layers, heads that are cut, or neither."""
+"""The argument ``attention=``: factorize projections as ordinary layers, shrink heads, or neither."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALREADY = "already factorized; fz.truncate lowers its rank; to choose another on
 
 
 def read_option(attention: AttentionOption | None, scheme: Scheme) -> Attention:
-    """Return what ``attention=`` asks for; raise if it is invalid."""
+    """Return the checked value of ``attention=``."""
     if attention is None or attention == "layers":
         return "layers"
     if attention is False:

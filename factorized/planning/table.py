@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from factorized.planning.parts import shown_parts
+
 if TYPE_CHECKING:
     from factorized.planning.plan import Entry, Plan
 
@@ -121,8 +123,8 @@ def _summary(plan: Plan) -> str:
 
 
 def _parts(plan: Plan) -> list[str]:
-    """Return a line per part of the model: what it holds before and after, and its share of the model."""
-    held = [part for part in plan.parts if part.params]
+    """Return a line per part of the model: its share of the parameters before and after."""
+    held = shown_parts(plan.parts)
     longest = max((len(part.name) for part in held), default=0)
     return [
         f"{part.name.ljust(longest)}  {part.params / plan.params:6.1%} of the parameters"

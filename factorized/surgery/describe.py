@@ -1,4 +1,4 @@
-"""The plan that would rebuild a factorized model as it is."""
+"""Describe a factorized model by the plan that would rebuild it."""
 
 from __future__ import annotations
 

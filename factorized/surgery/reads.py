@@ -1,8 +1,8 @@
-"""What the code of a model does with its layers that a lowered layer could not, found in the source of its classes.
+"""Find layers that a model uses in ways that a lowered layer does not support, from the source of its classes.
 
-A lowered layer is a sequence of plain layers. It has no weight, so that code that computes with ``self.dense.weight``
-would fail, and it takes nothing but an input, so that ``self.up(x, output_size)`` would. The methods that ``forward``
-calls show which layers these are, and the graphs of modules that ``torch.fx`` traced.
+A lowered layer is a sequence of plain layers. It has no ``weight``, so code that computes with ``self.dense.weight``
+would fail. It takes only an input, so ``self.up(x, output_size)`` would fail too. Such uses are found in the methods
+that ``forward`` calls, and in the graphs of modules that ``torch.fx`` traced.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch import nn
 
 from factorized.formats.monarch import Monarch
 from factorized.formats.product import LowRank, Overcomplete
+from factorized.planning.parts import shown_parts
 from factorized.planning.plan import Plan, PlanEntry
 from factorized.planning.planner import plan
 from factorized.planning.table import everything_else, plan_table, short_count
@@ -268,9 +269,8 @@ def test_pages_say_where_the_parameters_are(made: Plan) -> None:
             source.replace("<td></td></tr></tfoot>", "</tr></tfoot>")
         )
         for part in made.parts:
-            assert (f"<dt>{part.name.capitalize()}</dt><dd>{part.params / made.params:.1%}" in source) == (
-                part.params > 0
-            )
+            shown = f"<dt>{part.name.capitalize()}</dt><dd>{part.params / made.params:.1%}" in source
+            assert shown == (part in shown_parts(made.parts))
 
 
 def test_a_name_cannot_smuggle_markup_into_the_page() -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks that a user can run: how fast, how large, and what other packages take."""
+"""Benchmarks that a user can run: speed and memory, beside dense models and other packages."""

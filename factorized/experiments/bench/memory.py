@@ -1,4 +1,4 @@
-"""The memory that something takes at its peak: its tensors on a CPU, torch's allocator on a GPU."""
+"""Peak memory: of tensors on a CPU, of torch's allocator on a GPU."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a benchmark measures, and the function that does."""
+    """A benchmark: what it measures, and the function that measures it."""
 
     about: str
     module: str

@@ -1,4 +1,4 @@
-"""The C library's memory: freed tensors are kept for the next ones."""
+"""Keep the memory of freed tensors in the process, for the next tensors."""
 
 from __future__ import annotations
 

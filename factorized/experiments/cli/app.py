@@ -32,10 +32,10 @@ app = typer.Typer(
     name="factorized",
     help="Train networks whose weights are products, and turn them back into plain PyTorch.",
     epilog=examples(
-        "factorized demo                                        a few minutes, no download",
-        "factorized recipes ls cifar10                          what can be trained",
+        "factorized demo                                   a few minutes, no download",
+        "factorized recipes ls cifar10                     what can be trained",
         "factorized train cifar10/resnet32x2-lowrank-0.1-si-fd --data DIR --seeds 3",
-        "factorized reproduce table1 --data DIR --dry-run       the paper's tables, one command each",
+        "factorized reproduce table1 --data DIR --dry-run  the paper's Table 1",
         "factorized compose out/digits/resnet8-wide-fd/seed-0 --to onnx",
     ),
     context_settings={"help_option_names": ["-h", "--help"]},

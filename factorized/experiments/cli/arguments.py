@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 MOST_SEEDS = 10_000
 LARGEST_SEED = 2**63 - 1  # that torch takes
+EXAMPLE_WIDTH = 77  # with the margins of the help and a backslash, 80 columns
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -118,8 +120,8 @@ Data = Annotated[
     str | None,
     typer.Option(
         metavar="DIR|PATH",
-        help="The folder that holds data sets (without it $FACTORIZED_DATA, else ./data), or a data set itself that "
-        "takes the place of the recipe's: an .npz or prepared file, a CIFAR folder, an image folder, hf:OWNER/NAME.",
+        help="The folder that holds data sets (by default $FACTORIZED_DATA, else ./data). Or a data set in place of "
+        "the recipe's: an .npz or prepared file, a CIFAR folder, an image folder, hf:OWNER/NAME.",
     ),
 ]
 Changes = Annotated[
@@ -127,7 +129,7 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="Change a field of the recipe, or of every recipe, such as schedule.epochs=30; repeat it for others.",
+        help="Change a field of the recipe, such as schedule.epochs=30. Repeat it for other fields.",
         autocompletion=complete_change,
     ),
 ]
@@ -135,11 +137,23 @@ Device = Annotated[
     str | None, typer.Option(metavar="cpu|cuda|cuda:1", help="Where to compute; by default a GPU if there is one.")
 ]
 TrustModel = Annotated[
-    bool, typer.Option("--trust-model", help="Allow running the code of a run's own model, module:function.")
+    bool,
+    typer.Option("--trust-model", help="Allow a run to load its model from your own code, module:function."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")]
 
 
-def examples(*lines: str) -> str:
-    """Return the epilog of a verb's help: one example on each line."""
-    return "Examples:\n\n" + "\n".join(lines)
+def examples(*commands: str) -> str:
+    """Return the epilog of a verb's help: one command on each line, long ones broken before an option."""
+    return "Examples:\n\n" + "\n".join(map(_broken, commands))
+
+
+def _broken(command: str) -> str:
+    first, *options = re.split(r" (?=--)", command)
+    lines = [first]
+    for option in options:
+        if len(f"{lines[-1]} {option}") < EXAMPLE_WIDTH:
+            lines[-1] += f" {option}"
+        else:
+            lines.append(f"    {option}")
+    return " \\\n".join(lines)

@@ -1,4 +1,4 @@
-"""``factorized compose``: a trained run as one file of plain PyTorch, ONNX or torch.export, checked."""
+"""``factorized compose``: export a trained run as a plain PyTorch, ONNX or torch.export file, and check it."""
 
 from __future__ import annotations
 
@@ -83,8 +83,10 @@ def compose(
     if not _write_checked(plain, to, path, images, about, before, where):
         raise typer.Exit(1)
     size = path.stat().st_size / 2**20
-    say(f"{path}: {size:.2f} MiB, {trained:,} parameters in training, {count_parameters(plain):,} now")
-    say(f"images go in as pixels in 0..1, minus mean {about['mean']}, over std {about['std']}")
+    mean, std = (" ".join(f"{value:.6g}" for value in values) for values in (images.mean, images.std))
+    say(str(path))
+    say(f"{size:.2f} MiB, {trained:,} parameters in training, {count_parameters(plain):,} now")
+    say(f"input: pixels in 0..1, minus mean {mean}, over std {std}")
 
 
 def _check_recorded(

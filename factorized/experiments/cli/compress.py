@@ -1,4 +1,4 @@
-"""``factorized compress``: a trained model made smaller, by its data, and trained further to recover."""
+"""``factorized compress``: compress a trained model with its data, and train it further."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EXAMPLES = examples(
     "factorized compress out/digits/resnet8/seed-0 --ratio 0.3",
     "factorized compress out/cifar10/resnet32x2/seed-0 --ratio 0.1 --data DIR --recover cifar10/resnet32x2",
     "factorized compress out/language/tiny/seed-0 --ratio 0.5 --to composed",
-    "factorized compress models/gpt2 --ratio 0.7 --data TEXTS      folders of transformers, and of .txt files",
+    "factorized compress models/gpt2 --ratio 0.7 --data TEXTS  TEXTS/*.txt",
     "factorized compress mymodels:trained --ratio 0.5 --data images.npz",
 )
 NO_RECOVERY = "none"
 
 
 class Form(StrEnum):  # typer takes no list of a Literal
-    """What the compressed network can be written as, beside its factors."""
+    """The plain forms in which the compressed network can also be written."""
 
     lowered = "lowered"
     composed = "composed"
@@ -38,8 +38,8 @@ def compress(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="The folder of a finished run, a folder of a Hugging Face model, or module:function, which is called "
-            "with classes= and returns a trained classifier of images.",
+            help="The folder of a finished run, the folder of a Hugging Face model, or module:function: a function "
+            "that takes classes= and returns a trained classifier of images.",
         ),
     ],
     ratio: Annotated[float, typer.Option(help="Share of the parameters to keep.")],
@@ -48,8 +48,8 @@ def compress(
         str | None,
         typer.Option(
             metavar="RECIPE",
-            help="The recipe that trains the compressed network further. Without it, a run of ours trains for a tenth "
-            f"of its own recipe, and other models are not trained; `{NO_RECOVERY}` trains nothing.",
+            help="The recipe that trains the compressed network further. By default, a run trains for a tenth of its "
+            f"own recipe, and other models are not trained. `{NO_RECOVERY}` trains nothing.",
             autocompletion=complete_recipe,
         ),
     ] = None,
@@ -61,11 +61,13 @@ def compress(
     ] = None,
     ranks: Annotated[
         Literal["loss", "outputs", "uniform"],
-        typer.Option(help="How ranks are chosen: by effect on the loss, by outputs, or one rank scale for all."),
+        typer.Option(
+            help="Choose ranks by effect on the loss or on outputs, or one share of full rank for all layers."
+        ),
     ] = "loss",
     kind: Annotated[
         Literal["spatial", "channel"],
-        typer.Option(help="A convolution becomes two one-dimensional ones, or k×k and 1×1."),
+        typer.Option(help="Split a convolution into two one-dimensional ones, or into k×k and 1×1."),
     ] = "spatial",
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="LAYER", help="Layers to leave dense: names or globs.")
@@ -73,7 +75,7 @@ def compress(
     first_and_last: Annotated[
         bool, typer.Option("--first-and-last", help="Also factorize the first and the last layer.")
     ] = False,
-    multiple_of: Annotated[int | None, typer.Option(min=1, help="Round ranks to multiples.")] = None,
+    multiple_of: Annotated[int | None, typer.Option(min=1, help="Round ranks to multiples of this number.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Training examples to calibrate with.")] = 2048,
     layers_per_pass: Annotated[
         int | None,
@@ -81,7 +83,9 @@ def compress(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder to write; by default RUN/compressed-RATIO, or out/compressed/NAME-RATIO."),
+        typer.Option(
+            help="The folder to write; by default compressed-RATIO in the run, or out/compressed/.",
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start over, and replace what the folder holds.")
@@ -125,7 +129,7 @@ def compress(
         work.run(recipe, [form.value for form in to or ()])
         page = write_page(work.state, folder)
     _report(work.state)
-    say(f"written to {folder}; open {page}")
+    say(f"figures and layers: {page}")
 
 
 def _recovery(subject: Subject, name: str | None, factorize: Factorize) -> AnyRecipe | None:

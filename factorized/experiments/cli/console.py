@@ -1,4 +1,4 @@
-"""Printing for the verbs: plain lines and tables, also into a pipe, and a progress bar."""
+"""Printing for the verbs: lines, tables and a progress bar, in a terminal or a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``factorized data``: data sets, converted once into files that load quickly."""
+"""``factorized data``: convert data sets into files that load quickly."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def complete_set(incomplete: str) -> list[str]:
     "prepare",
     cls=Verb,
     epilog=examples(
-        "factorized data prepare cifar10                      from Hugging Face, or the folder in DIR",
+        "factorized data prepare cifar10                from a folder or Hugging Face",
         "factorized data prepare ~/cifar-10-batches-py --folder DIR",
-        "factorized data prepare photos/ --name photos        photos/train/CLASS/*.png, photos/test/CLASS/*.png",
+        "factorized data prepare photos/ --name photos  photos/train/CLASS/*.png",
         "factorized data prepare hf:OWNER/NAME",
     ),
 )

@@ -20,5 +20,5 @@ def pick_device(name: str | None) -> torch.device:
     count = torch.cuda.device_count()
     index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
     if index >= count:
-        raise ValueError(f"--device {name or 'cuda'}: this machine has {count} GPUs, and number {index} was asked for")
+        raise ValueError(f"--device {name or 'cuda'}: there is no GPU {index}; this machine has {count}")
     return torch.device("cuda", index)

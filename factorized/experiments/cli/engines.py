@@ -39,7 +39,7 @@ class EngineOptions:
     slurm: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        """Raise if an option is given that the engine has no use for."""
+        """Raise if an option is given that the engine does not use."""
         for name, engines in OF_ENGINES.items():
             if getattr(self, name) is not None and self.engine not in engines:
                 option, meant = name.replace("_", "-"), " or ".join(engines)

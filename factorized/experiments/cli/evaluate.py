@@ -1,4 +1,4 @@
-"""``factorized evaluate``: the score of a finished run, once more."""
+"""``factorized evaluate``: measure the score of a finished run again."""
 
 from __future__ import annotations
 

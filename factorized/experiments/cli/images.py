@@ -19,9 +19,9 @@ def load_data(
 ) -> tuple[Recipe, Images]:
     """Return the recipe and its images.
 
-    ``data`` is a folder of data sets, or a data set itself. The recipe then names its data as the set calls itself, and
-    not by a path: a run is the same wherever its images are. Verbs that take the settings of a recipe take the name of
-    a set among them, which messages say.
+    ``data`` is a folder of data sets, or a data set itself. The recipe then has the name of
+    the set, not its path: a run is the same wherever its images are. ``takes_settings`` says whether the verb has
+    ``--set``, which an error may suggest.
     """
     folder, where = None, recipe.data.name
     if data is not None and _is_data_set(data):
@@ -29,7 +29,7 @@ def load_data(
     elif data is not None:
         folder = Path(data).expanduser()
         if not folder.is_dir():
-            by_name = f". A data set that has a name goes by it: --set data.name={data}" if takes_settings else ""
+            by_name = f". To give the name of a data set, use --set data.name={data}" if takes_settings else ""
             raise ValueError(
                 f"--data: there is no file or folder {data}; give a folder of data sets, or the path of one{by_name}"
             )
@@ -56,7 +56,7 @@ def load_data_of_run(recipe: Recipe, result: dict[str, Any], data: str | None) -
         raise ValueError(f"the run was trained on {trained_on}: {error}. Name the file or folder by --data") from error
     if data is None and images.checksum != result["data"]["checksum"]:
         raise ValueError(
-            f"the run was trained on {trained_on}, and what is found by that name has checksum "
+            f"the run was trained on {trained_on}, but the data of that name have checksum "
             f"{images.checksum[:12]}…; name the file or folder by --data"
         )
     return fit_images(result, images)

@@ -18,7 +18,7 @@ from typing import Any
 
 from factorized.experiments.cli.allocator import keep_freed_memory
 from factorized.experiments.cli.processes import process_number
-from factorized.experiments.data.explain import in_words
+from factorized.experiments.data.explain import in_words, rule
 from factorized.experiments.data.extras import install_command, not_installed
 from factorized.experiments.training.interrupt import CannotWrite, Interrupted, OneInterrupt
 
@@ -132,7 +132,7 @@ def _explain(error: Exception, given: Sequence[str]) -> int:
         _complain(not_installed("this", missing, "vision"))
     elif isinstance(error, (ValueError, OSError, ImportError)):
         _complain(in_words(error))
-    elif (misused := _misuse(error)) is not None:
+    elif (misused := _misuse(error, given)) is not None:
         _complain(f"{misused}{'' if misused.endswith(('.', '?')) else '.'} See `{_help_of(error)}`.")
     else:
         _unexpected(error)
@@ -150,7 +150,7 @@ def _how_to_continue(kept: str, given: Sequence[str]) -> str:
     return f"{what} with: {started_by} {shlex.join(again)}"
 
 
-def _misuse(error: Exception) -> str | None:
+def _misuse(error: Exception, given: Sequence[str]) -> str | None:
     """Return the usage error in the command, or None if the error is of another kind."""
     from typer.exceptions import TyperException
 
@@ -158,7 +158,19 @@ def _misuse(error: Exception) -> str | None:
         return None
     if type(error).__name__ == "NoSuchOption":  # a class that typer keeps to itself
         return _no_such_option(getattr(error, "option_name", ""), getattr(error, "ctx", None))
-    return error.format_message()
+    message = error.format_message()
+    if invalid := re.fullmatch(r"Invalid value for '(.+?)': (.+?)(, unable to parse .*)?\.?", message):
+        return _invalid_value(invalid[1], rule(invalid[2]), given)
+    return message
+
+
+def _invalid_value(option: str, told: str, given: Sequence[str]) -> str:
+    """Return what an option must be, and what it was given."""
+    if not told.startswith("must be"):
+        return f"{option}: {told}"
+    got = [after for before, after in pairwise(given) if before == option]
+    got += [word.partition("=")[2] for word in given if word.startswith(f"{option}=")]
+    return f"{option} {told}" + (f", got {got[0]!r}" if got else "")
 
 
 def _no_such_option(option: str, context: Any) -> str:

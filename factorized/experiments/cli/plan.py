@@ -1,4 +1,4 @@
-"""``factorized plan``: which layers, which ranks, what they cost; nothing is trained."""
+"""``factorized plan``: show which layers are factorized, at which ranks, and what they cost."""
 
 from __future__ import annotations
 
@@ -42,29 +42,50 @@ EXAMPLES = examples(
 
 def plan(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A recipe.", autocompletion=complete_recipe)
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A recipe of `factorized recipes ls`, or the path of your own .toml file.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A model instead of a recipe.", autocompletion=complete_model)
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A model instead of a recipe: resnet32, vgg19 and others, or module:function.",
+            autocompletion=complete_model,
+        ),
     ] = None,
     ratio: Annotated[float | None, typer.Option(help="Share of the parameters to keep.")] = None,
-    rank_scale: Annotated[float | None, typer.Option(help="The paper's rank rule.")] = None,
+    rank_scale: Annotated[float | None, typer.Option(help="Share of full rank, as in the paper.")] = None,
     rank: Annotated[int | None, typer.Option(help="One rank for all layers.")] = None,
-    energy: Annotated[float | None, typer.Option(help="Share of each squared spectrum.")] = None,
-    macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates.")] = None,
+    energy: Annotated[float | None, typer.Option(help="Share of the squared singular values of each layer.")] = None,
+    macs: Annotated[float | None, typer.Option(help="Share of the multiply-accumulates to keep.")] = None,
     of: Annotated[
-        str | None, typer.Option(help="What --ratio and --macs are a share of: model or selected layers.")
+        str | None,
+        typer.Option(
+            metavar="model|selected",
+            help="What --ratio and --macs are a share of: the model, or the factorized layers.",
+        ),
     ] = None,
     multiple_of: Annotated[int | None, typer.Option(help="Round ranks to multiples of this number.")] = None,
     min_size: Annotated[int | None, typer.Option(help="Leave layers with fewer parameters dense.")] = None,
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="low_rank, overcomplete, tensor_train, tucker, monarch, kronecker.", autocompletion=complete_scheme
+            metavar="SCHEME",
+            help="low_rank (the default), overcomplete, tensor_train, tucker, monarch or kronecker.",
+            autocompletion=complete_scheme,
         ),
     ] = None,
     variant: Annotated[
-        str | None, typer.Option(help="Of overcomplete: full, deep or wide.", autocompletion=complete_variant)
+        str | None,
+        typer.Option(
+            metavar="full|deep|wide",
+            help="The variant of overcomplete.",
+            autocompletion=complete_variant,
+        ),
     ] = None,
     classes: Annotated[
         int | None, typer.Option(min=1, max=MOST_CLASSES, help="With --model: number of classes; by default 10.")

@@ -1,4 +1,4 @@
-"""``factorized recipes``: what can be trained."""
+"""``factorized recipes``: list and show recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``factorized report``: runs as one page, beside the paper where they aim at it."""
+"""``factorized report``: one page about runs, beside the paper's figures."""
 
 from __future__ import annotations
 

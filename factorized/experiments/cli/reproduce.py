@@ -1,4 +1,4 @@
-"""``factorized reproduce``: the runs of a table, those that are missing."""
+"""``factorized reproduce``: train the missing runs of a table."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def reproduce(
     table: Table,
     data: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The folder of data sets; without it $FACTORIZED_DATA, else ./data."),
+        typer.Option(
+            metavar="DIR",
+            help="The folder of data sets; by default $FACTORIZED_DATA, else ./data.",
+        ),
     ] = None,
     cells: Annotated[str, typer.Option(metavar="GLOB", help="Only recipes whose names match.")] = "*",
     seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds 0 to N-1 of every recipe.")] = 3,
@@ -65,7 +68,7 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be trained, and how long it would take.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Runs are written to OUT/NAME-FINGERPRINT/seed-SEED.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder of runs and of the report.")] = Path("out"),
     results: Annotated[
         Path, typer.Option(help="Results of other machines, which count as finished; see `factorized results add`.")
     ] = Path(RESULTS),
@@ -98,8 +101,8 @@ def reproduce(
 ) -> None:
     """Train the missing runs of a table, and show ours beside the paper's figures.
 
-    What is finished is never repeated, and what was stopped is resumed: give the same command again. A changed recipe
-    is another run. The exit code is 1 if a run failed or its data are missing.
+    Finished runs are not repeated. To resume what was stopped, give the same command again. A changed recipe is another
+    run: runs are written to OUT/NAME-FINGERPRINT/seed-SEED. The exit code is 1 if a run failed or its data are missing.
     """
     from factorized.experiments.data.extras import need
     from factorized.experiments.recipes.find import table_recipes
@@ -247,7 +250,7 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
             f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
         )
     elif unknown:
-        told += "; how long they take is not known, for want of past runs"
+        told += "; without past runs, there is no estimate of the time"
     say(told)
 
 

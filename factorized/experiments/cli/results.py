@@ -1,4 +1,4 @@
-"""``factorized results``: results of runs made elsewhere."""
+"""``factorized results``: add results of runs from other machines."""
 
 from __future__ import annotations
 

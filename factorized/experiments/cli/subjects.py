@@ -1,4 +1,4 @@
-"""The trained model that ``factorized compress`` is given: a run of ours, a Hugging Face folder, or a function."""
+"""The model to compress: a run of ``factorized train``, a Hugging Face folder, or a function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_subject(model: str, data: str | None, device: torch.device, *, trust_mo
 
 
 def _other_hint(path: Path) -> str:
-    """Return how to compress what the path may stand for: a file of weights alone, or a model of the Hub."""
+    """Return how to compress what the path may mean: a file of weights alone, or a model of the Hub."""
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
         return "; write a function that builds the network and loads this file, and name it as module:function"
     if not path.exists() and len(path.parts) <= 2 and not path.is_absolute():

@@ -1,4 +1,4 @@
-"""What the verbs do with recipes and runs of text."""
+"""The verbs for recipes and runs on text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``factorized train``: a recipe, once for each seed."""
+"""``factorized train``: train a recipe, once for each seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``factorized translate``: sentences through a trained translator."""
+"""``factorized translate``: translate sentences with a trained model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from factorized.experiments.cli.console import say
 
 EXAMPLES = examples(
     "factorized translate --run out/translation/numbers/seed-0 zweiundvierzig",
-    'factorized translate --run out/translation/tatoeba/seed-0 "Guten Morgen" "Wie geht es dir?"',
+    'factorized translate --run out/translation/tatoeba/seed-0 "Guten Morgen"',
 )
 
 

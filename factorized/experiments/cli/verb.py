@@ -1,14 +1,17 @@
-"""The classes of verbs and of their groups, whose help fits the terminal and is short about the types of options."""
+"""The classes of verbs and of their groups, whose help fits the terminal and has short types."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+# what typer's types are called in the help
+TYPES = {"int": "N", "int range": "N", "float": "X", "float range": "X", "str": "TEXT", "path": "PATH"}
 
 
 class Verb(TyperCommand):
-    """A command whose help gives flags no type, and whole numbers the type ``N``."""
+    """A command whose help has short types of options, and none of flags and arguments."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help; its paragraphs break where the terminal ends, not where the lines of the source do."""
@@ -34,10 +37,15 @@ class Group(TyperGroup):
 
 
 def _with_short_types(parameters: list[Any], ctx: Any) -> list[Any]:
-    for option in parameters:
-        if isinstance(option, TyperOption) and option.metavar is None:
-            if option.is_flag:
-                option.metavar = ""  # "<bool>" would read as a value to be given
-            elif option.display_type(ctx) in ("<int>", "<int range>"):
-                option.metavar = "N"
+    for parameter in parameters:
+        if isinstance(parameter, TyperArgument):
+            parameter.display_type_rich = _no_type  # type: ignore[method-assign]  # the name and the text say enough
+        elif isinstance(parameter, TyperOption) and parameter.metavar is None:
+            shown = parameter.display_type(ctx).strip("<>")
+            # "<bool>" would read as a value to be given
+            parameter.metavar = "" if parameter.is_flag else TYPES.get(shown, shown)
     return parameters
+
+
+def _no_type(ctx: Any) -> str:
+    return ""

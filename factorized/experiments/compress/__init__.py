@@ -1,1 +1,1 @@
-"""Compressing a trained network: plan, calibrate, factorize, recover, save, and a page about it."""
+"""Compress a trained network: plan, calibrate, factorize, recover, save, and write a page about it."""

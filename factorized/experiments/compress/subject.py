@@ -1,4 +1,4 @@
-"""What is compressed: a trained network with its data, its score, and a way to train it further."""
+"""The network to compress: with its data, its score, and a way to train it further."""
 
 from __future__ import annotations
 

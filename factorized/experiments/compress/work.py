@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of a compression."""
+    """The settings of a compression."""
 
     ratio: float
     ranks: Ranks = "loss"  # how the budget is spent
@@ -166,8 +166,8 @@ class Work:
             if not path.is_file():
                 if others := [place for place in folders if place.exists()]:
                     raise ValueError(
-                        f"{others[0]} exists, and is of no compression; choose another --out, or let --overwrite "
-                        "delete it"
+                        f"{others[0]} exists, and is not part of a compression; choose another --out, or let "
+                        "--overwrite delete it"
                     )
                 machine = describe_machine(self.subject.device)
                 return {**fresh, "machine": machine, "seconds": {}, "notes": [], "files": {}}
@@ -190,7 +190,7 @@ class Work:
             differs = (
                 f"the weights, files or data of {self.subject.name} were others then"
                 if key == "identity"
-                else f"{key} is {found['asked'].get(key)!r} there, and {self.asked[key]!r} was asked for"
+                else f"{key} is {found['asked'].get(key)!r} there, and {self.asked[key]!r} in this command"
             )
             raise ValueError(
                 f"{self.folder} holds another compression: {differs}; choose another --out, or start over with "
@@ -346,7 +346,7 @@ class Work:
         return found
 
     def told(self, scores: dict[str, float]) -> str:
-        """Return the score as a message has it."""
+        """Return the score as text for a message."""
         name = self.subject.score
         return f"{name} {scores[name]:.2f}{' %' if name == 'accuracy' else ''}"
 

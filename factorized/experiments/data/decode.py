@@ -1,4 +1,4 @@
-"""Image files to one tensor of bytes, all of one size."""
+"""Decode image files of one size into one tensor of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scikit-learn's digits, which come with it: 1,797 handwritten digits of 8×8 pixels."""
+"""The digits that come with scikit-learn: 1,797 handwritten digits of 8×8 pixels."""
 
 from __future__ import annotations
 

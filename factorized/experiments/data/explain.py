@@ -40,12 +40,17 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
+def rule(message: str) -> str:
+    """Return a message of pydantic as a rule, such as "must be a valid number"."""
+    return message.removeprefix("Value error, ").replace("Input should be", "must be")
+
+
 def first_problem(error: ValidationError) -> str:
     """Return the first place where data are invalid, what is expected there and what was found."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"])) or "the file"
     got = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
-    return f"{where}: {first['msg'].removeprefix('Value error, ')}{got}"
+    return f"{where}: {rule(first['msg'])}{got}"
 
 
 def place_and_reason(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Packages that only some users need, imported when they do."""
+"""Imports of optional packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Extra = Literal["vision", "text", "onnx", "cluster"]
 
 
 def need(module: str, package: str, purpose: str, extra: Extra = "vision") -> Any:
-    """Return ``module``, or say which extra of this package brings it."""
+    """Import and return ``module``; if it is not installed, raise and name the extra to install."""
     top = module.split(".")[0]
     try:
         importlib.import_module(top)

@@ -89,5 +89,5 @@ def _not_found(name: str, folder: Path | None) -> ValueError:
     names = [*DATASETS, *(stem for stem in ready if stem not in DATASETS)]
     return ValueError(
         f"data set {name!r}{nearest(name.lower(), names, 0.6)} is neither a file or folder nor one of "
-        f"{', '.join(names)} (those prepared in {where} included); hf:OWNER/NAME takes one from Hugging Face"
+        f"{', '.join(names)} (those prepared in {where} included); hf:OWNER/NAME downloads one from Hugging Face"
     )

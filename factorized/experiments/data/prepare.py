@@ -1,4 +1,4 @@
-"""``prepare``: a data set converted once into one safe file, and what is ready."""
+"""``prepare``: convert a data set into one safe file; and list the files that are ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model by name: the paper's, any function that returns one, or a Hugging Face model from a local folder."""
+"""Build a model by name: the paper's, one that a function returns, or a Hugging Face model from a local folder."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from factorized.experiments.data.explain import nearest
+from factorized.experiments.data.explain import nearest, rule
 from factorized.experiments.recipes.recipe import BUDGETS, Named, Recipe, Section, is_used_by
 from factorized.experiments.recipes.tables import Cell, read_cells
 from factorized.experiments.recipes.text import AnyRecipe, TextRecipe
@@ -229,7 +229,7 @@ def _explain(recipe: type[Named], error: Any) -> str:
         return f"there is no field {where!r}{nearest(str(field), known)}; fields here: {', '.join(known)}"
     if error["type"] == "missing":
         return f'{where} is missing: a recipe names its network, as [model] name = "resnet8", or extends one that does'
-    message = error["msg"].removeprefix("Value error, ")
+    message = rule(error["msg"])
     if error["type"] == "value_error":
         return f"{where}: {message}" if where else message
     return f"{where}: {message}, got {reprlib.repr(error['input'])}"

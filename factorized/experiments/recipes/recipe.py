@@ -169,7 +169,7 @@ class Factorize(Section):
         if len(self.budget) > 1:
             raise ValueError(f"give one of {', '.join(BUDGETS)}, got {', '.join(self.budget)}")
         if self.scheme in COMPRESSING and not self.budget:
-            raise ValueError(f"{self.scheme} needs a budget: one of {', '.join(BUDGETS)}")
+            raise ValueError(f"{self.scheme} needs a budget, such as ratio = 0.1: one of {', '.join(BUDGETS)}")
         return self
 
     @model_validator(mode="after")
@@ -213,7 +213,9 @@ class Decay(Section):
     @model_validator(mode="after")
     def _rest_goes_with_products(self) -> Self:
         if self.rest is not None and self.kind in ("weight", "crs"):
-            raise ValueError(f'rest sets a decay apart from that of the products, and kind = "{self.kind}" has one')
+            raise ValueError(
+                f'rest is the decay of everything but the products, and kind = "{self.kind}" has one decay: remove it'
+            )
         return self
 
     @model_validator(mode="after")
@@ -299,9 +301,9 @@ class Named(Section):
     @classmethod
     def _stays_in_its_folder(cls, name: str) -> str:
         if not name.strip("/. ") or name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"runs land in OUT/NAME: expected a name such as own/resnet8, got {name!r}")
+            raise ValueError(f"runs are written to OUT/NAME: expected a name such as own/resnet8, got {name!r}")
         if max(len(part.encode()) for part in name.split("/")) > 200:
-            raise ValueError(f"runs land in OUT/NAME: expected at most 200 bytes a folder, got {name[:40]!r}…")
+            raise ValueError(f"runs are written to OUT/NAME: expected at most 200 bytes a folder, got {name[:40]!r}…")
         return name
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from factorized.experiments.data.explain import rule
+
 FIGURE = re.compile(r"([+-]?\d+(?:\.\d+)?)(?:±(\d+(?:\.\d+)?))?")
 AIMS = {"accuracy": "accuracy", "F1": "f1"}  # metrics that recipes aim at, and their field of [paper]
 NOTHING, NO_FIGURE = "-", "*"  # the table has nothing there; a recipe is there, and the paper has no figure for it
@@ -92,7 +94,7 @@ def read_cells(path: Path) -> list[Cell]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name}: not valid TOML: {error}") from None
     except ValidationError as error:
-        told = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+        told = (f"{'.'.join(map(str, e['loc']))}: {rule(e['msg'])}, got {e['input']!r}" for e in error.errors())
         raise ValueError(f"{path.name}: {'; '.join(told)}") from None
     cells = [cell for grid in table.grid for cell in _cells(table, grid, path.name)]
     cells += [Cell(None, "", "", name, "", None, None, None, recipe=name) for name in table.also]

@@ -1,4 +1,4 @@
-"""Taking in the result of a run from elsewhere, if it is a run of our recipe on our data."""
+"""Add the result of a run from elsewhere, if it has our recipe and our data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_result(
     if recipe.shortened_from is not None or (there.exists() and _mark_of(there) != mark):
         there = there.parent / mark / there.name  # not the run that is looked for by this name
     if there.exists():
-        raise ValueError(f"{there} already holds this run; remove that file first if it is to be replaced")
+        raise ValueError(f"{there} already holds this run; to replace it, remove that file first")
     there.parent.mkdir(parents=True, exist_ok=True)
     if kept == run.result:
         write_whole(there, lambda temporary: shutil.copyfile(path, temporary))
@@ -72,8 +72,8 @@ def _fingerprint(result: Result) -> str:
 def _refuse_changes(run: Run, changes: Changes) -> None:
     field, (expected, got) = next(iter(changes.items()))
     raise ValueError(
-        f"its {field} is {got!r}, and {run.name} has {expected!r}: it is a run of another recipe; --changed takes "
-        "it in beside those of that recipe"
+        f"its {field} is {got!r}, and {run.name} has {expected!r}: it is a run of another recipe; --changed adds "
+        "it beside those of that recipe"
     )
 
 

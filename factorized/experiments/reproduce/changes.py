@@ -1,4 +1,4 @@
-"""Where a run differs from the shipped recipe that it names, and the folder of its results."""
+"""Differences between a run and the shipped recipe that it names, and the folder of its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison of recipes from training to checks: what ``factorized demo`` shows."""
+"""``factorized demo``: train recipes, compare them, and check the best ones."""
 
 from __future__ import annotations
 

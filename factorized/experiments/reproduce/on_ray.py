@@ -54,9 +54,9 @@ class RayEngine:
             ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level="error")
         except ConnectionError as error:
             raise ValueError(
-                f"--address {address}: {in_words(error)}; start a cluster with `ray start --head`. Where it asks "
-                "for a token, give the command with RAY_AUTH_MODE=token in its environment, or on the cluster's "
-                "machine with --address auto"
+                f"--address {address}: {in_words(error)}; start a cluster with `ray start --head`. If it asks "
+                "for a token, set RAY_AUTH_MODE=token in the environment, or use --address auto on the cluster's "
+                "machine"
             ) from None
 
     def _outcome(self, reference: Any, job: Job) -> Outcome:

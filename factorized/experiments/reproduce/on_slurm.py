@@ -1,4 +1,4 @@
-"""Jobs on a Slurm cluster, by submitit."""
+"""Jobs on a Slurm cluster, queued by submitit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlurmEngine:
             self.executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
         except RuntimeError as error:
             raise ValueError(
-                f"--engine slurm: {in_words(error)} Give the command where Slurm is, or try it on this machine by "
+                f"--engine slurm: {in_words(error)} Run the command where Slurm is, or try it on this machine with "
                 "--slurm cluster=local, which starts all runs at once"
             ) from None
         try:

@@ -146,9 +146,9 @@ class Planner:
 
 
 def missing(runs: Iterable[PlannedRun]) -> dict[PlannedRun, int]:
-    """Return the runs that are to be done for these to be finished, with the wave that each belongs to.
+    """Return the runs to train before these are finished, each with the number of its wave.
 
-    A run whose network is missing is among them if another one needs it.
+    A finished run whose network is missing is trained again if another run needs the network.
     """
     depths: dict[PlannedRun, int] = {}
     for run in runs:

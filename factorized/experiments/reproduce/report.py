@@ -1,4 +1,4 @@
-"""Runs as one page that loads nothing: beside the paper, with curves, layers and machines; and its tables as files."""
+"""A report about runs: one self-contained page beside the paper's figures, and its tables as files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Heading:
-    """What stands above a report."""
+    """The title, lead and command at the top of a report."""
 
     title: str = ""  # one that fits, unless given
     lead: str = ""

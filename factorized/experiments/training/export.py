@@ -1,4 +1,4 @@
-"""A trained network as one file that others read, and that file read back as a function of images."""
+"""Export a trained network as one file, and read the file back as a function of images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folders of runs: made, checked, claimed and cleared before anything is trained; what a failed write says."""
+"""Folders of runs: making, checking, claiming and clearing them before training; errors of failed writes."""
 
 from __future__ import annotations
 

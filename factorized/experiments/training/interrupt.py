@@ -1,4 +1,4 @@
-"""Runs that end early: on SIGTERM and Ctrl-C they stop between two steps; or their folder cannot be written."""
+"""Runs that end early: SIGTERM and Ctrl-C stop them between two steps, or their folder cannot be written."""
 
 from __future__ import annotations
 

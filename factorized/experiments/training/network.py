@@ -1,4 +1,4 @@
-"""From a recipe to what is trained: the network, factorized, and an optimizer that decays it as the recipe says."""
+"""Build a recipe's network, factorized, and its optimizer with the decay attached."""
 
 from __future__ import annotations
 

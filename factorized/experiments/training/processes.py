@@ -1,4 +1,4 @@
-"""One process, or several that ``torchrun`` started: who is the first, and what all of them know."""
+"""One process, or several that ``torchrun`` started: which one is the first, and values that all of them share."""
 
 from __future__ import annotations
 

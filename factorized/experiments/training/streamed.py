@@ -1,4 +1,4 @@
-"""Batches that travel to the device one by one, for a training set that does not fit there."""
+"""Batches copied to the device one by one, for a training set that does not fit there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many CPU threads a run uses beside its device."""
+"""CPU threads that a run uses beside its device."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def fit_images(result: Result, images: Images) -> Images:
     found = (len(images.classes), images.channels, *images.size)
     if expected != found:
         raise ValueError(
-            f"the run knows (classes, channels, height, width) = {expected} of {data['name']}, and {images.name} has "
-            f"{found}; name the data set it was trained on by --data"
+            f"the run was trained on (classes, channels, height, width) = {expected} of {data['name']}, and "
+            f"{images.name} has {found}; name the data set it was trained on by --data"
         )
     _check_classes(data["classes"], list(images.classes), images.name)
     mean, std = (tuple(data.get(key) or getattr(images, key)) for key in ("mean", "std"))

@@ -279,7 +279,7 @@ def test_a_compression_that_is_interrupted_says_how_to_go_on(
 
 def test_a_folder_of_another_compression_and_a_damaged_one_are_refused(cli: Cli, run: Path, copied: Path) -> None:
     said = cli("compress", run, "--ratio", "0.5", "--out", copied)
-    assert "holds another compression: ratio is 0.3 there, and 0.5 was asked for" in said.error
+    assert "holds another compression: ratio is 0.3 there, and 0.5 in this command" in said.error
     (copied / "compress.json").write_text('{"asked": {}}')
     assert "compress.json is damaged, was changed, or" in cli("compress", run, "--ratio", RATIO, "--out", copied).error
 
@@ -297,7 +297,7 @@ def test_quiet_says_only_the_result(cli: Cli, run: Path, copied: Path) -> None:
     )
     lines = said.out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["network", "dense", "compressed"]
-    assert lines[-1] == f"written to {copied}; open {copied / 'compress.html'}"
+    assert lines[-1] == f"figures and layers: {copied / 'compress.html'}"
 
 
 def test_a_factorized_run_and_a_folder_that_cannot_be_written_are_refused(

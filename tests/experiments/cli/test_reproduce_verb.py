@@ -29,7 +29,7 @@ def test_a_table_is_done_once_and_what_is_shortened_is_marked_everywhere(cli: Cl
     short = ("reproduce", table, "--seeds", "2", "--epochs", "1", "--device", "cpu")
     planned = cli(*short, "--dry-run")
     assert planned.code == 0
-    assert planned.out.endswith("4 runs to do; how long they take is not known, for want of past runs\n")
+    assert planned.out.endswith("4 runs to do; without past runs, there is no estimate of the time\n")
     assert "no past run" in planned.out
     assert "shortened: 1 of 4 epochs" in planned.out
     assert not (tmp_path / "out").exists()

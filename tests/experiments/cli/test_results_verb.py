@@ -178,7 +178,7 @@ def test_a_run_with_other_settings_is_taken_in_beside_those_of_its_recipe_where_
         found["recipe"]["run"]["evaluate_every"] = 2  # has no effect on what is learned
 
     change(copy, changed)
-    assert "--changed takes it in beside those of that recipe" in cli("results", "add", copy).out
+    assert "--changed adds it beside those of that recipe" in cli("results", "add", copy).out
     assert cli("results", "add", copy, "--changed").code == 0
     there = Path(f"results/{NAME}+optimizer.lr=0.2/seed-0.json")
     found = read_run(there).result  # whose checksum fits

@@ -90,7 +90,7 @@ def test_a_set_of_the_same_name_and_other_images_is_not_taken_for_that_of_the_ru
     assert cli("train", "digits/resnet8", *TINY, "--data", digits, "--out", tmp_path).code == 0
     message = cli("evaluate", tmp_path / "digits/resnet8/seed-0").error
     assert "trained on 'digits'" in message
-    assert "what is found by that name has checksum" in message
+    assert "but the data of that name have checksum" in message
 
 
 @pytest.mark.parametrize("name", ["digits", "noise.npz"])
@@ -136,7 +136,7 @@ def test_a_run_is_not_overwritten_unless_asked_and_can_be_resumed(cli: Cli, trai
         (["--resume"], "there is nothing to resume in "),
         (["--device", "toaster"], "--device must be cpu, cuda or cuda:NUMBER, got 'toaster'"),
         (["--device", "meta"], "--device must be cpu, cuda or cuda:NUMBER, got 'meta'"),
-        (["--device", "cuda:99"], "number 99 was asked for"),
+        (["--device", "cuda:99"], "there is no GPU 99; this machine has "),
         (["--data", "/no/such/place"], "there is no file or folder /no/such/place"),
         (["--set", "schedule.epoch=3"], "did you mean 'epochs'?"),
         (["--set", "epochs=3"], "a change is section.field=value"),

@@ -221,7 +221,7 @@ def test_a_folder_of_that_name_that_is_of_no_compression_is_not_touched_unless_a
 ) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "thesis.txt").write_text("three years")
-    with pytest.raises(ValueError, match=f"{name} exists, and is of no compression; choose another --out"):
+    with pytest.raises(ValueError, match=f"{name} exists, and is not part of a compression; choose another --out"):
         compressed(tmp_path)
     assert (tmp_path / name / "thesis.txt").exists()
     compressed(tmp_path, overwrite=True)

@@ -60,9 +60,9 @@ def test_a_damaged_file_is_named_skipped_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"accuracy": None}, "accuracy: Input should be a valid number, got None"),
-        ({"accuracy": 120.0}, "accuracy: Input should be less than or equal to 100"),
-        ({"seed": "0"}, "seed: Input should be a valid integer"),
+        ({"accuracy": None}, "accuracy: must be a valid number, got None"),
+        ({"accuracy": 120.0}, "accuracy: must be less than or equal to 100"),
+        ({"seed": "0"}, "seed: must be a valid integer"),
         ({"history": [{"epoch": 1, "loss": "low"}]}, "history.0"),
         ({"recipe": {"title": "no name"}}, "recipe.name: Field required"),
         ({"recipe": {"name": "mine", "model": "resnet"}}, "recipe.model"),

@@ -243,5 +243,5 @@ def test_a_linear_learning_rate_changes_at_every_step(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("kind", ["weight", "crs"])
 def test_a_rest_that_would_do_nothing_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match="rest sets a decay apart from that of the products"):
+    with pytest.raises(ValueError, match="rest is the decay of everything but the products"):
         recipe(f"decay.kind={kind}", "decay.rest=0.1")

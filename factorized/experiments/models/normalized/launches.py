@@ -1,4 +1,4 @@
-"""The launches of kernels that normalize."""
+"""Launches of the kernels that normalize."""
 
 from __future__ import annotations
 

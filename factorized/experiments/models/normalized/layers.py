@@ -1,4 +1,4 @@
-"""Norm, ReLU and convolution as one: by kernels where these can run the layers, else one after the other."""
+"""Apply norm, ReLU and convolution: by joint kernels if they can run the layers, else one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mean and variance of a batch per channel, and what normalizes by them, on a GPU."""
+"""Mean and variance of a batch per channel, and normalizing by them, on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Parts(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Those of a batch, and what they make of a norm."""
+    """The statistics of a batch, and the scale and shift of a norm that follow from them."""
 
     statistics: Tensor  # (2, channels): mean and variance
     coefficients: Tensor  # (2, channels): scale and shift

@@ -1,4 +1,4 @@
-"""How many positions and channels each program of the kernels that normalize has."""
+"""Tile sizes of the kernels that normalize: the positions and channels of each program."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Tiles:
 
     @property
     def launching(self) -> dict[str, int]:
-        """What launches of products are told."""
+        """Launch options of kernels that multiply."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     @property
     def walking(self) -> dict[str, int]:
-        """What those are told that walk."""
+        """Launch options of kernels that walk through positions."""
         return {"AHEAD": self.ahead, **self.launching}
 
 
@@ -91,11 +91,11 @@ class Walk(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """How many there are."""
+        """The number of programs."""
         return self.splits * self.tiles
 
     def sizes(self, x: Tensor) -> dict[str, Any]:
-        """What a launch is told of its tiles."""
+        """Return the arguments of a launch that describe its tiles."""
         even = x.numel() // x.shape[1] % self.positions == 0 and x.shape[1] % self.channels == 0
         return {"C": x.shape[1], "EVEN": even, "GM": self.positions, "GC": self.channels}
 
