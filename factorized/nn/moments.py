@@ -87,7 +87,7 @@ class InputMoments:
     ) -> None:
         if self.centered:
             if not self.samples:
-                self.origin = x[:, 0].double()
+                self.origin = x[:, 0].to(torch.float64, copy=True)  # code after the layer may write to its input
             x = x - self.origin.unsqueeze(1)
         x = x.double()  # rounding would outweigh what is small beside a large mean, and weights in unseen directions
         groups, samples, inputs = x.shape

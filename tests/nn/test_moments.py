@@ -205,3 +205,12 @@ def test_gradients_of_outputs_are_averaged_over_all_their_entries() -> None:
             (layer(torch.randn(*weight.shape[:-1], 5)) * weight).sum().backward()
     assert seen.mean_square == pytest.approx(torch.cat([w.flatten() for w in weights]).square().mean().item())
     assert not layer._forward_hooks
+
+
+def test_moments_stay_when_code_after_a_layer_overwrites_its_input() -> None:
+    layer, x = nn.Linear(4, 4, dtype=torch.float64), torch.randn(30, 4, dtype=torch.float64)
+    collected, around = InputMoments(layer, centered=True), x - x.mean(0)
+    for part in x.clone().split(10):
+        collected(layer, (part,), {})
+        part.zero_()
+    torch.testing.assert_close(collected.moment.sums[0], around.mT @ around)
