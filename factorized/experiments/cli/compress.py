@@ -90,6 +90,13 @@ def compress(
             show_default=False,
         ),
     ] = None,
+    sequential: Annotated[
+        bool,
+        typer.Option(
+            "--sequential",
+            help="Fill one layer after another, each making up for the errors before it: slower, and more accurate.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -124,6 +131,7 @@ def compress(
         multiple_of=multiple_of,
         samples=samples,
         layers_per_pass=layers_per_pass,
+        sequential=sequential,
     )
     subject = open_subject(model, data, pick_device(device), trust_model=trust_model)
     recipe = _recovery(subject, recover, settings.factorize)
