@@ -3,11 +3,11 @@
     python -m benchmarks.recovery out/cifar10/vgg19/seed-0 --data DIR --out benchmarks/results/recovery-vgg19-h200.json
 
 At every ratio of the parameters of the compressed layers, the dense network of the run is compressed by truncated SVD,
-ASVD, SVD-LLM's whitening and magnitude pruning, and by ``fz.Calibrated`` with ranks chosen by the loss. It is tested as
-it is, and after a tenth of the run's own training: with ordinary decay of every parameter, and with Frobenius decay of
-the products. Recovery is the one of ``factorized compress``. Every figure is written as soon as it is known, and one
-that is in the file is not measured again. The same command, started several times, shares the work: a small network
-leaves a GPU idle.
+ASVD, SVD-LLM's whitening and magnitude pruning, and by ``fz.Calibrated``, all layers at once and one after another,
+with ranks chosen by the loss. It is tested as it is, and after a tenth of the run's own training: with ordinary decay
+of every parameter, and with Frobenius decay of the products. Recovery is the one of ``factorized compress``. Every
+figure is written as soon as it is known, and one that is in the file is not measured again. The same command, started
+several times, shares the work: a small network leaves a GPU idle.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from factorized.files.atomic import lock
 from factorized.nn.running import count_parameters
 
 RATIOS = (0.1, 0.3, 0.5, 0.7)
-DENSE, OURS, SVD, PRUNED = "dense", "calibrated", "truncated SVD", "pruning"
-WAYS = (OURS, *METHODS, PRUNED)
+DENSE, SVD, PRUNED = "dense", "truncated SVD", "pruning"
+OURS = "calibrated", "calibrated, sequential"
+WAYS = (*OURS, *METHODS, PRUNED)
 NONE, ORDINARY, FROBENIUS = "none", "ordinary", "frobenius"
 SAMPLES = 2048
 ONCE = 10**5  # epochs or updates between two tests, or two checkpoints: more than any recovery has
@@ -137,7 +138,7 @@ class Compression:
     def plan(self, method: str, ratio: float) -> fz.Plan:
         """Return the plan of a ratio: ranks by the loss for our method, one rank scale for others."""
         dense = self.subject.dense()
-        ours = method == OURS
+        ours = method in OURS
         return fz.plan(
             dense,
             fz.LowRank(self.kinds[method]),
@@ -152,8 +153,9 @@ class Compression:
     def compress(self, method: str, plan: fz.Plan) -> nn.Module:
         """Return the network, compressed."""
         dense = self.subject.dense()
-        if method == OURS:
-            return fz.factorize(dense, plan, init=self.calibration)
+        if method in OURS:
+            init = fz.Calibrated(self.calibration.batches, sequential=method == OURS[1])
+            return fz.factorize(dense, plan, init=init)
         if method == SVD:
             return fz.factorize(dense, plan, init="spectral")
         return pruned(dense, plan) if method == PRUNED else factorized_by(method, dense, plan, self.calibration)

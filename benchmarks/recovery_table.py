@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.markdown import figure, table
 
 Row = dict[str, Any]
-METHODS = ("calibrated", "truncated SVD", "ASVD", "SVD-LLM", "pruning")
+METHODS = ("calibrated", "calibrated, sequential", "truncated SVD", "ASVD", "SVD-LLM", "pruning")
 AFTER = {"none": "", "ordinary": ", ordinary decay", "frobenius": ", Frobenius decay"}
 DEVICES = {"NVIDIA H200": "H200"}
 

@@ -247,7 +247,7 @@ def calibrated() -> str:
     """Return the table of accuracies with calibrated and with spectral factors."""
     report = _read("calibrated-cpu")
     found = {(row["network"], row["ratio"], row["init"], row["recovery"]): row for row in report["rows"]}
-    ways = [(init, when) for when in ("before", "after") for init in ("spectral", "calibrated")]
+    ways = [(init, when) for when in ("before", "after") for init in ("spectral", "calibrated", "sequential")]
     rows = []
     for network, ratio in _networks(report):
         cells = (found[network, ratio, init, when] for init, when in ways)

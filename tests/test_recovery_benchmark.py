@@ -40,7 +40,7 @@ def test_every_method_is_measured_without_recovery_and_with_either_decay(run: Pa
     out = tmp_path / "made" / "recovery.json"
     recovery.main([str(run), *SMALL, "--out", str(out)])
     rows = rows_of(out)
-    products = ("calibrated", "truncated SVD", "ASVD", "SVD-LLM")
+    products = ("calibrated", "calibrated, sequential", "truncated SVD", "ASVD", "SVD-LLM")
     expected = {(1.0, "dense", "none"), (0.3, "pruning", "none"), (0.3, "pruning", "ordinary")}
     expected |= {(0.3, method, way) for method in products for way in ("none", "ordinary", "frobenius")}
     assert rows.keys() == expected
@@ -51,6 +51,8 @@ def test_every_method_is_measured_without_recovery_and_with_either_decay(run: Pa
         assert row["parameters"] == pytest.approx(ratio * whole, rel=0.06)
     for method in products:
         assert rows[0.3, method, "ordinary"]["loss"] != rows[0.3, method, "frobenius"]["loss"]
+    at_once, sequential = (rows[0.3, method, "none"]["loss"] for method in products[:2])
+    assert at_once != sequential
     assert json.loads(out.read_text())["machine"]["torch"] == torch.__version__
 
 

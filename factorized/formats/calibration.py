@@ -14,6 +14,8 @@ from factorized.formats.svd import truncated_factors
 
 # Added to the moments, as a share of the outputs: directions that no input has are kept by the size of their weights.
 RIDGE = 1e-8
+# Corrections of a weight cost this share of the mean square of its inputs: few samples would overstate them.
+CAUTION = 1e-4
 # Alternating least squares stops once a sweep over all cores lowers the error by less than this share of it.
 SWEEPS, WORTH_A_SWEEP = 8, 0.01
 # Conjugate gradient steps for one core. Each lowers the error, so that few of them do no harm. They end where the
@@ -39,9 +41,7 @@ class Moment:
     ) -> Tensor:  # like weight
         """Return the weight times the moment: half the gradient of ``Σ ‖weight·x‖²``."""
         moved = _times(by_output(weight, shape, self.transposed), self.sums)
-        if not self.transposed:
-            return moved.reshape(weight.shape)
-        return moved.unflatten(2, (shape.out_channels // shape.groups, -1)).transpose(1, 2).reshape(weight.shape)
+        return _as_weight(moved, shape, self.transposed)
 
     def of_matrix(self, shape: KernelShape) -> Tensor:  # (groups, side, side), or (1, side)
         """Return the moment for one side of the matrix that the weight is read as: its columns, or its rows.
@@ -69,6 +69,17 @@ def by_output(
     lead, second, *size = shape.weight_shape
     split = weight.reshape(shape.groups, lead // shape.groups, second, prod(size))
     return (split.transpose(1, 2) if transposed else split).flatten(2)
+
+
+def _as_weight(
+    matrices: Tensor,  # (groups, outputs, inputs)
+    shape: KernelShape,
+    transposed: bool,
+) -> Tensor:  # of the shape of the layer's weight
+    """Return the weight whose ``by_output`` this is."""
+    if transposed:
+        matrices = matrices.unflatten(2, (shape.weight_shape[0] // shape.groups, -1)).transpose(1, 2)
+    return matrices.reshape(shape.weight_shape)
 
 
 def output_error(
@@ -114,6 +125,25 @@ def regularized(
     diagonal = sums if sums.dim() == 2 else sums.diagonal(dim1=-2, dim2=-1)
     added = ridge if sums.dim() == 2 else torch.diag_embed(ridge.expand_as(diagonal))
     return Moment(sums + added, moment.transposed)
+
+
+def corrected(
+    weight: Tensor,  # of the shape of the layer's weight
+    cross: Tensor,  # (groups, inputs, inputs)
+    moment: Moment,
+    shape: KernelShape,
+) -> Tensor:  # like weight
+    """Return the weight that makes ``x̃`` into what this one makes of ``x``: it minimizes ``Σ ‖weight·x - W' x̃‖²``.
+
+    ``cross`` is ``B = Σ x x̃ᵀ``, and ``moment`` is ``C`` of the ``x̃``. A small multiple of ``‖weight - W'‖²`` is added
+    to what is minimized: ``W' = W (B + λI)(C + λI)⁻¹``. Directions that no ``x̃`` has keep their weights.
+    """
+    W, C = by_output(weight.double(), shape, moment.transposed), moment.sums
+    mean = C.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)  # (groups, 1)
+    ridge = torch.where(mean > 0, CAUTION * mean, 1).expand(-1, C.shape[-1])
+    factor = torch.linalg.cholesky(C + torch.diag_embed(ridge))
+    change = torch.cholesky_solve((W @ (cross - C)).mT, factor).mT
+    return _as_weight(W + change, shape, moment.transposed).to(weight.dtype)
 
 
 def calibrated_factors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -52,6 +53,16 @@ class InputMoments:
         return self.origin + self.total / self.samples
 
     @property
+    def dense_mean(self) -> Tensor:  # (groups, inputs)
+        """The mean of the inputs whose outputs are to be kept."""
+        return self.mean
+
+    @property
+    def cross(self) -> Tensor | None:
+        """None: these inputs have no pairs."""
+        return None
+
+    @property
     def moment(self) -> Moment:
         """What was collected, once there are samples; zero around the mean of inputs that vary by rounding alone."""
         if self.looks_up:
@@ -72,20 +83,14 @@ class InputMoments:
         """Add the inputs of one call: a forward pre-hook with keywords."""
         if in_backward():  # they were added when the checkpoint ran the first time
             return
-        x = _argument(0, "input", arguments, keywords)
-        x = (next(iter(keywords.values())) if x is None else x).detach()  # transformers' Conv1D calls it x
+        x = input_of(arguments, keywords)
         if not x.numel():
             return
         if self.looks_up:
             self._count(x, layer.padding_idx if isinstance(layer, nn.EmbeddingBag) else None)
-        elif isinstance(layer, _ConvNd):
-            spatial = x if x.dim() == len(layer.kernel_size) + 2 else x.unsqueeze(0)
-            output_size = _argument(1, "output_size", arguments, keywords)
-            chunk = max(1, PATCH_ENTRIES // (spatial[:1].numel() * prod(layer.kernel_size)))
-            for part in spatial.split(chunk):
-                self._add(patches(part, layer, output_size))
-        else:
-            self._add(x.reshape(1, -1, x.shape[-1]))
+            return
+        for rows in _rows(x, layer, _argument(1, "output_size", arguments, keywords)):
+            self._add(rows)
 
     def _add(
         self,
@@ -94,7 +99,7 @@ class InputMoments:
         self.rounding = torch.finfo(x.dtype).eps
         if self.centered:
             if not self.samples:
-                self.origin = x[:, 0].double()
+                self.origin = x[:, 0].to(torch.float64, copy=True)  # code after the layer may write to its input
             x = x - self.origin.unsqueeze(1)
         x = x.double()  # rounding would outweigh what is small beside a large mean, and weights in unseen directions
         groups, samples, inputs = x.shape
@@ -116,6 +121,68 @@ class InputMoments:
     def _count_in(self, total: Tensor, samples: int) -> None:
         self.total = self.total + total if self.samples else total
         self.samples += samples
+
+
+class InputPairs(InputMoments):
+    """Adds up the moments of the inputs ``x̃`` of one layer, and ``Σ x x̃ᵀ`` with those it had in an earlier run.
+
+    ``expect`` is a hook for the earlier run, and the object itself one for the later. ``end`` ends a batch. Where the
+    layer is called otherwise in the later run, as an expert may be that a router chooses, nothing is paired.
+    """
+
+    def __init__(self, layer: nn.Module, *, transposed: bool = False, centered: bool = False) -> None:
+        super().__init__(layer, transposed=transposed, centered=centered)
+        self.paired = not self.looks_up  # what is looked up has no error
+        self.expected: deque[Tensor] = deque()
+        self.earlier: Iterator[Tensor] = iter(())  # the rows of one call
+        zero = torch.zeros((), device="cpu")
+        self.earlier_origin, self.earlier_total, self.products = zero, zero, zero  # each as that of the later inputs
+
+    @property
+    def dense_mean(self) -> Tensor:  # (groups, inputs)
+        """The mean of the earlier inputs, where they are paired."""
+        return self.earlier_origin + self.earlier_total / self.samples if self.paired else self.mean
+
+    @property
+    def cross(self) -> Tensor | None:  # (groups, inputs, inputs)
+        """``Σ x x̃ᵀ``, around the means if centered; None if nothing is paired."""
+        if not self.paired:
+            return None
+        around = torch.einsum("gi,gj->gij", self.earlier_total, self.total) / self.samples if self.centered else 0
+        return self.products - around
+
+    def expect(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Keep the inputs of one call in the earlier run, which code after it may overwrite."""
+        if self.paired:
+            self.expected.append(input_of(arguments, keywords).clone())
+
+    def __call__(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Add the inputs of one call in the later run."""
+        earlier = self.expected.popleft() if self.expected else None
+        if earlier is None or earlier.shape != input_of(arguments, keywords).shape:
+            self.paired = False
+        else:
+            self.earlier = _rows(earlier, layer, _argument(1, "output_size", arguments, keywords))
+        super().__call__(layer, arguments, keywords)
+
+    def end(self) -> None:
+        """End a batch: every call of the earlier run has had its pair."""
+        self.paired = self.paired and not self.expected
+        self.expected.clear()
+
+    def _add(self, x: Tensor) -> None:
+        first = not self.samples
+        super()._add(x)
+        if not self.paired:
+            return
+        earlier, x = next(self.earlier).double(), x.double()
+        if first:
+            self.products = torch.zeros_like(self.sums)
+            self.earlier_origin = earlier[:, 0].clone() if self.centered else self.earlier_origin
+        if self.centered:
+            earlier, x = earlier - self.earlier_origin.unsqueeze(1), x - self.origin.unsqueeze(1)
+        self.products.baddbmm_(earlier.mT, x)
+        self.earlier_total = self.earlier_total + earlier.sum(1)
 
 
 class OutputGradients:
@@ -154,7 +221,24 @@ def collecting(
         yield
 
 
-def _argument(place: int, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def input_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:
+    """Return the input of a call of a layer."""
+    x = _argument(0, "input", arguments, keywords)
+    return (next(iter(keywords.values())) if x is None else x).detach()  # transformers' Conv1D calls it x
+
+
+def _rows(x: Tensor, layer: nn.Module, output_size: list[int] | None) -> Iterator[Tensor]:  # (groups, samples, inputs)
+    """Yield what the weight of a layer is applied to."""
+    if not isinstance(layer, _ConvNd):
+        yield x.reshape(1, -1, x.shape[-1])
+        return
+    spatial = x if x.dim() == len(layer.kernel_size) + 2 else x.unsqueeze(0)
+    chunk = max(1, PATCH_ENTRIES // (spatial[:1].numel() * prod(layer.kernel_size)))
+    for part in spatial.split(chunk):
+        yield patches(part, layer, output_size)
+
+
+def _argument(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Return an argument of a call, given by its place or its name, or None."""
     return arguments[place] if len(arguments) > place else keywords.get(name)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from factorized._checks import check_whole, warn
 from factorized._torch import leaves
 from factorized.attention.family import is_transposed
-from factorized.formats.calibration import Moment, added, scaled
+from factorized.formats.calibration import Moment, added, corrected, scaled
+from factorized.formats.kernel import KernelShape
 from factorized.nn.moments import InputMoments, OutputGradients, collecting
 from factorized.nn.running import frozen, move_to, run_once
 
+Kind = TypeVar("Kind", bound=InputMoments)
 Loss = Callable[..., Tensor]  # of a model's outputs and the other parts of a batch
 
 NEVER_CALLED = "never called as layers; weights of recurrent networks and of experts never are"
+NOT_FINITE = "its inputs on the batches of Calibrated hold NaN or infinite values; nothing was changed"
 MANY = 100_000  # examples of batches that may never end
 
 
@@ -50,6 +53,10 @@ class Calibrated:
             ``(inputs, labels)``, ``lambda outputs: outputs.loss`` for a dict with labels. It is a mean over the batch.
             With it, ``allocate="spectrum"`` weighs the layers by their effect on this loss, found in one backward pass;
             without it, an equal share of the outputs counts the same in every layer.
+        sequential: fill one layer after another, in the order in which the model calls them. With the inputs ``x̃`` that
+            a layer has behind factors that are filled already, it minimizes ``E‖W x - U Vᵀ x̃‖²``: it makes up for the
+            errors of earlier layers. The batches run twice for every layer; layers with the same input, such as the
+            projections of an attention, count as one.
 
     Raises:
         ValueError: an argument has a wrong value; when used, also if the batches hold no examples, or do not run
@@ -70,6 +77,7 @@ class Calibrated:
         samples: int | None = None,
         layers_per_pass: int | None = None,
         loss: Loss | None = None,
+        sequential: bool = False,
     ) -> None:
         if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
             raise ValueError(
@@ -80,33 +88,39 @@ class Calibrated:
             check_whole("samples", samples)
         if layers_per_pass is not None:
             check_whole("layers_per_pass", layers_per_pass)
-            if isinstance(batches, Iterator):
-                raise ValueError(
-                    "layers_per_pass runs the batches several times, which an iterator cannot give; pass a list or a "
-                    "DataLoader"
-                )
+        several = "sequential" if sequential else "layers_per_pass" if layers_per_pass is not None else None
+        if several is not None and isinstance(batches, Iterator):
+            raise ValueError(
+                f"{several} runs the batches several times, which an iterator cannot give; pass a list or a DataLoader"
+            )
         if loss is not None and (isinstance(loss, type) or not callable(loss)):
             remedy = f"; make one: {loss.__name__}()" if isinstance(loss, type) else ""
             raise ValueError(
                 f"loss must be a function of outputs and labels, such as F.cross_entropy, got {loss!r}{remedy}"
             )
         self.batches, self.samples, self.layers_per_pass, self.loss = batches, samples, layers_per_pass, loss
+        self.sequential = sequential
 
     def __repr__(self) -> str:
         given = f"samples={self.samples}, layers_per_pass={self.layers_per_pass}"
         weighed = "" if self.loss is None else f", loss={getattr(self.loss, '__name__', type(self.loss).__name__)}"
-        return f"Calibrated({type(self.batches).__name__}, {given}{weighed})"
+        ordered = ", sequential=True" if self.sequential else ""
+        return f"Calibrated({type(self.batches).__name__}, {given}{weighed}{ordered})"
 
     def run(self, model: nn.Module, loss: Loss | None = None) -> None:
         """Run ``model`` on the batches; with a loss also backwards, down to outputs but not parameters."""
-        seen = 0
-        for number, batch in enumerate(self.batches):
-            inputs, *rest = batch if isinstance(batch, (tuple, list)) and batch else [batch]
-            text = f"batch {number} of Calibrated(batches)"
+        for inputs, rest, text in self.examples():
             if loss is None:
                 run_once(model, inputs, text)
             else:
                 _run_backward(model, loss, inputs, rest, text)
+
+    def examples(self) -> Iterator[tuple[Any, list[Any], str]]:
+        """Yield the input of every batch, its other parts, and what an error calls it."""
+        seen = 0
+        for number, batch in enumerate(self.batches):
+            inputs, *rest = batch if isinstance(batch, (tuple, list)) and batch else [batch]
+            yield inputs, rest, f"batch {number} of Calibrated(batches)"
             before, seen = seen, seen + _examples(inputs)
             if self.samples is not None and seen >= self.samples:
                 return
@@ -161,8 +175,8 @@ def _run_backward(model: nn.Module, loss: Loss, inputs: Any, rest: Sequence[Any]
 class Collected:
     """What the batches show about the layers that share one weight."""
 
-    ran: dict[str, InputMoments]  # by name, of those that were called
-    gradients: dict[str, OutputGradients]  # by name; empty without a backward pass
+    ran: Mapping[str, InputMoments]  # by name, of those that were called
+    gradients: Mapping[str, OutputGradients]  # by name; empty without a backward pass
 
     @property
     def weighs(self) -> bool:
@@ -174,7 +188,7 @@ class Collected:
         """The moments of all uses, each scaled by the mean square of its output's gradient if the loss weighs them."""
         found = {name: one.moment for name, one in self.ran.items()}
         if not all(torch.isfinite(moment.sums).all() for moment in found.values()):
-            raise ValueError("its inputs on the batches of Calibrated hold NaN or infinite values; nothing was changed")
+            raise ValueError(NOT_FINITE)
         if not all(isfinite(one.mean_square) for one in self.gradients.values()):
             raise ValueError(
                 "the gradients of the loss of Calibrated by its outputs hold NaN or infinite values; leave out loss= "
@@ -184,6 +198,21 @@ class Collected:
             weights = {name: self.gradients[name].mean_square for name in found}
             found = {name: scaled(moment, weights[name]) for name, moment in found.items() if weights[name] > 0}
         return added(list(found.values()))
+
+    def target(
+        self,
+        weight: Tensor,  # of the shape of the layers' weight
+        moments: Sequence[Moment],  # ours
+        shape: KernelShape,
+    ) -> Tensor:  # like weight
+        """Return the weight to approximate: where inputs are paired, the one that makes up for how they differ."""
+        crosses = [cross for one in self.ran.values() if (cross := one.cross) is not None]
+        if len(moments) > 1 or len(crosses) < len(self.ran):
+            return weight
+        cross = torch.stack(crosses).sum(0)
+        if not torch.isfinite(cross).all():
+            raise ValueError(NOT_FINITE)
+        return corrected(weight, cross, moments[0], shape)
 
 
 def collect(
@@ -197,17 +226,10 @@ def collect(
     ``sharing`` has the layers of every weight by their names. With a loss, gradients are collected too. What is yielded
     is emptied at the next step.
     """
-    held_once = _held_once(model)
-    for part in _parts(list(sharing), calibration.layers_per_pass):
+    biases = held_once(model)
+    for part in parts(list(sharing), calibration.layers_per_pass):
         layers = {name: layer for leader in part for name, layer in sharing[leader].items()}
-        moments = {
-            name: InputMoments(
-                layer,
-                transposed=is_transposed(layer),
-                centered=layer._parameters.get("bias") in held_once,
-            )
-            for name, layer in layers.items()
-        }
+        moments = {name: moments_of(InputMoments, layer, biases) for name, layer in layers.items()}
         gradients = {name: OutputGradients() for name in layers} if loss is not None else {}
         with collecting(
             {layer: moments[name] for name, layer in layers.items()},
@@ -220,13 +242,20 @@ def collect(
             ran.clear()  # the caller's loop holds it while the batches run again
 
 
-def _held_once(model: nn.Module) -> set[nn.Parameter | None]:
+def moments_of(kind: type[Kind], layer: nn.Module, held_once: Container[Any]) -> Kind:
+    """Return empty moments of a layer: around the mean if it has a bias, and no other module holds that."""
+    centered = layer._parameters.get("bias") in held_once
+    return kind(layer, transposed=is_transposed(layer), centered=centered)
+
+
+def held_once(model: nn.Module) -> set[nn.Parameter | None]:
     """Return the parameters that only one module holds."""
     held = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
     return {parameter for parameter, times in held.items() if times == 1 and parameter is not None}
 
 
-def _parts(names: list[str], size: int | None) -> Iterator[list[str]]:
+def parts(names: list[str], size: int | None) -> Iterator[list[str]]:
+    """Yield the names in lists of this size, or all in one."""
     rest = iter(names)
     while part := list(islice(rest, size)):
         yield part

@@ -16,6 +16,7 @@ from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import listed, named
 from factorized.planning.calibration import NEVER_CALLED, Calibrated, Collected, collect
 from factorized.planning.plan import Plan
+from factorized.planning.sequential import collect_in_order
 from factorized.surgery.decompose import decompose_all, refuse_not_finite
 from factorized.surgery.progress import Count
 
@@ -50,7 +51,11 @@ def calibrate_all(
         sharing.setdefault(entry.tied_to or entry.name, {})[entry.name] = dense[entry.name]
     never_ran: dict[str, FactorizedLayer] = {}
     short: dict[str, Seen] = {}
-    for leader, collected in collect(model, calibration, sharing):
+    if calibration.sequential:
+        found = collect_in_order(model, calibration, sharing, layers)
+    else:
+        found = collect(model, calibration, sharing)
+    for leader, collected in found:
         if not collected.ran:
             never_ran[leader] = layers[leader]
             continue
@@ -70,13 +75,15 @@ def calibrate_all(
 def _fill(layers: Mapping[str, FactorizedLayer], leader: str, weight: Tensor, collected: Collected) -> None:
     """Set the factors of one layer from its weight, and the biases of the layers that share it and ran."""
     format = layers[leader].format
-    weight = weight.reshape(format.shape.weight_shape)
-    layers[leader].set_factors(*format.calibrate(weight, collected.moments))
-    lost = weight.double() - format.compose([factor.double() for factor in layers[leader].factors])
+    weight, moments = weight.reshape(format.shape.weight_shape), collected.moments
+    target = collected.target(weight, moments, format.shape)
+    layers[leader].set_factors(*format.calibrate(target, moments))
+    product = format.compose([factor.double() for factor in layers[leader].factors])
     for name, one in collected.ran.items():
         bias = layers[name].bias
         if one.centered and bias is not None:
-            bias.add_((by_output(lost, format.shape, one.transposed) @ one.mean.unsqueeze(-1)).flatten())
+            before, after = (by_output(W, format.shape, one.transposed) for W in (weight.double(), product))
+            bias.add_((before @ one.dense_mean.unsqueeze(-1) - after @ one.mean.unsqueeze(-1)).flatten())
 
 
 def _refuse_meta(weights: Mapping[str, Tensor]) -> None:

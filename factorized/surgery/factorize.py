@@ -161,6 +161,9 @@ def build_layers(
         with named(name):
             layers[name] = _build(dense[name], format)
             layers[name].carry(dense[name])
+    for entry in plan.layers:
+        if entry.tied_to is not None:
+            layers[entry.name].share_factors(layers[entry.tied_to])
     leaders = [entry.name for entry in plan.layers if entry.tied_to is None and init is not None]
     filled = {name: layers[name] for name in leaders if not layers[name].factors[0].is_meta}
     weights = {name: dense_weight(dense[name]) for name in filled}
@@ -176,9 +179,6 @@ def build_layers(
         for layer in filled.values():
             layer.draw_factors(init)
             count.add(1)
-    for entry in plan.layers:
-        if entry.tied_to is not None:
-            layers[entry.name].share_factors(layers[entry.tied_to])
     built: dict[str, nn.Module] = {**layers}
     for attention in plan.attention:
         built[attention.name] = build_attention(model, attention, "spectral" if isinstance(init, Calibrated) else init)

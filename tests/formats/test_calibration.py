@@ -12,7 +12,9 @@ from factorized.formats import calibration
 from factorized.formats.calibration import (
     Moment,
     added,
+    by_output,
     calibrated_factors,
+    corrected,
     output_error,
     output_spectrum,
     refined,
@@ -341,3 +343,32 @@ def test_a_weight_or_inputs_of_zeros_have_a_finite_spectrum() -> None:
     zeros = Moment(torch.zeros(1, 4, 4, dtype=torch.float64))
     assert not output_spectrum(torch.zeros(5, 4), [moment_of(4)], shape).any()
     torch.testing.assert_close(output_spectrum(draw(5, 4), [zeros], shape), torch.linalg.svdvals(draw(5, 4)).square())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("weight_shape", [(6, 8), (12, 4), (8, 6, 1, 3)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_corrected_weight_makes_of_other_inputs_what_the_weight_made_of_its_own(
+    weight_shape: tuple[int, ...], groups: int, transposed: bool
+) -> None:
+    shape, W = KernelShape.of(weight_shape, groups), draw(*weight_shape)
+    matrices = by_output(W, shape, transposed)  # (groups, outputs, inputs)
+    x = draw(groups, 200, matrices.shape[2], seed=1)
+    other = x + 0.5 * draw(*x.shape, seed=2)
+    moment = Moment(other.mT @ other, transposed)
+    found = corrected(W, x.mT @ other, moment, shape)
+    best = torch.linalg.lstsq(other, x @ matrices.mT).solution.mT
+    torch.testing.assert_close(by_output(found, shape, transposed), best, rtol=0, atol=1e-3)
+    assert found.shape == W.shape
+
+
+def test_a_corrected_weight_is_the_weight_where_inputs_are_the_same_or_unseen() -> None:
+    shape, W = KernelShape.of((6, 8)), draw(6, 8)
+    x, other = draw(20, 8, seed=1), draw(20, 8, seed=2)
+    x[:, 5:] = other[:, 5:] = 0
+    same, moved = (corrected(W, (x.mT @ one)[None], Moment((one.mT @ one)[None]), shape) for one in (x, other))
+    torch.testing.assert_close(same, W, rtol=0, atol=0)
+    torch.testing.assert_close(moved[:, 5:], W[:, 5:], rtol=0, atol=0)
+    assert not torch.allclose(moved[:, :5], W[:, :5], atol=0.1)
+    zeros = torch.zeros(1, 8, 8, dtype=torch.float64)
+    assert torch.equal(corrected(W, zeros, Moment(zeros), shape), W)

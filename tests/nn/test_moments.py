@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from factorized.formats.kernel import KernelShape
 from factorized.nn import moments
-from factorized.nn.moments import InputMoments, OutputGradients, collecting, patches
+from factorized.nn.moments import InputMoments, InputPairs, OutputGradients, collecting, patches
 
 CONVOLUTIONS: list[tuple[type[Any], dict[str, Any]]] = [
     (nn.Conv1d, {"kernel_size": 3}),
@@ -219,3 +219,51 @@ def test_inputs_that_vary_by_rounding_alone_have_no_moment_around_their_mean(
         collected = InputMoments(layer, centered=centered)
         collected(layer, (x,), {})
         assert bool(collected.moment.sums.any()) == (varies or not centered)
+
+
+@pytest.mark.parametrize("kind", [InputMoments, InputPairs])
+def test_moments_stay_when_code_after_a_layer_overwrites_its_input(kind: type[InputMoments]) -> None:
+    layer, x = nn.Linear(4, 4, dtype=torch.float64), torch.randn(30, 4, dtype=torch.float64)
+    collected, around = kind(layer, centered=True), x - x.mean(0)
+    for part in x.clone().split(10):
+        collected(layer, (part,), {})
+        part.zero_()
+    torch.testing.assert_close(collected.moment.sums[0], around.mT @ around)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(("kind", "settings"), [(nn.Linear, {}), *CONVOLUTIONS])
+def test_pairs_multiply_the_inputs_of_an_earlier_run_with_those_of_a_later_one(
+    kind: type[Any], settings: dict[str, Any], centered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments, "PATCH_ENTRIES", 1)
+    layer = kind(4, 8, dtype=torch.float64, **settings)
+    x = torch.randn(3, 4, dtype=torch.float64) if kind is nn.Linear else images(layer)
+    collected = InputPairs(layer, centered=centered)
+    for some in (x[:2], x[2:]):
+        collected.expect(layer, (some,), {})
+        collected(layer, (2 * some + 1,), {})
+        collected.end()
+    rows, later = (
+        one.unsqueeze(0) if kind is nn.Linear else patches(one, layer) for one in (x, 2 * x + 1)
+    )  # (groups, samples, inputs)
+    torch.testing.assert_close(collected.dense_mean if centered else rows.mean(1), rows.mean(1))
+    if centered:
+        rows, later = rows - rows.mean(1, keepdim=True), later - later.mean(1, keepdim=True)
+    torch.testing.assert_close(collected.cross, rows.mT @ later)
+    torch.testing.assert_close(collected.moment.sums, later.mT @ later)
+
+
+@pytest.mark.parametrize("calls", ["fewer", "more", "of another size"])
+def test_calls_that_have_no_pair_leave_nothing_paired(calls: str) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(6, 4)
+    collected = InputPairs(layer, centered=True)
+    for _ in range(2):  # batches
+        for _ in range(2):
+            collected.expect(layer, (x,), {})
+        for some in {"fewer": [x], "more": [x] * 3, "of another size": [x, x[:5]]}[calls]:
+            collected(layer, (some,), {})
+        collected.end()
+    assert collected.cross is None
+    assert not collected.expected
+    torch.testing.assert_close(collected.dense_mean, collected.mean)

@@ -89,6 +89,7 @@ def test_a_table_warns_only_if_fewer_rows_are_looked_up_than_it_is_wide() -> Non
         ({"batches": [], "samples": 0}, "samples must be a whole number of at least 1, got 0"),
         ({"batches": [], "samples": 2.5}, "samples must be a whole number"),
         ({"batches": [], "layers_per_pass": -1}, "layers_per_pass must be a whole number of at least 1, got -1"),
+        ({"batches": iter([]), "sequential": True}, "sequential runs the batches several times.*pass a list"),
         ({"batches": iter([]), "layers_per_pass": 1}, "layers_per_pass runs the batches several times.*pass a list"),
     ],
 )

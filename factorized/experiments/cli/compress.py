@@ -81,6 +81,13 @@ def compress(
         int | None,
         typer.Option(min=1, help="Collect moments for this many layers at a time: slower, but needs less memory."),
     ] = None,
+    sequential: Annotated[
+        bool,
+        typer.Option(
+            "--sequential",
+            help="Fill one layer after another, each making up for the errors before it: slower, and more accurate.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -114,6 +121,7 @@ def compress(
         multiple_of=multiple_of,
         samples=samples,
         layers_per_pass=layers_per_pass,
+        sequential=sequential,
     )
     subject = open_subject(model, data, pick_device(device), trust_model=trust_model)
     recipe = _recovery(subject, recover, settings.factorize)

@@ -57,6 +57,7 @@ class Settings:
     multiple_of: int | None = None
     samples: int = SAMPLES  # examples to calibrate with
     layers_per_pass: int | None = None
+    sequential: bool = False  # layers make up for the errors of those before them
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio < 1:
@@ -231,9 +232,9 @@ class Work:
         return {"scores": scores, "parameters": count_parameters(self.dense)}
 
     def _calibration(self, stage: str) -> Calibrated:
-        loss = self.subject.loss if self.settings.ranks == "loss" else None
-        watched = Watched(self.batches, self.progress, stage)
-        return Calibrated(watched, layers_per_pass=self.settings.layers_per_pass, loss=loss)
+        settings, watched = self.settings, Watched(self.batches, self.progress, stage)
+        loss = self.subject.loss if settings.ranks == "loss" else None
+        return Calibrated(watched, layers_per_pass=settings.layers_per_pass, loss=loss, sequential=settings.sequential)
 
     def _check_reach(self) -> None:
         """Raise if the settings allow no plan: a uniform one shows it before anything is tested or calibrated."""

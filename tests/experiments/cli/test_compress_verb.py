@@ -201,8 +201,9 @@ def test_ranks_by_loss_by_outputs_and_uniform_ones_differ(cli: Cli, run: Path, t
 
 def test_few_samples_are_noted_and_layers_stay_dense_on_request(cli: Cli, run: Path, tmp_path: Path) -> None:
     given = ("--ratio", "0.5", "--recover", "none", "--samples", 1, "--exclude", "stages.0.*", "--multiple-of", 4)
-    said = cli("compress", run, *given, "--layers-per-pass", 2, "--out", tmp_path)
+    said = cli("compress", run, *given, "--layers-per-pass", 2, "--sequential", "--out", tmp_path)
     assert said.code == 0, said.err
+    assert state_of(tmp_path)["asked"]["sequential"] is True
     assert "note: init=Calibrated: fewer samples than directions" in said.out
     assert "fewer samples than directions" in (tmp_path / "compress.html").read_text()
     rows = state_of(tmp_path)["plan"]["layers"]
