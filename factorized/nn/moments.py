@@ -71,7 +71,8 @@ class InputMoments:
         upper = (self.sums - around).triu()
         if self.centered:
             noise = self.samples * (ROUNDINGS * self.rounding * self.mean).square().sum()
-            upper = torch.where(upper.diagonal(dim1=-2, dim2=-1).sum() > noise, upper, 0)
+            constant = upper.diagonal(dim1=-2, dim2=-1).sum() <= noise  # false for NaN, which has to be seen
+            upper = torch.where(constant, 0, upper)
         return Moment(upper + upper.triu(1).mT, self.transposed)
 
     @property
