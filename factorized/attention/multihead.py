@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from factorized._checks import check_whole
 from factorized.attention.unit import Shrunk
+from factorized.nn.recorded import recorded_call
 
 
 class ShrunkMultiheadAttention(nn.Module):
@@ -88,6 +90,9 @@ class ShrunkMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, as ``nn.MultiheadAttention`` does."""
+        if isinstance(query, Proxy):
+            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return recorded_call(self, query, key, value, *options)
         if is_causal and attn_mask is None:
             raise ValueError(
                 "is_causal is a hint about attn_mask: pass that mask as well, as for nn.MultiheadAttention"
