@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import factorized as fz
+from factorized.decay.hook import AttachedDecay
 from factorized.formats.scheme import Scheme
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -70,3 +72,59 @@ def test_energies_of_heads_are_the_same(context: Context) -> None:
     expected = planned()
     with context():
         assert planned() == expected
+
+
+def trained_once(scheme: Scheme) -> nn.Sequential:
+    model = fz.factorize(convolutions(), scheme, ratio=0.6, min_size=0, keep_first_and_last=False)
+    model(torch.ones(2, 4, 8, 8)).sum().backward()
+    return model
+
+
+def stepped(model: nn.Sequential, decay: AttachedDecay) -> list[Tensor]:
+    decay.apply_()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+VALUES: dict[str, Callable[[nn.Sequential], object]] = {
+    "frobenius": lambda model: fz.FrobeniusDecay(model, 0.1).penalty().detach(),
+    "product": lambda model: fz.ProductPenalty(model, lambda W: W.abs().sum()).penalty().detach(),
+    "nuclear": lambda model: fz.NuclearDecay(model, 0.1).penalty().detach(),
+    "frobenius gradient": lambda model: stepped(model, fz.FrobeniusDecay(model, 0.1)),
+    "product gradient": lambda model: stepped(model, fz.ProductPenalty(model, lambda W: W.abs().sum())),
+    "nuclear gradient": lambda model: stepped(model, fz.NuclearDecay(model, 0.1)),
+    "norms": lambda model: fz.NormMatcher(model).record(),
+    "diagnose": lambda model: [[found.frobenius, found.nuclear] for found in fz.diagnose(model, lr=0.1)],
+    "summary": lambda model: fz.summary(model).params,
+    "bounds": lambda model: asdict(fz.margin_bounds(model, [(torch.ones(1, 4, 8, 8), torch.tensor([0]))], gamma=0.1)),
+}
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("scheme", [fz.LowRank(), fz.Tucker()], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_figures_and_penalties_are_the_same_without_gradients(
+    value: Callable[[nn.Sequential], object], scheme: Scheme, context: Context
+) -> None:
+    expected = value(trained_once(scheme))
+    model = trained_once(scheme)
+    with context():
+        found = value(model)
+    torch.testing.assert_close(found, expected)
+    model(torch.ones(2, 4, 8, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("convert", [fz.compose, fz.lower, lambda model: fz.truncate(model, rank_scale=0.5)])
+def test_what_is_made_in_inference_mode_can_be_trained(convert: Callable[[nn.Module], nn.Module]) -> None:
+    model = trained_once(fz.LowRank())
+    with torch.inference_mode():
+        made = convert(model)
+    assert not any(parameter.is_inference() for parameter in made.parameters())
+    made(torch.ones(2, 4, 8, 8)).sum().backward()
+    torch.optim.SGD(made.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_heads_of_a_model_made_without_gradients_are_cut(context: Context) -> None:
+    with context():
+        model = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    assert fz.factorize_attention(model).self_attn.q_proj.out_features == 16

@@ -143,7 +143,7 @@ def write_matrices(unit: AttentionUnit, matrices: Matrices) -> None:
 
 def check_finite(unit: AttentionUnit, name: str) -> None:
     """Raise if any weight of ``unit`` is not finite."""
-    if not all(torch.isfinite(parameter).all() for parameter in unit.parameters):
+    if not all(torch.isfinite(parameter.detach()).all() for parameter in unit.parameters):
         raise ValueError(f"{name}: attention weights hold NaN or infinite values; nothing was changed")
 
 

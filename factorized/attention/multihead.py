@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from factorized._checks import check_whole
 from factorized.attention.unit import Shrunk
+from factorized.nn.recorded import recorded_call
 
 SETTINGS = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
 
@@ -81,6 +83,9 @@ class ShrunkMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, as ``nn.MultiheadAttention`` does."""
+        if isinstance(query, Proxy):
+            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return recorded_call(self, query, key, value, *options)
         if is_causal and attn_mask is None:
             raise ValueError(
                 "is_causal is a hint about attn_mask: pass that mask as well, as for nn.MultiheadAttention"

@@ -72,15 +72,15 @@ class ProductPenalty(AttachedDecay):
         return number.sum()
 
     def _gradients(self, form: Form) -> list[Tensor]:
-        values = [computable(value.detach()).requires_grad_() for value in form.values]
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            values = [computable(value.detach()).clone().requires_grad_() for value in form.values]
             number = self._of(form, values)
-        if not number.requires_grad:
-            raise ValueError(
-                f"{form.name}: the result of fn does not depend on the product by differentiable operations, so it "
-                "penalizes nothing; do not detach or round in fn"
-            )
-        return list(torch.autograd.grad(number, values))
+            if not number.requires_grad:
+                raise ValueError(
+                    f"{form.name}: the result of fn does not depend on the product by differentiable operations, so it "
+                    "penalizes nothing; do not detach or round in fn"
+                )
+            return list(torch.autograd.grad(number, values))
 
     @torch.no_grad()
     def _act(self, step: Step | None) -> None:

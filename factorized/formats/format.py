@@ -368,10 +368,10 @@ def _aligned(
 
 def pull_back(expand: Callable[[Sequence[Tensor]], Tensor], cores: Sequence[Tensor], at: Tensor | None = None) -> Cores:
     """Return the gradients of ⟨``at``, expand(cores)⟩; ``at`` is the expansion itself unless given."""
-    leaves = [core.detach().requires_grad_() for core in cores]
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [core.detach().clone().requires_grad_() for core in cores]  # what inference made records nothing
         tensor = expand(leaves)
-    return torch.autograd.grad(tensor, leaves, tensor.detach() if at is None else at)
+        return torch.autograd.grad(tensor, leaves, tensor.detach() if at is None else at)
 
 
 def draw_to_scale(format: Format, cores: Sequence[Tensor], mean_square: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,8 @@ def skip_masks(model: Any, example: Mapping[str, Any]) -> bool:
 
     After this call, compiled calls skip such masks. They must not get position ids that start again within a row.
     Padding, sliding windows and chunks are masked as before. Uncompiled calls do not change, nor do ``generate`` and
-    saved files. ``model.set_attn_implementation("sdpa")`` undoes it.
+    saved files. ``model.set_attn_implementation("sdpa")`` undoes it. The model gets a config of its own, since another
+    model may have been built from the same.
 
     Args:
         model: a model of transformers whose attention is ``"sdpa"``, its default. With another, nothing changes, nor
@@ -56,22 +58,36 @@ def skip_masks(model: Any, example: Mapping[str, Any]) -> bool:
 
     _register(ASKING, ask)
     _register_skipping()
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    ways = [getattr(config, "_attn_implementation", None) for config in configs]
+    configs = {module: module.config for module in model.modules() if hasattr(module, "config")}
+    ways = [getattr(config, "_attn_implementation", None) for config in configs.values()]
     if not any(ways):
         raise ValueError(f"model must be one of transformers, got {type(model).__name__}")
     if any(_tests_for_sdpa(module) for module in model.modules()):
         return False
-    changed = [config for config, way in zip(configs, ways, strict=True) if way in ("sdpa", SKIPPING)]
-    chosen = "sdpa"
+    found = zip(configs.values(), ways, strict=True)
+    changed = {id(config): (config, way) for config, way in found if way in ("sdpa", SKIPPING)}
+    every = [config for config, _ in changed.values()]
     try:
-        _choose(changed, ASKING)
+        _choose(every, ASKING)
         with evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model(**example)
-        chosen = SKIPPING if needed and not any(needed) else "sdpa"
     finally:
-        _choose(changed, chosen)
-    return chosen == SKIPPING
+        _choose(every, "sdpa")
+    if not needed or any(needed):
+        return False
+    own = [config for config, way in changed.values() if way == SKIPPING]  # since an earlier call
+    _choose([*own, *_own_copies(configs, [config for config, way in changed.values() if way == "sdpa"])], SKIPPING)
+    return True
+
+
+def _own_copies(configs: Mapping[Any, Any], chosen: list[Any]) -> list[Any]:
+    """Give modules copies of the chosen ones of their configs, which other models may have too; return these."""
+    copies: dict[int, Any] = {}
+    own = [deepcopy(config, copies) for config in chosen]
+    for module, config in configs.items():
+        if id(config) in copies:
+            module.config = copies[id(config)]
+    return own
 
 
 @cache  # another function under the name would make compiled models compile again

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.conv import _ConvNd
 
 from factorized.formats.convolution import Geometry, explicit_padding
@@ -15,6 +16,7 @@ from factorized.formats.kernel import Kind
 from factorized.nn.dense import check_dense, format_of
 from factorized.nn.init import Init
 from factorized.nn.layer import Execution, FactorizedLayer, Lowered
+from factorized.nn.recorded import recorded_call
 
 Extent = int | tuple[int, ...]
 
@@ -172,6 +174,8 @@ class FactorizedConv(AnyConvolution):
         input: Tensor,  # (batch, in, *spatial) or (in, *spatial)
     ) -> Tensor:  # (batch, out, *spatial)
         """Apply the layer."""
+        if isinstance(input, Proxy):
+            return recorded_call(self, input)
         way = self.chosen_execution(input)
         return self.format.run(way, input, self.factors, self.bias, self.geometry, self.adjust)
 

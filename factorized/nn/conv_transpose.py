@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from factorized.formats.convolution import Geometry
@@ -16,6 +17,7 @@ from factorized.nn.conv import AnyConvolution, Extent
 from factorized.nn.dense import format_of
 from factorized.nn.init import Init
 from factorized.nn.layer import Execution, Lowered
+from factorized.nn.recorded import recorded_call
 
 
 class FactorizedConvTranspose(AnyConvolution):
@@ -67,6 +69,8 @@ class FactorizedConvTranspose(AnyConvolution):
         output_size: list[int] | None = None,
     ) -> Tensor:  # (batch, out, *spatial)
         """Apply the layer; ``output_size`` chooses among the extents that the stride allows, as in torch."""
+        if isinstance(input, Proxy):
+            return recorded_call(self, input, output_size)
         geometry = self.geometry
         if output_size is not None:
             output_padding: Any = _ConvTransposeNd._output_padding  # reads self.output_padding; takes any sequences

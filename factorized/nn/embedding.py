@@ -8,12 +8,14 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from factorized._torch import is_jit_tracing
 from factorized.formats.format import Format
 from factorized.nn.dense import check_dense, format_of
 from factorized.nn.init import Init
 from factorized.nn.layer import FactorizedLayer, Lowered
+from factorized.nn.recorded import recorded_call
 
 NO_ROWS = "it renormalizes rows of the table, which the format does not store; keep the layer dense"
 
@@ -119,6 +121,8 @@ class FactorizedEmbedding(FactorizedLayer):
         input: Tensor,  # (...)
     ) -> Tensor:  # (..., dim)
         """Look up rows of the table."""
+        if isinstance(input, Proxy):
+            return recorded_call(self, input)
         if self.chosen_execution() == "composed":
             table = self.composed_table()
             return F.embedding(input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)

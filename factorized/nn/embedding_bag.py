@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from factorized._checks import check_choice
 from factorized.formats.format import Format
 from factorized.nn.embedding import FactorizedEmbedding, widened
 from factorized.nn.init import Init
 from factorized.nn.layer import Lowered
+from factorized.nn.recorded import recorded_call
 
 
 class FactorizedEmbeddingBag(FactorizedEmbedding):
@@ -78,6 +80,8 @@ class FactorizedEmbeddingBag(FactorizedEmbedding):
         per_sample_weights: Tensor | None = None,  # like input, for sums
     ) -> Tensor:  # (bags, dim)
         """Return the sum, mean or maximum of the rows of each bag."""
+        if isinstance(input, Proxy):
+            return recorded_call(self, input, offsets, per_sample_weights)
         composed = self.chosen_execution() == "composed"
         if composed and not self.scale_grad_by_freq:
             return self._bags(input, self.composed_table(), offsets, per_sample_weights, self.padding_idx)

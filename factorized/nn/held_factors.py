@@ -271,7 +271,9 @@ def release(host: HoldsFactors, parameters: Mapping[FactorizedLayer, nn.Paramete
 @cache
 def _class_of(dense_type: Any) -> Any:  # a class of modules, and one of HoldsFactors
     base = HoldsGates if issubclass(dense_type, nn.RNNBase) else HoldsFactors
-    return type(f"Factorized{dense_type.__name__}", (base, dense_type), {"dense_type": dense_type})
+    # torch.fx records the calls of what is in torch.nn
+    own = {"dense_type": dense_type, "__module__": dense_type.__module__}
+    return type(f"Factorized{dense_type.__name__}", (base, dense_type), own)
 
 
 def _blank(dense_type: Any) -> Any:

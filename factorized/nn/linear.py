@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from factorized.formats.format import Format
 from factorized.nn.dense import check_dense, dense_weight, format_of
 from factorized.nn.init import Init
 from factorized.nn.layer import Execution, FactorizedLayer, Lowered
+from factorized.nn.recorded import recorded_call
 
 
 class FactorizedLinear(FactorizedLayer):
@@ -107,6 +109,8 @@ class FactorizedLinear(FactorizedLayer):
         input: Tensor,  # (..., in)
     ) -> Tensor:  # (..., out)
         """Apply the layer."""
+        if isinstance(input, Proxy):
+            return recorded_call(self, input)
         way = self.chosen_execution()
         return self.format.run(way, input, self.factors, self.bias, None, self.adjust, self.transposed)
 

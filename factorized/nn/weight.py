@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Proxy
 
 from factorized._torch import is_traced, saving_hooks, shares_memory, without_torch_function
 from factorized.formats.format import Format
+from factorized.nn.recorded import recorded_weight
 
 PLAIN = (nn.Parameter, Tensor)  # other factors, such as DTensors, fake and batched tensors, are composed at once
 WRITTEN = (
@@ -31,6 +33,8 @@ def read_weight(owner: nn.Module, format: Format, factors: Sequence[Tensor]) -> 
     In eager mode this is a ``ComposedWeight``. While a program is traced it is a plain tensor: a trace drops what is
     not used, and knows torch's own classes only.
     """
+    if isinstance(factors[0], Proxy):
+        return recorded_weight(owner, factors[0])
     if is_traced() or not all(type(factor) in PLAIN for factor in factors):
         return _compose(format, factors)
     trains = any(factor.requires_grad for factor in factors)

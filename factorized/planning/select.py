@@ -138,7 +138,10 @@ def _why_never(module: nn.Module) -> str | None:
     if _is_factorized(module):
         return ALREADY
     if isinstance(module, ScriptModule):
-        return "compiled by torch.jit, which runs the weights that it has; factorize the model before"
+        return (
+            "compiled by torch.jit, which keeps its weights; factorize it before, and then trace it, or script what "
+            "fz.lower returns"
+        )
     weight = own_parameter(module, "weight")
     if weight is not None and is_lazy(weight):
         return "not initialized yet; run the model once"

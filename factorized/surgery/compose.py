@@ -84,6 +84,7 @@ def dense_layer(layer: FactorizedLayer, shared: SharedWeights) -> nn.Module:
     return dense.train(layer.training)
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained later
 def convert(
     model: Model,
     to_plain: ToPlain,

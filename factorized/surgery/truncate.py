@@ -49,6 +49,7 @@ class Cut:
         return _capped(now, rank) if isinstance(now, Format) else tuple(min(size, rank) for size in now)
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained later
 @full_precision
 def truncate(
     model: Model,

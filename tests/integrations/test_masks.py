@@ -235,6 +235,20 @@ def test_it_is_undone_by_the_name_of_the_attention_before() -> None:
     assert masked(model, PLAIN)[0] == [True, True]
 
 
+def test_a_model_built_from_the_same_config_is_not_changed() -> None:
+    config = t.LlamaConfig(**DECODER)
+    model, other = t.LlamaForCausalLM(config), t.LlamaForCausalLM(config)
+    assert skip_masks(model, PLAIN)
+    assert other.config is config
+    assert other.config._attn_implementation == "sdpa"
+    own = model.config
+    assert all(module.config is own for module in model.modules() if hasattr(module, "config"))
+    assert skip_masks(model, PLAIN)
+    assert model.config is own
+    assert masked(model, PLAIN)[0] == [False, False]
+    assert masked(other, PLAIN)[0] == [True, True]
+
+
 def test_other_ways_to_attend_and_failing_models_are_left_as_they_are() -> None:
     model = build("llama")
     with pytest.raises(RuntimeError, match="indices"):

@@ -358,6 +358,16 @@ def test_scripted_parts_stay_as_they_are() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.randn(2, 64))])
+def test_a_layer_that_torch_jit_compiled_says_what_works_instead(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    says = "keeps its weights; factorize it before, and then trace it, or script what fz.lower returns"
+    assert says in reasons(plan(between(compiled(nn.Linear(64, 64))), rank=4))["2"]
+    model, x = nn.Sequential(factorize(between(nn.Linear(64, 64)), rank=4)[2]), torch.randn(2, 64)
+    for made in (torch.jit.trace(model, x), torch.jit.script(lower(model))):
+        torch.testing.assert_close(made(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_layer_that_was_scripted_after_it_was_planned_is_refused() -> None:
     model = between(nn.Linear(64, 64))
     made = plan(model, rank=4)
