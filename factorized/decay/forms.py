@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 
 from factorized.attention.register import find_attention
 from factorized.attention.unit import FORMS, AttentionUnit, FormName, Projection
@@ -220,10 +221,14 @@ def forms(model: nn.Module) -> list[Form]:
     return list(found.values())
 
 
-def unread_attention(model: nn.Module) -> str:
-    """Return a sentence for the end of an error, about attention of ``model`` that cannot be read; or an empty one."""
+def why_none(model: nn.Module) -> str:
+    """Return a sentence for the end of an error, on why ``model`` has no forms; or an empty one."""
     read = next((read for read in find_attention(model) if read.unit is None), None)
-    return "" if read is None else f". Its attention {read.name or 'itself'!r} cannot be read: {read.reason}"
+    if read is not None:
+        return f". Its attention {read.name or 'itself'!r} cannot be read: {read.reason}"
+    if any(isinstance(module, GraphModule) for module in model.modules()):
+        return ". It was traced, which leaves no layers: pass the model that was traced, whose parameters it has"
+    return ""
 
 
 def check_have_values(found: Sequence[Form]) -> None:

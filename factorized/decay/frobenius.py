@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from factorized._checks import check_whole, warn
 from factorized._torch import computable, not_compiled, on_one_device, without_autocast
 from factorized.decay.engine import Engine, gradient_of
-from factorized.decay.forms import Factor, Form, forms, unread_attention
+from factorized.decay.forms import Factor, Form, forms, why_none
 from factorized.decay.guard import check_not_in_backward, composed_layers, is_adaptive
 from factorized.decay.hook import AttachedDecay, Step, inner_optimizer
 from factorized.decay.rest import decay_rest
@@ -73,7 +73,7 @@ class FrobeniusDecay(AttachedDecay):
         self.forms = forms(model)
         if not self.forms:
             raise ValueError(
-                f"{type(model).__name__} holds no products to decay; call fz.factorize first{unread_attention(model)}"
+                f"{type(model).__name__} holds no products to decay; call fz.factorize first{why_none(model)}"
             )
         check_readable(strength, model)
         self.decoupled = self.changes_parameters = bool(decoupled)

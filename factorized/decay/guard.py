@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -139,6 +140,26 @@ class LaterLayers:
                 "optimizer and the decay after all layers are factorized"
             )
         self._made = FactorizedLayer.made
+
+
+def only_makes_state(optimizer: Optimizer) -> bool:
+    """Return whether a step is none of the training: a first one, at learning rates and gradients of zero.
+
+    ``get_state_dict`` and ``set_state_dict`` of torch's distributed checkpoints take it, to make the state.
+    """
+    if optimizer.state or not all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if any(gradient.is_sparse for gradient in gradients):
+        return False
+    norms = [torch.linalg.vector_norm(gradient, 1) for gradient in gradients]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]  # all ranks decide alike
+    return bool(whole) and all(norm == 0 for norm in whole)
+
+
+def _is_zero(lr: float | Tensor | None) -> bool:
+    """Return whether a learning rate is zero; one on a GPU may be captured and is not read."""
+    return lr is not None and not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:

@@ -13,7 +13,14 @@ from torch.utils.hooks import RemovableHandle
 
 from factorized._torch import not_compiled
 from factorized.decay.forms import Factor, Form
-from factorized.decay.guard import DecaysProducts, LaterLayers, check_attachable, check_decayed_once, check_still_held
+from factorized.decay.guard import (
+    DecaysProducts,
+    LaterLayers,
+    check_attachable,
+    check_decayed_once,
+    check_still_held,
+    only_makes_state,
+)
 from factorized.decay.strength import Number, scalar, unless_named
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -176,6 +183,8 @@ class AttachedDecay(DecaysProducts):
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         begun, acted = self.steps, False
         if closure is None:
+            if only_makes_state(optimizer):
+                return None
             step = Step(optimizer)
             self._act(step)
             self.steps = begun + self._counts(step)

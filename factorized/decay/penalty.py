@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from factorized._torch import computable, on_one_device, without_autocast
 from factorized.decay.engine import gradient_of
-from factorized.decay.forms import Form, forms, unread_attention
+from factorized.decay.forms import Form, forms, why_none
 from factorized.decay.hook import AttachedDecay, Step
 from factorized.decay.rest import decay_rest
 from factorized.decay.sharded import add_whole
@@ -48,8 +48,7 @@ class ProductPenalty(AttachedDecay):
         self.forms = unless_named(forms(model))
         if not self.forms:
             raise ValueError(
-                f"{type(model).__name__} holds no products to penalize; call fz.factorize first"
-                f"{unread_attention(model)}"
+                f"{type(model).__name__} holds no products to penalize; call fz.factorize first{why_none(model)}"
             )
         super().__init__(model, self.forms)
         self.fn = fn

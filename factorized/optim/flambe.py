@@ -11,9 +11,15 @@ from torch import Tensor, nn
 
 from factorized._torch import not_compiled
 from factorized.decay.engine import Engine
-from factorized.decay.forms import Form, forms, unread_attention
+from factorized.decay.forms import Form, forms, why_none
 from factorized.decay.frobenius import FrobeniusDecay
-from factorized.decay.guard import DecaysProducts, LaterLayers, check_not_in_backward, check_still_held
+from factorized.decay.guard import (
+    DecaysProducts,
+    LaterLayers,
+    check_not_in_backward,
+    check_still_held,
+    only_makes_state,
+)
 from factorized.decay.rest import REST_DECAY, packed_parameters, without_factors
 from factorized.decay.strength import (
     Strength,
@@ -87,8 +93,7 @@ class Flambe(Lamb, DecaysProducts):
         self.forms: list[Form] = forms(model)
         if not self.forms:
             raise ValueError(
-                f"{type(model).__name__} holds no products; use fz.Lamb, or call fz.factorize first"
-                f"{unread_attention(model)}"
+                f"{type(model).__name__} holds no products; use fz.Lamb, or call fz.factorize first{why_none(model)}"
             )
         check_readable(frobenius_decay, model)
         self._later = LaterLayers(model)
@@ -181,5 +186,6 @@ class Flambe(Lamb, DecaysProducts):
             strength = self._count.scheduled(strength, passed)
         numbers = dict(zip(self.forms, strengths(strength, self.forms, step=0), strict=True))
         self._engine.add(lambda f: decays.get(f.parameter), lambda f: numbers[self._engine.form_of[f]])
-        self._count.add(passed)
+        if not only_makes_state(self):
+            self._count.add(passed)
         return decays

@@ -266,6 +266,23 @@ def test_a_model_of_attention_that_nobody_registered_says_how_to(decay: Callable
         decay(nn.Sequential(nn.Linear(4, 4), UnknownAttn()))
 
 
+def test_a_traced_model_is_decayed_through_the_one_that_was_traced() -> None:
+    model = nn.Sequential(fz.FactorizedLinear(6, 6, 2), fz.FactorizedLinear(6, 6, 2))
+    traced: nn.Module = torch.export.export(model, (torch.ones(2, 6),)).module()
+    with pytest.raises(ValueError, match=r"It was traced, which leaves no layers: pass the model that was traced"):
+        fz.FrobeniusDecay(traced, STRENGTH)
+    own = set(list(traced.parameters())[:3])  # those of a stage of a pipeline
+    groups = fz.parameter_groups(model, 0.1)
+    held = [{**group, "params": [p for p in group["params"] if p in own]} for group in groups]
+    optimizer = torch.optim.SGD([group for group in held if group["params"]], lr=0.1)
+    fz.FrobeniusDecay(model, STRENGTH).attach(optimizer)
+    traced(torch.ones(2, 6)).sum().backward()
+    U, V = (factor.detach().clone() for factor in model[0].factors)
+    expected = U - 0.1 * (model[0].U.grad + STRENGTH * U @ (V.T @ V))
+    optimizer.step()
+    torch.testing.assert_close(model[0].U.detach(), expected)
+
+
 def test_forms_asked_for_by_kind_that_cannot_be_read_are_refused_with_the_reason() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(8, 2), UnknownAttn()])
     for strength in ({"ov": 0.1}, {"ov": torch.tensor(0.1), "qk": 0}):

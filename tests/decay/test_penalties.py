@@ -286,7 +286,7 @@ def test_a_nuclear_decay_takes_another_strength() -> None:
 @pytest.mark.parametrize("nuclear_first", [True, False])
 def test_penalties_of_two_kinds_can_act_on_the_same_factors(nuclear_first: bool) -> None:
     model = nn.Sequential(fz.FactorizedLinear(9, 7, 2).double())
-    optimizer = torch.optim.SGD(fz.parameter_groups(model, 0.0), lr=0.0)
+    optimizer = torch.optim.SGD(fz.parameter_groups(model, 0.0), lr=0.1)
     penalties = [fz.NuclearDecay(model, 0.1), fz.ProductPenalty(model, lambda W: W.square().sum())]
     for penalty in penalties if nuclear_first else penalties[::-1]:
         penalty.attach(optimizer)

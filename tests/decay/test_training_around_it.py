@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 
 import factorized as fz
@@ -224,6 +225,37 @@ def test_a_run_resumed_from_its_state_continues_the_same(make: Make, decoupled: 
     other.load_state_dict(saved[1])
     train(resumed, other, range(2, 4))
     assert difference(model, resumed) == 0
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])  # without momentum the optimizer never has a state
+def test_a_distributed_checkpoint_neither_counts_a_step_nor_decays(momentum: float, decoupled: bool) -> None:
+    results = []
+    for saves in (False, True):
+        model = mixed()
+        optimizer = torch.optim.SGD(fz.parameter_groups(model, 0.0), lr=0.05, momentum=momentum)
+        decay = fz.FrobeniusDecay(model, lambda step: STRENGTH * (1 + step), decoupled=decoupled).attach(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            if saves:
+                get_state_dict(model, optimizer)
+            train(model, optimizer, range(step, step + 1))
+        assert decay.steps == 3
+        results.append(model)
+    assert difference(*results) == 0
+
+
+def test_a_warm_up_from_zero_is_decayed_from_its_first_step() -> None:
+    model, reference = twins()
+    optimizers = [torch.optim.SGD(twin.parameters(), lr=0.0, momentum=0.9) for twin in (model, reference)]
+    decay = fz.FrobeniusDecay(model, STRENGTH).attach(optimizers[0])
+    for step in range(3):
+        train(model, optimizers[0], range(step, step + 1))
+        train(reference, optimizers[1], range(step, step + 1), penalty=lambda: by_weights(reference))
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.05
+    assert decay.steps == 3
+    assert difference(model, reference) < 1e-12
 
 
 def test_a_copy_of_the_model_is_not_decayed() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import factorized as fz
 from factorized.formats.kernel import KernelShape
@@ -159,6 +160,18 @@ def test_decay_in_the_backward_pass_leaves_the_rest_alone(make: Callable[[], tup
         optimizer.step()
         found.append([p.grad for p in model.parameters() if p.requires_grad])
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_averaging_what_is_trained_leaves_a_rest_of_one_byte_alone(dtype: torch.dtype) -> None:
+    model = residual(dtype)
+    ema = get_ema_avg_fn(0.9999)
+    average = AveragedModel(
+        model, avg_fn=lambda old, new, count: ema(old, new, count) if new.dtype.itemsize > 1 else new
+    )
+    for _ in range(20):
+        average.update_parameters(model)
+    torch.testing.assert_close(average(x()), model(x()))
 
 
 @pytest.mark.parametrize("make", [linear, transposed, table])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import factorized as fz
 from factorized.optim.finite import StepGuard
@@ -277,6 +278,13 @@ def test_a_saved_state_continues_to_the_bit_with_its_schedule() -> None:
     run(resumed, list(resumed_model.parameters()), gradients[4:])
     run(optimizer, list(model.parameters()), gradients[4:])
     assert same(model, resumed_model)
+
+
+def test_a_distributed_checkpoint_before_the_first_step_counts_none() -> None:
+    model = build()
+    optimizer = fz.Flambe(model.parameters(), model, frobenius_decay=lambda step: 0.1 * step)
+    get_state_dict(model, optimizer)
+    assert optimizer.steps == 0
 
 
 def test_a_saved_state_continues_a_schedule_where_no_parameter_took_every_step() -> None:
