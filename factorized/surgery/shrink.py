@@ -96,9 +96,11 @@ def spectral_init_attention(model: Model, forms: Sequence[FormName] = FORMS) -> 
     """
     chosen = _checked_forms(forms)
     units = _units(model, chosen)
-    for module, reason in why_tied(model, units).items():
-        raise ValueError(f"{module_names(model)[module][0] or 'the model'}: {reason}. Nothing was changed")
-    check_registrations({module_names(model)[unit.module][0]: unit for unit in units}, model)
+    places = module_names(model)
+    if tied := why_tied(model, units):
+        module, reason = next(iter(tied.items()))
+        raise ValueError(f"{places[module][0] or 'the model'}: {reason}. Nothing was changed")
+    check_registrations({places[unit.module][0]: unit for unit in units}, model)
     new = [
         spectral_matrices(unit, unit.query.head_size, unit.value.head_size, chosen, may_add_bias=False)
         for unit in units

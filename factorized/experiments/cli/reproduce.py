@@ -14,6 +14,7 @@ from factorized.experiments.cli.console import console, counted, plain_table, pr
 from factorized.experiments.cli.engines import EngineOptions, make_engine
 
 if TYPE_CHECKING:
+    from factorized.experiments.reproduce.estimate import Estimate
     from factorized.experiments.reproduce.job import Outcome
     from factorized.experiments.reproduce.planned import PlannedRun, Planner
     from factorized.experiments.reproduce.row import Row
@@ -214,24 +215,20 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
     from factorized.experiments.training.record import describe_machine
 
     here = str(describe_machine(pick_device(device))["device"])
-    out = console()
-    numbers = (*(("paper",) if _aims(rows) else ()), "done", "to do", "a run,\nabout")
-    basis_and_remarks = ("estimated from", "") if out.width >= ROOM_FOR_REMARKS else ()
-    table = plain_table("recipe", *numbers, *basis_and_remarks, numbers=numbers)
     to_do = missing(run for row in rows for run in row.runs)
     asked = {row.name for row in rows}
     first: dict[str, list[PlannedRun]] = {}  # what others continue from
     for run in to_do:
         if run.name not in asked:
             first.setdefault(run.name, []).append(run)
-    seconds, unknown, elsewhere = 0.0, 0, set()
-    for row in (*map(Row, first.values()), *rows):
-        guess, count = estimate(row.runs[0].recipe, past, here), sum(run in to_do for run in row.runs)
-        if guess is None:
-            unknown += count
-        else:
-            seconds += count * guess.seconds
-            elsewhere |= {guess.device} - {here} if count else set()
+    shown = [*map(Row, first.values()), *rows]
+    counts = [sum(run in to_do for run in row.runs) for row in shown]
+    guesses = [estimate(row.runs[0].recipe, past, here) for row in shown]
+    out = console()
+    numbers = (*(("paper",) if _aims(rows) else ()), "done", "to do", "a run,\nabout")
+    basis_and_remarks = ("estimated from", "") if out.width >= ROOM_FOR_REMARKS else ()
+    table = plain_table("recipe", *numbers, *basis_and_remarks, numbers=numbers)
+    for row, count, guess in zip(shown, counts, guesses, strict=True):
         basis = "no past run" if guess is None else guess.basis
         basis += f", {guess.device}" if guess is not None and guess.device != here else ""
         done = sum(run.finished is not None for run in row.runs)
@@ -242,16 +239,21 @@ def _print_plan(rows: Sequence[Row], past: Sequence[Run], device: str | None) ->
         table.add_row(row.name, *figures, *remarks)
     out.print(table)
     _print_problems(rows)
-    told = _to_do(len(to_do), rows)
-    if len(to_do) > unknown:
-        told += f": about {in_time(seconds)} one after the other"
-        told += f", and {counted(unknown, 'run')} without an estimate" if unknown else ""
-        told += (
-            f"; times are those of {', '.join(sorted(elsewhere))}, and this is {here}" if elsewhere else f", on {here}"
-        )
-    elif unknown:
-        told += "; without past runs, there is no estimate of the time"
-    say(told)
+    say(_to_do(len(to_do), rows) + _how_long(counts, guesses, here))
+
+
+def _how_long(counts: Sequence[int], guesses: Sequence[Estimate | None], here: str) -> str:
+    """Return how long so many runs of each recipe take, in words; nothing for none."""
+    from factorized.experiments.reproduce.estimate import in_time
+
+    known = [(count, guess) for count, guess in zip(counts, guesses, strict=True) if count and guess is not None]
+    unknown = sum(counts) - sum(count for count, _ in known)
+    if not known:
+        return "; without past runs, there is no estimate of the time" if unknown else ""
+    told = f": about {in_time(sum(count * guess.seconds for count, guess in known))} one after the other"
+    told += f", and {counted(unknown, 'run')} without an estimate" if unknown else ""
+    elsewhere = sorted({guess.device for _, guess in known} - {here})
+    return told + (f"; times are those of {', '.join(elsewhere)}, and this is {here}" if elsewhere else f", on {here}")
 
 
 def _to_do(count: int, rows: Sequence[Row]) -> str:

@@ -106,7 +106,7 @@ def _kept(run: Run, settings: Mapping[str, Any], changes: Sequence[str], note: s
         found["changes"] = list(changes)
     if note is not None:
         found["note"] = note
-    for path in _paths(found):
+    if (path := next(_paths(found), None)) is not None:
         raise ValueError(f"it names {path}, which is on one machine only; train it with relative names")
     return found
 

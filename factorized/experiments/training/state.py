@@ -207,8 +207,8 @@ def _problem_of_numbers(state: RunState, epochs: int, steps: int) -> str | None:
 def _problem_of_tensors(
     part: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], may_be_infinite: Collection[str] = ()
 ) -> str | None:
-    for name in sorted(saved.keys() ^ expected.keys()):
-        return f"{part} {'has no' if name in expected else 'must not have'} {name!r}"
+    if odd := sorted(saved.keys() ^ expected.keys()):
+        return f"{part} {'has no' if odd[0] in expected else 'must not have'} {odd[0]!r}"
     for name, tensor in saved.items():
         ours, its = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (expected[name], tensor))
         if ours != its:
