@@ -64,8 +64,8 @@ def variant_table(variants: Sequence[Variant]) -> Table:
         )
     way = "lower is better for loss and perplexity" if any(v.metric in LOWER_IS_BETTER for v in variants) else ""
     note = (
-        "Means ± standard deviations over the seeds, after the last epoch or update. “Best” is said only where a mean "
-        "is ahead of all others by more than the deviation of the difference, and never of a single run."
+        "Means ± standard deviations over the seeds, after the last epoch or update. “Best” marks a mean that "
+        "is ahead of all others by more than the deviation of the difference; a single run is never marked."
     )
     return Table(
         "variants", "Variants", columns, rows, f"{note} {way[:1].upper()}{way[1:]}{'.' if way else ''}".strip()
