@@ -50,7 +50,7 @@ def add(
         ),
     ] = None,
 ) -> None:
-    """Add results whose recipe and data are ours; `factorized reproduce` counts them as finished.
+    """Add results of runs of our recipes on our data; `factorized reproduce` counts them as finished.
 
     A file that does not fit is named with the reason and left where it is; the exit code is then 1.
     """
