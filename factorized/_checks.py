@@ -50,11 +50,11 @@ def check_range(
         raise ValueError(f"{name} must be a number {' and '.join(bounds)}, got {value!r}")
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``."""
+def check_choice(name: str, value: object, choices: Sequence[str], remedy: str = "") -> None:
+    """Raise unless ``value`` is one of ``choices``; ``remedy`` ends the message."""
     if value not in choices:
         quoted = ", ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be one of {quoted}, got {value!r}")
+        raise ValueError(f"{name} must be one of {quoted}, got {value!r}{remedy and f'; {remedy}'}")
 
 
 def warn(message: str) -> None:

@@ -164,7 +164,7 @@ def processors(device: torch.device) -> int:
 
 
 def saving_hooks() -> tuple[Any, Any] | None:
-    """Return the hooks by which autograd packs and unpacks what it saves now."""
+    """Return the hooks that currently pack and unpack what autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -222,7 +222,7 @@ def leave_process_group() -> None:
 
 
 def not_compiled(function: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Return a function that compiled code calls as it is.
+    """Return a function that the compiler leaves uncompiled.
 
     Unlike ``torch.compiler.disable`` this imports the compiler, which takes a second, only when it is first called.
     """

@@ -38,7 +38,7 @@ EXACT = [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 4e-2), 
 
 @dataclass(frozen=True)
 class Case:
-    """A dense layer, the layer and the format that stand for it, and what to feed it.
+    """A dense layer, the factorized layer and format that replace it, and an input.
 
     Attributes:
         name: what a failing test calls the case.
@@ -110,14 +110,14 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def gradients(run: Callable[[Tensor], Tensor], x: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients, all dense, of a sum in which no two outputs weigh the same."""
+    """Return the gradients, all dense, of a sum of outputs with different weights."""
     y = run(x)
     weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
     return tuple(gradient.to_dense() for gradient in torch.autograd.grad((y * weights).sum(), leaves))
 
 
 def trained_like(weight: Tensor) -> Tensor:
-    """Give a fresh weight what training does: positions of unlike size, and a large smooth part of rank one."""
+    """Make a fresh weight like a trained one: positions of different sizes, and a large smooth part of rank one."""
     ramp = torch.linspace(0.1, 3, weight.shape[-1], dtype=weight.dtype)
     rows = torch.linspace(0, 2, weight.shape[0], dtype=weight.dtype).cos()
     columns = torch.linspace(0, 3, weight[0].numel(), dtype=weight.dtype).sin()
@@ -136,7 +136,7 @@ class LayerContract:
     cases: ClassVar[Sequence[Case]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run every test once for each case that it is about."""
+        """Run every test once for each case that it applies to."""
         about = getattr(metafunc.function, "condition", lambda case: case.thorough)
         metafunc.parametrize("case", [pytest.param(case, id=case.name) for case in self.cases if about(case)])
 

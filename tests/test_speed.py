@@ -66,7 +66,7 @@ def test_a_table_has_times_with_their_spread_and_what_was_left_out(results: Path
     assert speed.table("decay", results) == "Not measured yet."
 
 
-def test_what_is_slower_or_larger_than_dense_is_told(results: Path) -> None:
+def test_what_is_slower_or_larger_than_dense_is_listed(results: Path) -> None:
     excess = "1.30 times the time and 1.10 times the memory of dense."
     assert speed.slower(results) == f"- H200, Net, training step, batch 8: low rank 0.1 takes {excess}"
     text = speed.overview(results)
@@ -138,7 +138,7 @@ def test_a_part_that_fails_on_a_gpu_does_not_stop_the_others(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("fused", "but"), [(0.2, ", and 0.40 with `fz.integrations.fuse_decoder`"), (None, "")])
-def test_models_that_decode_more_slowly_than_dense_are_told(tmp_path: Path, fused: float | None, but: str) -> None:
+def test_models_that_decode_more_slowly_than_dense_are_listed(tmp_path: Path, fused: float | None, but: str) -> None:
     def decoded(batch: int, way: str, ms: float, *options: str) -> dict[str, Any]:
         facts = {"parameters": 444_631_040} if way == "dense" else {}
         return {"model": "llama-445m", "batch": batch, "way": way, "milliseconds": ms, "options": [*options], **facts}

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The sizes one call of an attention module saw."""
+    """The sizes in one call of an attention module."""
 
     batch: int
     queries: int
@@ -52,7 +52,7 @@ class AttentionCost:
         return self.params_at(*self.ranks(rank))
 
     def macs(self, rank: int | None) -> int:
-        """Return the MACs of all calls: the projections, the scores, and the values they weigh."""
+        """Return the MACs of all calls: of projections, of scores, and of weighting the values."""
         return self.macs_at(*self.ranks(rank))
 
     def params_at(self, qk: int, ov: int) -> int:

@@ -1,4 +1,4 @@
-"""Linear layers around heads that are padded, because the attention between them expects wider ones."""
+"""Linear layers that pad or cut heads, because the attention between them expects wider heads."""
 
 from __future__ import annotations
 

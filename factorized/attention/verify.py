@@ -1,4 +1,4 @@
-"""Checking a registration by running a module as it is and with its heads cut, in a case where that loses nothing."""
+"""Check a registration: run a module with and without its heads cut, in a case where cutting loses nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNCHECKED = "its registration could not be checked; pass example_input= to check
 
 @dataclass
 class Call:
-    """What a module is called with."""
+    """The arguments of one call of a module."""
 
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Call:
 def check_registrations(
     units: Mapping[str, AttentionUnit], model: nn.Module, example_input: ExampleInput | None = None
 ) -> set[type[nn.Module]]:
-    """Raise where a class is registered in a way that does not fit its ``forward``.
+    """Raise if the registration of a class does not fit its ``forward``.
 
     One module of every class is tried, with noise for its sequences: called as when ``model`` runs on
     ``example_input``, or with the sequences alone if its ``forward`` takes nothing else. Returns the classes for which

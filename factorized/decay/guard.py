@@ -163,7 +163,7 @@ def _is_zero(lr: float | Tensor | None) -> bool:
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer takes the size out of gradients, as Adam does with its second moment."""
+    """Return whether an optimizer divides gradients by their size, as Adam does with its second moment."""
     named = any(cls.__name__ in _ADAPTIVE for cls in type(optimizer).__mro__)
     return named or "betas" in optimizer.defaults
 

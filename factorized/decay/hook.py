@@ -133,7 +133,7 @@ class AttachedDecay(DecaysProducts):
         return unless_named(found)
 
     def _counts(self, step: Step) -> bool:
-        """Return whether ``step`` is one more that was taken."""
+        """Return whether ``step`` counts as one more step."""
         return True
 
     def attach(self, optimizer: Optimizer) -> Self:

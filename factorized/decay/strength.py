@@ -34,7 +34,7 @@ def strengths(strength: Strength, found: Sequence[Form], step: int) -> list[Numb
 
 
 def decayed_forms(strength: Strength, found: Sequence[Form]) -> list[Form]:
-    """Return the forms that are decayed at all: those whose strength is not zero."""
+    """Return the forms that are decayed: those whose strength is not zero."""
     if callable(strength):
         return unless_named(found)
     numbers = strengths(strength, found, step=0)

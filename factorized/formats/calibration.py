@@ -56,7 +56,7 @@ class Moment:
         return summed.flatten(3, 4).flatten(1, 2)
 
     def is_exact(self, shape: KernelShape) -> bool:
-        """Return whether ``of_matrix`` sums over nothing."""
+        """Return whether ``of_matrix`` has nothing to sum over."""
         return prod(shape.column_size if self.transposed else shape.row_size) == 1
 
 

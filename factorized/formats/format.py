@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Call:
-    """The sizes that one call of a layer saw."""
+    """The sizes in one call of a layer."""
 
     batch: int  # positions outside the spatial dimensions
     before: tuple[int, ...] = ()  # spatial extents of the input

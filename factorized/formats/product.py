@@ -314,7 +314,7 @@ class LowRank(_Products):
     by_spectrum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
+        check_choice("kind", self.kind, KINDS, "ranks and budgets, such as ratio=0.1, are arguments of fz.factorize")
 
     def at_scale(self, shape: KernelShape, scale: float) -> Product:
         """Return the product at the paper's rank for ``scale``, at most full."""

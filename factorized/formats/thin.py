@@ -35,7 +35,7 @@ def kernels_apply(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry:
 
 
 def kernels_suit(x: Tensor, U: Tensor, V: Tensor, shape: KernelShape, geometry: Geometry) -> bool:
-    """Return whether a convolution is one for the kernels, on whatever device."""
+    """Return whether the kernels support a convolution, on any device."""
     return (
         all(type(tensor) in PLAIN for tensor in (x, U, V))
         and shape.size == (TAPS, TAPS)

@@ -111,7 +111,7 @@ class FusedDecoderLayer(nn.Module):
         return attended
 
     def _attend(self, qkv: Tensor, hidden_states: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Return what transformers' attention makes of queries, keys and values."""
+        """Return the output of transformers' attention for these queries, keys and values."""
         attention, parts = self.self_attn, qkv.view(*hidden_states.shape[:-1], -1).split(self.qkv.sizes, -1)
         attention.q_proj.output, attention.k_proj.output, attention.v_proj.output = parts
         attended: Tensor = attention(hidden_states=hidden_states, **arguments)[0]
@@ -145,7 +145,7 @@ class _Computed(nn.Module):
     output: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, and keep it no longer."""
+        """Return the output and drop the reference to it."""
         output = self.output
         del self.output
         return output

@@ -116,7 +116,7 @@ class FactorizedLayer(nn.Module):
         return self.shape.weight_shape
 
     def dense_name(self, name: str) -> str:
-        """Return what a plan calls the layer, for the ``name`` of this module."""
+        """Return the layer's name in a plan, for the ``name`` of this module."""
         return name
 
     def factor_name(self, name: str) -> str:

@@ -19,7 +19,7 @@ SIZES = (16, 32, 64, 128, 256)  # of heads
 
 
 def counters(heads: int, device: torch.device) -> Tensor:  # (SEQUENCES * heads + 1,)
-    """Return what the kernel's programs count in: zeros between its calls, which must not run at the same time."""
+    """Return the counters of the kernel's programs. They are zero between calls, and calls must not overlap."""
     return torch.zeros(SEQUENCES * heads + 1, dtype=torch.int32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""From solved ranks to the entries of a plan."""
+"""Make the entries of a plan from solved ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Step = tuple[int, int, Choice | None]  # extra cost, of which layer, its new cho
 
 @dataclass(frozen=True)
 class Item:
-    """One layer to spend the budget on, and what it may become."""
+    """One layer to spend the budget on, and its possible formats."""
 
     cost: Callable[[Choice | None], int]  # of a choice, increasing with its ranks; None is the dense layer
     at_scale: Callable[[float], Choice]  # the scheme's choice at a rank scale, increasing with it

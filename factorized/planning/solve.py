@@ -1,4 +1,4 @@
-"""From a selection of layers and a budget to a choice for each of them."""
+"""Choose a rank for each selected layer, within a budget."""
 
 from __future__ import annotations
 

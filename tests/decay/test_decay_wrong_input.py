@@ -147,7 +147,7 @@ class TestAttaching:
             make(model).attach(optimizer)
         make(model).attach(sgd(model))
 
-    def test_factors_that_are_all_frozen_are_said_to_be(self, make: Make) -> None:
+    def test_factors_that_are_all_frozen_are_reported(self, make: Make) -> None:
         model = mixed()
         decay, optimizer = make(model), sgd(model.head)
         for form in fz.forms(model):

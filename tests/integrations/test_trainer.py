@@ -102,7 +102,7 @@ def test_the_trainer_does_what_frobenius_decay_by_hand_does(tmp_path: Path) -> N
     assert not torch.allclose(without.lm_head.U, trainer.model.lm_head.U)
 
 
-def test_flambe_is_had_by_name(tmp_path: Path) -> None:
+def test_flambe_is_chosen_by_name(tmp_path: Path) -> None:
     trainer = trained(FlambeTrainer, tmp_path)
     assert type(trainer.optimizer.optimizer) is fz.Flambe
     assert trainer.optimizer.optimizer.max_grad_norm is None  # the trainer clips, at its own norm or not at all

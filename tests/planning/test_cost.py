@@ -151,7 +151,7 @@ def test_a_scheme_that_always_composes_has_no_macs_to_save() -> None:
         plan(Mlp(), Kronecker(), macs=0.9, example_input=EXAMPLES[Mlp], **WHOLE)
 
 
-def test_a_layer_that_the_example_does_not_run_through_is_said_to() -> None:
+def test_a_layer_that_the_example_does_not_run_through_is_reported() -> None:
     class Skips(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -243,7 +243,7 @@ def test_an_example_is_a_tensor_arguments_or_keywords(example_input: Any) -> Non
     ],
     ids=["shape", "too many", "unknown keyword"],
 )
-def test_an_example_that_does_not_run_is_said_to_and_nothing_is_left_behind(example_input: Any, message: str) -> None:
+def test_an_example_that_does_not_run_is_reported_and_nothing_is_left_behind(example_input: Any, message: str) -> None:
     model = ConvNet()
     with pytest.raises(ValueError, match=message):
         plan(model, macs=0.5, example_input=example_input)

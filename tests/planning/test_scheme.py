@@ -96,6 +96,7 @@ def test_resnet32_trains_with_as_many_parameters_as_in_the_paper(variant: str, m
     ("scheme", "arguments", "message"),
     [
         (LowRank, {"kind": "rows"}, 'kind must be one of "spatial", "channel", got \'rows\''),
+        (LowRank, {"kind": 0.1}, "got 0.1; ranks and budgets, such as ratio=0.1, are arguments of fz.factorize"),
         (Overcomplete, {"kind": "rows"}, "kind must be one of"),
         (Overcomplete, {"variant": "tall"}, 'variant must be one of "full", "deep", "wide", got \'tall\''),
         (Overcomplete, {"variant": "wide", "width": 0.5}, "width must be in 1..1000 .* got 0.5"),

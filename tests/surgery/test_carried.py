@@ -131,7 +131,7 @@ def test_a_weight_in_the_memory_of_another_parameter_is_refused_if_the_plan_knew
         fz.factorize(model, plan)
 
 
-def test_factorizing_twice_says_how_to_start_anew() -> None:
+def test_factorizing_twice_says_how_to_start_again() -> None:
     model = fz.factorize(stack(), rank=2)
     with pytest.raises(ValueError, match=r"already factorized; fz\.truncate lowers its rank"):
         fz.factorize(model, rank=1)

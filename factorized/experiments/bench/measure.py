@@ -41,7 +41,7 @@ class Spread:
 
 
 def clock_of(device: torch.device) -> str:
-    """Return which clock times are taken by on ``device``, in words.
+    """Return the name of the clock that times runs on ``device``.
 
     What one thread computed does not depend on other processes; with several threads only the wall clock says how long
     a user waits.

@@ -81,7 +81,7 @@ class PeakMemory:
         self.bytes = max(peak, torch.cuda.memory_reserved(self.device) - self.reserved)
 
     def _settle(self) -> None:
-        """Give back what nothing holds any more."""
+        """Free what nothing refers to any more."""
         torch.cuda.synchronize(self.device)
         gc.collect()
         torch.cuda.empty_cache()

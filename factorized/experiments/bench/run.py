@@ -50,7 +50,7 @@ def run_benchmarks(
         BENCHMARKS[name].load()(session)
         session.write()
         if only and not session.rows:
-            named = f"; there are {listed(session.unwanted, 4, '; ')}" if session.unwanted else ""
+            named = f"; there are {listed(session.unwanted, 2, '; ')}" if session.unwanted else ""
             say(f"  no row has {only!r} in its name{named}")
         if charts:
             say(", ".join(map(str, [session.path, *draw(session.to_dict(), folder)])))

@@ -43,7 +43,7 @@ def bench(
 ) -> None:
     """Measure speed and memory on this machine, beside dense models and other packages.
 
-    Weights and data are random. Times of one CPU thread (OMP_NUM_THREADS=1) are CPU time, not the wall clock's.
+    Weights and data are random. With one CPU thread (OMP_NUM_THREADS=1), times are CPU time instead of wall-clock time.
     """
     if not names:
         table = plain_table("benchmark", "what it measures")

@@ -103,7 +103,7 @@ def compress(
 ) -> None:
     """Compress a trained model: choose ranks and fill factors by its data, train it further, and write a page about it.
 
-    The same command continues where an earlier one was stopped: what is finished is not done again.
+    If the command was stopped, run it again: it continues where it stopped.
     """
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.cli.subjects import default_folder, open_subject

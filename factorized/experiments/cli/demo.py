@@ -32,8 +32,9 @@ VARIANTS = {
 }
 TITLE = "Products in place of weights, on handwritten digits"
 LEAD = (
-    "A small ResNet, trained dense; at a tenth of its parameters in four ways (SI: factors from the SVD of a random "
-    "weight, FD: decay of the product and not of its factors); and overcomplete, its factors multiplied out before use."
+    "A small ResNet, trained in six ways: dense; with a tenth of the parameters in four ways (SI: the factors start "
+    "from the SVD of a random weight; FD: the product is decayed, not its factors); and overcomplete, with the factors "
+    "multiplied out after training."
 )
 
 
@@ -45,8 +46,8 @@ def demo(
 ) -> None:
     """Train a small ResNet six ways on the embedded digits, compare them, compose the winner and check it.
 
-    Dense; at a tenth of the parameters plain, with spectral initialization (SI), with Frobenius decay (FD) and with
-    both; and overcomplete. Nothing is downloaded. The exit code is 1 if a check fails.
+    The six: dense; a tenth of the parameters plain, with spectral initialization (SI), with Frobenius decay (FD) and
+    with both; and overcomplete. Nothing is downloaded. The exit code is 1 if a check fails.
     """
     began = time.perf_counter()
     from factorized.experiments.reproduce.demonstration import check_winner, run_variants, winners_of

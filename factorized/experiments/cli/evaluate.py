@@ -19,7 +19,7 @@ ALLOWED = 0.5  # points between two devices or precisions, on the same images
 def evaluate(run: Run, data: Data = None, device: Device = None, trust_model: TrustModel = False) -> None:
     """Measure the test accuracy of a finished run and compare it with the one that was recorded.
 
-    The exit code is 1 if, on the images of the run, they are more than half a point apart.
+    On the images of the run, the exit code is 1 if the two differ by more than half a point.
     """
     from factorized.experiments.cli.device import pick_device
     from factorized.experiments.cli.images import load_data_of_run

@@ -179,7 +179,8 @@ def _show(name: str, dense: nn.Module, made: Plan | None, html: Path | None) -> 
     if made is None and html is not None:
         raise ValueError(f"{name} trains a dense network: there is no plan to draw; drop --html")
     if made is None:
-        say(f"{name} trains a dense network of {count_parameters(dense):,} parameters; nothing is factorized")
+        count = count_parameters(dense)
+        say(f"{name} trains a dense network of {count:,} parameters; a budget, such as --ratio 0.1, would factorize it")
         return
     say(str(made))
     if html is not None:

@@ -28,7 +28,7 @@ def list_recipes(
     part: Annotated[str, typer.Argument(metavar="PART", help="Only names that contain this.")] = "",
     names_only: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the names, one per line.")] = False,
 ) -> None:
-    """List the recipes, with the accuracy of the paper that each aims at."""
+    """List the recipes, with the paper's accuracy for each."""
     from factorized.experiments.recipes.find import load_any_recipe, recipe_names
 
     found = [name for name in recipe_names() if part in name]

@@ -30,8 +30,8 @@ def report(
 ) -> None:
     """Write one page about finished runs: tables, curves, layers, hardware, what is missing.
 
-    The page needs no network and no other file. Every table is also written as CSV and Markdown. A file that is not a
-    result, or is damaged, is named and left out; nothing is deleted.
+    The page needs no network and no other file. Every table is also written as CSV and Markdown. Files that are
+    damaged, or hold no result, are named and left out; nothing is deleted.
     """
     from factorized.experiments.reproduce.paper_figures import draw_figures
     from factorized.experiments.reproduce.report import PAGE, TABLES, Heading, write_report

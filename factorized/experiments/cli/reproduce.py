@@ -201,7 +201,8 @@ def _print_rows(rows: Sequence[Row]) -> None:
     table = plain_table("recipe", *numbers, "", numbers=numbers)
     for row in rows:
         off = "" if row.off is None else f"{row.off:+.1f}"
-        ours = (str(row.ours or ""), f"{row.ours.n if row.ours else 0} of {len(row.runs)}")
+        found = str(row.ours or ("blocked" if row.problem else ""))  # why is said below the table
+        ours = (found, f"{row.ours.n if row.ours else 0} of {len(row.runs)}")
         figures = (str(row.paper or ""), *ours, off) if _aims(rows) else ours
         table.add_row(row.name, *figures, _remarks(row))
     console().print(table)
@@ -281,5 +282,4 @@ def _aims(rows: Sequence[Row]) -> bool:
 def _remarks(row: Row, *, comes_first: bool = False) -> str:
     first = ["comes first"] if comes_first else []
     shortened = [f"shortened: {row.shortened}"] if row.shortened else []
-    problem = ["blocked"] if row.problem else []  # said in full below the table
-    return "; ".join(first + shortened + problem)
+    return "; ".join(first + shortened)

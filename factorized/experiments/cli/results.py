@@ -46,7 +46,7 @@ def add(
         typer.Option(help="A remark for readers, such as that runs shared a GPU; times of these runs are not shown."),
     ] = None,
 ) -> None:
-    """Add results whose recipe and data are ours; `factorized reproduce` counts them as finished.
+    """Add results of runs of our recipes on our data; `factorized reproduce` counts them as finished.
 
     A file that does not fit is named with the reason and left where it is; the exit code is then 1.
     """

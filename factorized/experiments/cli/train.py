@@ -43,7 +43,7 @@ def train(
     at_once: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_SEEDS, help="Number of seeds that share the device: a small network leaves a GPU idle."
+            min=1, max=MOST_SEEDS, help="Number of seeds to train at once; a small network uses only part of a GPU."
         ),
     ] = 1,
     out: Annotated[Path, typer.Option(help="Runs are written to OUT/NAME/seed-SEED.")] = Path("out"),
@@ -55,10 +55,10 @@ def train(
         bool,
         typer.Option(
             "--allow-other-devices",
-            help="Resume with another number of processes or another kind of device; this changes the result.",
+            help="Resume even if the number of processes or the kind of device differs; this changes the result.",
         ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over if there is a run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete a run that is there, and start over.")] = False,
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:

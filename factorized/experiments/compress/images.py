@@ -46,7 +46,7 @@ class ImageSubject(Subject):
 
     @property
     def forms(self) -> tuple[Plain, ...]:
-        """Both forms; of transformers, dense layers alone, which it opens."""
+        """Both forms; for a model of transformers only ``"composed"``, because transformers opens dense layers only."""
         return ("composed",) if self._is_of_transformers else super().forms
 
     @property

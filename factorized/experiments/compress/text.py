@@ -37,7 +37,7 @@ class TextSubject(Subject):
 
     @property
     def forms(self) -> tuple[Plain, ...]:
-        """Dense layers alone, which transformers opens."""
+        """Only ``"composed"``, because transformers opens dense layers only."""
         return ("composed",)
 
     def batches(self, samples: int) -> list[Any]:

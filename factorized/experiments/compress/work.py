@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def factorize(self) -> Factorize:
-        """The same as a recipe has it."""
+        """The same settings as fields of a recipe."""
         return Factorize(
             scheme="low_rank",
             ratio=self.ratio,
@@ -136,12 +136,12 @@ class Work:
 
     @cached_property
     def batches(self) -> list[Any]:
-        """What the network is calibrated with."""
+        """The batches to calibrate with."""
         return self.subject.batches(self.settings.samples)
 
     @cached_property
     def dense(self) -> nn.Module:
-        """The trained network; what compresses it in place deletes this, so that it is read again."""
+        """The trained network. Compressing it in place deletes this property, so that it is read again."""
         network = self.subject.dense()
         if is_factorized(network):
             raise ValueError(

@@ -72,7 +72,7 @@ class _ByteType:
 
 
 class _Name:
-    """What a name in a pickle leads to: something to call, for this use only."""
+    """The stand-in for a name in a pickle: a callable, made for this use only."""
 
     __slots__ = ("_call",)
 

@@ -37,7 +37,7 @@ def convolve_with_zeros(
 
 
 def gains_by_zeros(conv: Any, x: Tensor) -> bool:
-    """Return whether a convolution is one for more channels than it has, on whatever device."""
+    """Return whether a convolution would run faster with more channels, on any device."""
     return (
         type(conv) is nn.Conv2d
         and conv.in_channels % MULTIPLE != 0

@@ -61,7 +61,7 @@ class Stage(nn.Sequential):
 
     @property
     def is_plain(self) -> bool:
-        """Whether calling the blocks does nothing but what is written here."""
+        """Whether calling the blocks runs only the code in this file."""
         return all(type(block) is WideBlock and not has_hooks(block) for block in self)
 
     @property

@@ -52,7 +52,7 @@ def settings(recipe: AnyRecipe | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe without fields of [factorize] that its network has no use for."""
+    """Return a recipe without the fields of [factorize] that its network does not use."""
     fields = dict(table.get("factorize") or {})
     if fields.get("scheme", "none") == "none":
         fields = {"scheme": "none"}

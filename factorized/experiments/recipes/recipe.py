@@ -277,7 +277,7 @@ class Schedule(Section):
 
 
 class Run(Section):
-    """How it runs; batch and label_smoothing aside, none of it changes what is computed beyond rounding."""
+    """How it runs; only ``batch`` and ``label_smoothing`` change what is computed by more than rounding."""
 
     batch: int = Field(default=128, gt=0, le=10_000_000)  # at most the training images, checked where they are known
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)

@@ -69,7 +69,7 @@ class _Grid(_Part):
 
 
 class _Pattern(_Part):
-    """How a recipe is called, with {grid}, {row} and {column} in it."""
+    """The pattern of a recipe's name or title, with {grid}, {row} and {column} in it."""
 
     name: str = "{grid}"
     title: str = "{grid}"
@@ -184,7 +184,7 @@ def _fill(pattern: str, grid: str, row: str | None, column: str | None, cell: Ce
 
 
 def _aim(cell: Cell, figure: float, where: str) -> dict[str, float]:
-    """Return the figure as a recipe has it in its [paper]."""
+    """Return the figure as the [paper] table of a recipe."""
     if cell.metric == "error":
         return {"accuracy": round(100 - figure, 6)}  # 100 - 7.62 is 92.38 but for rounding
     if cell.metric not in AIMS:

@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def judged(self) -> bool:
-        """Whether whole runs of the recipe stand beside a figure with a deviation."""
+        """Whether complete runs of the recipe are compared with a figure that has a deviation."""
         return self.verdict in ("within", "off")
 
     @property

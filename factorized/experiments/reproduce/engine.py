@@ -1,4 +1,4 @@
-"""Engines, which run jobs on this machine, on a Ray cluster or by Slurm; and running planned jobs on one."""
+"""The interface of engines, which run jobs on this machine, on a Ray cluster or by Slurm; running planned jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from factorized.experiments.training.result import RESULT
 
 
 class Engine(Protocol):
-    """Runs jobs, several at once where it has room.
+    """Runs jobs, several at once if there is room.
 
     An engine decides where and when; what a job does, and what it leaves behind, is ``run_job``'s.
     """

@@ -15,7 +15,7 @@ from factorized.experiments.reproduce.runs import Run
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds that a run will take, and the past runs that say so."""
+    """The estimated seconds of a run, and the past runs that the estimate is based on."""
 
     seconds: float
     basis: str

@@ -32,7 +32,7 @@ SCORES = {
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart with its title and what to see in it."""
+    """A chart with its title and a note."""
 
     title: str
     svg: str

@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: its results, and the error that kept it from having more."""
+    """How a job ended: its results, and the error that stopped it, if any."""
 
     job: Job
     results: Sequence[Result]

@@ -63,7 +63,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Report:
-    """What a report says, before it is drawn."""
+    """The content of a report, before it is written as a page."""
 
     found: Found
     variants: Sequence[Variant]  # the best marked
@@ -193,7 +193,7 @@ def page_template(name: str, *folders: Path) -> Template:
 
 
 def _notices(report: Report) -> list[str]:
-    """Return what a reader must know before the figures."""
+    """Return notices for the top of the page."""
     runs, found = report.found.runs, report.found
     told = []
     for name in ("factorized", "torch"):

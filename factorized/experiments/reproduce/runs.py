@@ -18,7 +18,7 @@ NAMES = {"accuracy": "accuracy, %", "bleu": "BLEU", "f1": "F1"}
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A finished run: what its file says, in the same words for images and text."""
+    """A finished run, read from its file, with the same properties for images and text."""
 
     path: Path
     result: Result
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """What it is judged by: "accuracy", "bleu", "perplexity", "loss" or "f1"."""
+        """The name of its score: "accuracy", "bleu", "perplexity", "loss" or "f1"."""
         return str(self.result.get("score", "accuracy"))
 
     @property
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def by(self) -> str:
-        """What its history is counted in: "epoch" or "update"."""
+        """The unit of its history: "epoch" or "update"."""
         return "update" if "scores" in self.result else "epoch"
 
     @property
@@ -73,13 +73,13 @@ class Run:
 
     @property
     def timed(self) -> bool:
-        """Whether its seconds are those of a run alone: a note, too, says that it shared the device with others."""
+        """Whether it had its device to itself, so that its seconds can be compared; a note says that it did not."""
         return "note" not in self.result and self.at_once == 1
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file that is not on the page, and why."""
+    """A file that is left out of a report, and why."""
 
     path: Path
     why: str
@@ -97,7 +97,7 @@ class Unfinished:
 
 @dataclass
 class Found:
-    """What some files and folders hold."""
+    """The runs found in files and folders."""
 
     runs: list[Run] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)

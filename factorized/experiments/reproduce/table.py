@@ -30,7 +30,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Value:
-    """What a cell shows, and what it stands for."""
+    """The content of a cell: the text shown, and the value behind it."""
 
     text: str
     raw: tuple[Raw, ...] = ()  # one for each part of the column; the text unless given

@@ -44,8 +44,8 @@ def variant_table(variants: Sequence[Variant]) -> Table:
         (Column("data"), lambda v: Value(v.data)),
     ]
     note = (
-        "Means ± standard deviations over the seeds, after the last epoch or update. “Best” is said only where a mean "
-        "is ahead of all others by more than the deviation of the difference, and never of a single run."
+        "Means ± standard deviations over the seeds, after the last epoch or update. “Best” marks a mean that "
+        "is ahead of all others by more than the deviation of the difference; a single run is never marked."
     )
     if any(variant.metric in LOWER_IS_BETTER for variant in variants):
         note += " Lower is better for loss and perplexity."

@@ -64,7 +64,7 @@ class Variant:
 
     @property
     def metric(self) -> str:
-        """What its runs are judged by."""
+        """The name of the score of its runs."""
         return self.runs[0].metric
 
     @property
@@ -74,7 +74,7 @@ class Variant:
 
     @property
     def score(self) -> Summary:
-        """The figure that its runs are judged by."""
+        """The score of its runs."""
         return Summary.of([run.score for run in self.runs])
 
     @property
@@ -100,7 +100,7 @@ class Variant:
 
     @property
     def seconds(self) -> Summary | None:
-        """Seconds of the runs that had their device for themselves; None where none had."""
+        """Seconds of the runs that had their device to themselves; None if none had."""
         alone = [float(run.result["seconds"]) for run in self.runs if run.timed]
         return Summary.of(alone) if alone else None
 

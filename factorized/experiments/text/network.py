@@ -40,7 +40,7 @@ def plan_text(recipe: TextRecipe, dense: nn.Module) -> Plan | None:
 
 
 def _check_heads(fields: Factorize, dense: nn.Module) -> None:
-    """Raise if heads are to be shrunk that cannot be read, or that would have no dimension left."""
+    """Raise if heads that are to be shrunk cannot be read, or would have no dimension left."""
     for found in find_attention(dense):
         if adapter_of(found.module) is None:
             raise ValueError(f'{found.name}: {found.reason} before train_text, or set factorize.attention = "layers"')

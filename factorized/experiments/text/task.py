@@ -92,7 +92,7 @@ class TextTask(ABC):
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether batches have few shapes, and the pass reads no values: the GPU need not wait for Python."""
+        """Whether batches have few shapes and the pass reads no values, so that the GPU never waits for Python."""
         return False
 
     def to_capture(self, batch: Batch) -> Batch:

@@ -127,7 +127,7 @@ def _check_learned(model: Any, size: int, given: int) -> None:
 
 @dataclass(frozen=True)
 class StandIn:
-    """What a network is built from, in place of a tokenizer: the size of its vocabulary."""
+    """A stand-in for a tokenizer, enough to build a network: the size of its vocabulary."""
 
     size: int
     pad_token_id: int = 0

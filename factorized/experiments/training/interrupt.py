@@ -14,7 +14,7 @@ PATIENCE = 2.0  # seconds within which several processes ignore a repeated signa
 
 
 class Interrupted(Exception):
-    """A run that was asked to stop, and has saved itself."""
+    """Raised by a run that was asked to stop, after it has saved its state."""
 
     kept = "its state is saved"
 

@@ -33,12 +33,12 @@ class Processes:
 
     @property
     def kind(self) -> str:
-        """How many there are, and on what: what a result depends on beyond its recipe and data."""
+        """The number and kind of devices: what a result depends on beyond its recipe and data."""
         return f"{self.count} {'process' if self.count == 1 else 'processes'} ({self.device.type})"
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes."""
+        """Whether this is the first process, which writes files."""
         return self.rank == 0
 
     def total(

@@ -139,7 +139,7 @@ def _processor() -> str:
 
 
 def describe_data(images: Images) -> Row:
-    """Return what a result says of the images, enough to build the network again and to feed it."""
+    """Return the part of a result that describes the images: enough to build the network again and to feed it."""
     return {
         "name": images.name,
         "checksum": images.checksum,

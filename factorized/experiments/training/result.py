@@ -19,7 +19,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class _Part(BaseModel):
-    """Fields that something reads; a result may say more."""
+    """Fields that other code reads; a result may have more."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 

@@ -299,7 +299,7 @@ class Trainer:
                 save_state(state, folder)
 
     def _check_finite(self, epoch: int, lr: float, steps: int) -> float:
-        """Return the mean loss of the epoch's steps; raise if it, or what was learned, is not a number any more."""
+        """Return the mean loss of the epoch's steps; raise if the loss or the learned weights are not finite."""
         loss = self.processes.total(self.step.loss_sum) / (steps * self.processes.count)
         state = self.network.state_dict().items()
         learned = [t for name, t in state if t.is_floating_point() and t.numel() and name not in self.may_be_infinite]

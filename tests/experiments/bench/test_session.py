@@ -39,7 +39,7 @@ def read(session: Session) -> dict[str, Any]:
     return found
 
 
-def test_rows_are_told_over_the_first_way(session: Session) -> None:
+def test_rows_are_compared_with_the_first_way(session: Session) -> None:
     session.compare("group", {"slow": partial(sleeping, 0.02, 4096), "fast": partial(sleeping, 0.005, 1024)})
     slow, fast = read(session)["rows"]
     assert (slow["group"], slow["way"], slow["over"], slow["parameters"]) == ("group", "slow", 1.0, 4096)

@@ -32,7 +32,7 @@ def test_a_quiet_run_says_only_where_its_files_are(cli: Cli, tmp_path: Path) -> 
     assert (said.code, said.out) == (0, f"{tmp_path}\n")
 
 
-def test_a_name_that_no_row_has_is_said(cli: Cli, tmp_path: Path) -> None:
+def test_only_that_matches_no_row_names_some_rows(cli: Cli, tmp_path: Path) -> None:
     said = cli("bench", "layers", "--out", tmp_path, "--device", "cpu", "--only", "ResNet")
     assert "no row has 'ResNet' in its name; there are linear 1024×1024, 256 rows, training: dense; " in said.out
 

@@ -188,7 +188,7 @@ def test_a_place_that_may_not_be_written_is_named(
     assert f"cannot write to {path}: Read-only file system" in cli("compose", trained, "--out", path).error
 
 
-def test_what_is_no_run_is_told_before_anything_about_the_file(cli: Cli, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_run_is_reported_first(cli: Cli, tmp_path: Path) -> None:
     assert f"there is no {tmp_path}/none/result.json" in cli("compose", tmp_path / "none").error
 
 

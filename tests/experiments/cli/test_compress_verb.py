@@ -220,7 +220,7 @@ def test_few_samples_are_noted_and_layers_stay_dense_on_request(cli: Cli, run: P
         (("--ratio", "0.5", "--recover", "digits/resnet9"), "digits/resnet8"),
         (("--ratio", "0.5", "--recover", "language/tiny"), "--recover language/tiny trains on text, and"),
         (("--ratio", "0.5", "--exclude", "nothing"), "nothing"),
-        (("--ratio", "0.5", "--multiple-of", "0"), "Invalid value for '--multiple-of': "),
+        (("--ratio", "0.5", "--multiple-of", "0"), "--multiple-of must be greater than or equal to 1, got '0'"),
         (("--ratio", "0.5", "--data", "nowhere"), "there is no file or folder nowhere"),
         (("--ratio", "0.5", "--device", "tpu"), "--device must be cpu, cuda or cuda:NUMBER"),
     ],

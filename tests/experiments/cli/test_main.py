@@ -267,7 +267,7 @@ def test_a_run_that_ended_early_says_which_command_goes_on(
     assert cli(*given.split()).err == told.replace("with: ", "with: torchrun … -m ")
 
 
-def test_the_version_is_told(cli: Cli) -> None:
+def test_the_version_is_printed(cli: Cli) -> None:
     assert cli("--version").out == f"{__version__}\n"
 
 

@@ -142,7 +142,7 @@ def test_the_plan_of_a_dense_recipe_says_so_and_a_large_one_takes_no_memory(
 
     monkeypatch.setattr("factorized.experiments.text.network.starting_network", noted)
     said = cli("plan", "bert/large")
-    assert "bert/large trains a dense network of 335,174,458 parameters; nothing is factorized" in said.out
+    assert "bert/large trains a dense network of 335,174,458 parameters; a budget, such as --ratio 0.1" in said.out
     assert all(parameter.is_meta for parameter in made[0].parameters())
     assert "there is no plan to draw; drop --html" in cli("plan", "bert/large", "--html", "plan.html").error
 

@@ -39,7 +39,7 @@ def test_one_network_is_held_at_a_time(tmp_path: Path) -> None:
     assert subject.most_held == 1
 
 
-def test_every_stage_is_told_in_one_line_with_its_figures(tmp_path: Path) -> None:
+def test_every_stage_is_reported_in_one_line_with_its_figures(tmp_path: Path) -> None:
     said: list[str] = []
     _, work = compressed(tmp_path, say=said.append)
     state = work.state

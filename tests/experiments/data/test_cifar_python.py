@@ -50,7 +50,7 @@ def test_the_files_written_here_are_what_numpy_itself_reads(images: Images) -> N
     assert read["labels"] == [1, 2]
 
 
-def test_progress_is_told_for_each_file(tmp_path: Path, images: Images) -> None:
+def test_progress_is_reported_for_each_file(tmp_path: Path, images: Images) -> None:
     told: list[tuple[str, int, int]] = []
     load_cifar_python(write_cifar10(tmp_path, images), lambda *call: told.append(call))
     assert told == [("reading", i, 6) for i in range(1, 7)]

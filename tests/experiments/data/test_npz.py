@@ -109,7 +109,7 @@ def test_a_single_array_is_not_a_data_set(tmp_path: Path) -> None:
         load_npz(tmp_path / "one.npz")
 
 
-def test_progress_is_told_for_each_array(tmp_path: Path) -> None:
+def test_progress_is_reported_for_each_array(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     load_npz(write_npz(tmp_path / "a.npz", small_images()), lambda *call: told.append(call))
     assert told == [("reading", i, 4) for i in range(1, 5)]

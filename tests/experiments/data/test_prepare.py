@@ -68,7 +68,7 @@ def test_writing_to_a_mapped_set_does_not_change_the_file(source: Path, folder: 
     assert read_prepared(path).checksum == small_images().checksum
 
 
-def test_progress_is_told_while_reading_and_writing(tmp_path: Path, folder: Path) -> None:
+def test_progress_is_reported_while_reading_and_writing(tmp_path: Path, folder: Path) -> None:
     told: list[tuple[str, int, int]] = []
     prepare(str(write_folder(tmp_path / "set", small_images())), folder, lambda *call: told.append(call))
     assert [call[0] for call in told] == ["training images", "test images", *["writing"] * 4]

@@ -74,7 +74,7 @@ def test_hugging_face_weights_are_loaded(vit_folder: Path) -> None:
     assert torch.equal(model.eval()(x), saved(pixel_values=x).logits)
 
 
-def test_for_another_number_of_classes_only_the_last_layer_is_drawn_anew(vit_folder: Path) -> None:
+def test_for_another_number_of_classes_only_the_last_layer_is_drawn_again(vit_folder: Path) -> None:
     saved = transformers.ViTForImageClassification.from_pretrained(vit_folder).state_dict()
     model = build_model(f"hf:{vit_folder}", 9, image_size=16).model
     assert model.classifier.out_features == 9
@@ -192,7 +192,7 @@ def test_without_transformers_the_error_says_what_to_install(
         build_model(f"hf:{resnet_folder}", 10)
 
 
-def test_loading_weights_prints_nothing_even_where_the_last_layer_is_drawn_anew(
+def test_loading_weights_prints_nothing_even_where_the_last_layer_is_drawn_again(
     vit_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logging = transformers.utils.logging

@@ -145,7 +145,7 @@ def test_a_wrong_recipe_says_where_and_what_there_is(tmp_path: Path, text: str, 
     assert "\n" not in str(caught.value)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match=r"nmae.*scedule") as caught:
         check_recipe({"model": {"name": "resnet8", "nmae": 1}, "scedule": {}}, "own")
     assert str(caught.value).startswith("own: ")

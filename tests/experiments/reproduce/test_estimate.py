@@ -86,5 +86,5 @@ def test_runs_that_shared_their_device_count_where_there_are_no_others_and_are_m
     assert (alone.seconds, alone.basis) == (pytest.approx(40), "vgg19 on other data, n = 1")
 
 
-def test_durations_are_said_as_people_say_them() -> None:
+def test_durations_are_readable() -> None:
     assert [in_time(seconds) for seconds in (4, 99, 150, 5000, 9000)] == ["4 s", "99 s", "2 min", "83 min", "2.5 h"]

@@ -244,7 +244,7 @@ def test_variants_that_are_called_alike_have_labels_and_files_of_their_own(tmp_p
     assert files == ["layers-mine-a--2.csv", "layers-mine-a.csv"]
 
 
-def test_changed_settings_are_told_once() -> None:
+def test_changed_settings_are_reported_once() -> None:
     changed = run_of(image_result("digits/resnet8", 0, 97.0, "optimizer.lr=0.05"))
     alone = report_page(make_report(Found([changed])), Heading())
     assert "<small>changed: optimizer.lr = 0.05</small>" in alone
@@ -257,7 +257,7 @@ def test_a_check_that_measured_no_number_fails() -> None:
     assert not Check("", float("nan"), 1.0).passed
 
 
-def test_a_check_is_told_in_plain_numbers() -> None:
+def test_a_check_has_plain_numbers() -> None:
     assert Check("", 0.0, 0.05).figures == "0 (allowed 0.05)"
     assert Check("", 0.09954, 0.1).figures == "0.0995 (allowed 0.1)"
     assert Check("", 2.61e-7, 1e-4).figures == "2.61e-07 (allowed 0.0001)"

@@ -167,7 +167,7 @@ def test_the_screen_is_not_blank_and_the_dark_one_is_dark(browser: Browser, fold
     assert dark.getpixel((2, 2)) < 60
 
 
-def test_a_chromium_that_is_named_has_to_be_there_else_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chromium_that_is_named_has_to_be_there_else_the_remedy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/nowhere/chromium")
     with pytest.raises(pytest.fail.Exception, match=r"/nowhere/chromium: apt-get install chromium"):
         find_chromium()

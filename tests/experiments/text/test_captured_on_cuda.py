@@ -76,7 +76,7 @@ def test_graphs_in_shared_memory_give_each_batch_its_gradients_in_any_order() ->
     learner.passes.release()
 
 
-def test_every_replay_draws_dropout_anew_and_warming_up_draws_none() -> None:
+def test_every_replay_draws_dropout_again_and_warming_up_draws_none() -> None:
     learner, batches = Learner(0.5), [{"x": torch.ones(rows, 1024, device="cuda")} for rows in (3, 9, 3, 3, 9)]
 
     def losses() -> list[float]:

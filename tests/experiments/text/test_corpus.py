@@ -84,7 +84,7 @@ def test_the_checksum_of_a_text_is_known_without_tokenizing_it(tmp_path: Path, n
     assert checksum == load_corpus(recipe, folder, tmp_path / "cache").checksum
 
 
-def test_a_tokenizer_is_learned_anew_for_another_case_and_for_other_word_pieces(tmp_path: Path) -> None:
+def test_a_tokenizer_is_learned_again_for_another_case_and_for_other_word_pieces(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("\n\n".join(["One TWO three"] * 40))
     pieces = tmp_path / "pieces.txt"
 

@@ -85,7 +85,7 @@ def test_an_answer_becomes_the_tokens_that_it_touches(tokenizer: Any, text: str,
     assert windows.text(0, *windows.answers[0]) == labelled
 
 
-def test_progress_is_told(paragraphs: list[Paragraph], tokenizer: Any) -> None:
+def test_progress_is_reported(paragraphs: list[Paragraph], tokenizer: Any) -> None:
     told: list[tuple[str, int, int]] = []
     QuestionWindows(paragraphs, tokenizer, LENGTH, STRIDE, progress=lambda *how: told.append(how), stage="dev")
     assert told == [("dev", 11, 11)]

@@ -181,7 +181,7 @@ def test_windows_are_tokenized_once_for_one_text_tokenizer_length_and_stride(tmp
         ({"data": {"train": ["none.json"]}}, "there is no .*none.json .nor none.json.xz"),
     ],
 )
-def test_a_wrong_recipe_is_told(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_recipe_is_reported(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_corpus(recipe_of(changes), write_squad(tmp_path), tmp_path / "cache")
 

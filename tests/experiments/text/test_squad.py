@@ -76,7 +76,7 @@ def asked(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_wrong_file_is_told_with_the_question_and_what_is_expected(
+def test_a_wrong_file_is_reported_with_the_question_and_what_is_expected(
     tmp_path: Path, content: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -91,7 +91,7 @@ def test_a_wrong_file_is_told_with_the_question_and_what_is_expected(
         ("latin.json", '{"data": "é"}'.encode("latin-1"), "latin.json is not UTF-8 text"),
     ],
 )
-def test_a_damaged_file_is_told(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_damaged_file_is_reported(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         list(read_paragraphs(tmp_path / name))

@@ -41,7 +41,7 @@ def test_the_device_computes_what_the_host_does() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_captured_step_draws_anew_at_each_replay(compiled: bool) -> None:
+def test_a_captured_step_draws_again_at_each_replay(compiled: bool) -> None:
     images = small_images(train=64, side=32).to("cuda")
     index = torch.arange(64, device="cuda")
 

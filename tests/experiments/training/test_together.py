@@ -54,7 +54,7 @@ def test_every_process_ends_the_same_way(together: Path) -> None:
         assert found["left"] == "True"
 
 
-def test_one_run_after_another_joins_the_processes_anew(together: Path) -> None:
+def test_one_run_after_another_joins_the_processes_again(together: Path) -> None:
     for rank in (0, 1):
         found = json.loads((together / f"rank-{rank}.json").read_text())
         assert found["in groups of its own"] == ["done", "done"]

@@ -178,13 +178,13 @@ def taps_of(factor, c, r, C: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def read(pointers, known, EVEN: tl.constexpr):
-    """Return what pointers show, and zero where it is not known; ``EVEN`` says that all of it is."""
+    """Load from pointers, and return zero where ``known`` is false; ``EVEN`` says that all are known."""
     return tl.load(pointers) if EVEN else tl.load(pointers, mask=known, other=0.0)
 
 
 @triton.jit
 def positive(values):
-    """Return relu(values), where what is not a number stays so: a network that diverged must not look well."""
+    """Return relu(values); NaN stays NaN, because a network that diverged must not look healthy."""
     return tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -70,7 +70,7 @@ def _has_gpu_kernels(x: Tensor) -> bool:
 
 
 def kernels_suit(x: Tensor, layers: Sequence[Layer]) -> bool:
-    """Return whether layers are ones for the kernels, on whatever device: plain ones, trained in half precision."""
+    """Return whether the kernels support these layers, on any device: plain ones, trained in half precision."""
     return (
         all(norm_suits(x, norm) and norm.eps == layers[0][0].eps for norm, _ in layers)
         and is_known(x.shape[3] <= tiles.TILES.positions)  # a row of an image is in one tile
@@ -79,7 +79,7 @@ def kernels_suit(x: Tensor, layers: Sequence[Layer]) -> bool:
 
 
 def norm_suits(x: Tensor, norm: Any) -> bool:
-    """Return whether a norm is one for the kernels, on whatever device: a plain one, trained in half precision."""
+    """Return whether the kernels support a norm, on any device: a plain one, trained in half precision."""
     return (
         _is_plain_norm(norm)
         and x.dim() == 4
@@ -123,5 +123,5 @@ def _is_plain_convolution(conv: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether anything else is to run when the module is called, which a kernel in its place would skip."""
+    """Return whether a call of the module also runs hooks, which a kernel in its place would skip."""
     return "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS) or bool(_has_any_global_hook())
