@@ -38,6 +38,7 @@ VERBS = [
 
 def commands_of(text: str) -> list[str]:
     """Return the commands on indented lines and in backquotes, without the remarks behind them."""
+    text = re.sub(r"\\ *\n +", "", text)  # a command on several lines
     lines = re.findall(r"^ +(factorized [a-z].*)$", text, flags=re.MULTILINE)
     inline = re.findall(r"`(factorized (?:train|plan|demo|data|recipes|report|compose|evaluate|bench)[^`]*)`", text)
     return [re.split(r" {2,}|#", command)[0].strip() for command in lines + inline]

@@ -57,7 +57,7 @@ def test_a_share_of_a_gpu_is_refused_by_slurm() -> None:
 
 def test_slurm_is_not_replaced_by_this_machine_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ValueError, match=r"--engine slurm: .*srun.* try it on this machine by --slurm cluster=local"):
+    with pytest.raises(ValueError, match=r"--engine slurm: .*srun.* try it on this machine with --slurm cluster=local"):
         make_engine(EngineOptions("slurm"), OUT, quiet=True)
 
 
