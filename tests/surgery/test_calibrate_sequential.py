@@ -163,6 +163,28 @@ def test_a_layer_whose_inputs_have_no_pairs_keeps_its_weight_for_those_that_it_g
     torch.testing.assert_close(error, best, rtol=1e-4, atol=1e-8)
 
 
+def test_a_layer_that_is_not_called_behind_factors_stays_dense_until_all_others_are_filled() -> None:
+    class Fickle(Skipping):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.runs, self.inputs = nn.Linear(12, 12), 0, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1  # for the order; 2 and 3 for the first layer; 4 and 5 for the second
+            if self.runs == 5:
+                return x
+            self.inputs.append(self.second(self.first(x)))
+            out: Tensor = self.last(self.inputs[-1])
+            return out
+
+    dense, x = Fickle(), torch.randn(60, 20)
+    with pytest.warns(UserWarning, match="no batch reaches second "):
+        model = factorized(dense, [x])
+    spectral = fz.factorize(copy.deepcopy(dense), rank=4, keep_first_and_last=False)
+    assert torch.equal(model.second.U, spectral.second.U)
+    torch.testing.assert_close(model.inputs[-1], dense.second(model.first(x)), rtol=1e-4, atol=1e-5)
+
+
 def test_layers_that_no_batch_reaches_take_no_pass_and_stay_spectral() -> None:
     class Unused(Skipping):
         def __init__(self) -> None:
