@@ -134,6 +134,13 @@ def test_layers_with_the_same_input_share_a_pass_and_fewer_layers_per_pass_chang
     torch.testing.assert_close(one.state_dict(), several.state_dict(), rtol=0, atol=0)
 
 
+def test_inputs_made_in_inference_mode_give_the_same_factors() -> None:
+    with torch.inference_mode():
+        x = torch.randn(40, 3, 12)  # nobody can tell whether it was written to
+    models = [factorized(Attending(), [given]) for given in (x, x.clone())]
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
+
+
 @pytest.mark.parametrize("make", [shared_weight, shared_module])
 def test_layers_that_share_a_weight_make_up_for_errors_together(make: Any) -> None:
     dense, x = make().double(), torch.randn(200, 3, 8, dtype=torch.float64)
