@@ -29,15 +29,17 @@ def collect_in_order(
     biases = held_once(model)
     filled: dict[nn.Module, nn.Module] = {}
     for group in groups:
+        reached: list[str] = []
         for part in parts(group, calibration.layers_per_pass):
             layers = {name: layer for leader in part for name, layer in sharing[leader].items()}
             pairs = {name: moments_of(InputPairs, layer, biases) for name, layer in layers.items()}
             _run_pairs(model, calibration, {layers[name]: one for name, one in pairs.items()}, filled)
             for leader in part:
                 ran = {name: pairs.pop(name) for name in sharing[leader] if pairs[name].samples}
+                reached += [leader] if ran else []  # none if a router now leads elsewhere
                 yield leader, Collected(ran, {})
                 ran.clear()  # the caller's loop holds it while the batches run again
-        filled |= {layer: replacing[name] for leader in group for name, layer in sharing[leader].items()}
+        filled |= {layer: replacing[name] for leader in reached for name, layer in sharing[leader].items()}
     for leader in sharing:
         if leader not in called:
             yield leader, Collected({}, {})

@@ -134,6 +134,13 @@ def test_layers_with_the_same_input_share_a_pass_and_fewer_layers_per_pass_chang
     torch.testing.assert_close(one.state_dict(), several.state_dict(), rtol=0, atol=0)
 
 
+def test_inputs_made_in_inference_mode_give_the_same_factors() -> None:
+    with torch.inference_mode():
+        x = torch.randn(40, 3, 12)  # nobody can tell whether it was written to
+    models = [factorized(Attending(), [given]) for given in (x, x.clone())]
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
+
+
 @pytest.mark.parametrize("make", [shared_weight, shared_module])
 def test_layers_that_share_a_weight_make_up_for_errors_together(make: Any) -> None:
     dense, x = make().double(), torch.randn(200, 3, 8, dtype=torch.float64)
@@ -161,6 +168,28 @@ def test_a_layer_whose_inputs_have_no_pairs_keeps_its_weight_for_those_that_it_g
     best = torch.linalg.svdvals(dense.expert.weight.detach() @ (Q * values.clamp(min=0).sqrt()))[4:].square().sum()
     error = (model.expert(hidden) - dense.expert(hidden)).square().sum().detach()
     torch.testing.assert_close(error, best, rtol=1e-4, atol=1e-8)
+
+
+def test_a_layer_that_is_not_called_behind_factors_stays_dense_until_all_others_are_filled() -> None:
+    class Fickle(Skipping):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.runs, self.inputs = nn.Linear(12, 12), 0, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1  # for the order; 2 and 3 for the first layer; 4 and 5 for the second
+            if self.runs == 5:
+                return x
+            self.inputs.append(self.second(self.first(x)))
+            out: Tensor = self.last(self.inputs[-1])
+            return out
+
+    dense, x = Fickle(), torch.randn(60, 20)
+    with pytest.warns(UserWarning, match="no batch reaches second "):
+        model = factorized(dense, [x])
+    spectral = fz.factorize(copy.deepcopy(dense), rank=4, keep_first_and_last=False)
+    assert torch.equal(model.second.U, spectral.second.U)
+    torch.testing.assert_close(model.inputs[-1], dense.second(model.first(x)), rtol=1e-4, atol=1e-5)
 
 
 def test_layers_that_no_batch_reaches_take_no_pass_and_stay_spectral() -> None:

@@ -98,17 +98,6 @@ def test_a_compression_goes_on_with_other_layers_per_pass(tmp_path: Path) -> Non
     assert "save compressed" not in subject.done
 
 
-def test_layers_are_filled_one_after_another_on_request(tmp_path: Path) -> None:
-    settings = Settings(ratio=0.5, sequential=True)
-    _, work = compressed(tmp_path, settings)
-    model = Points()
-    init = fz.Calibrated(model.batches(settings.samples), sequential=True)
-    expected = fz.factorize(model.dense(), work.plan, init=init)
-    torch.testing.assert_close(work.subject.load(tmp_path / "compressed").state_dict(), expected.state_dict())
-    with pytest.raises(ValueError, match="sequential"):  # another compression
-        compressed(tmp_path, Settings(ratio=0.5))
-
-
 def test_the_budget_is_spent_as_asked(tmp_path: Path) -> None:
     model, found = Points(), {}
     for ranks in ("loss", "outputs", "uniform"):
