@@ -17,6 +17,7 @@ from torch._functorch import config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -86,14 +87,22 @@ def full_precision(function: Callable[Given, Found]) -> Callable[Given, Found]:
     return unrounded
 
 
+class WatchingMode(TorchDispatchMode):
+    """A dispatch mode that looks at what is computed, and changes and keeps nothing of it. Abstract."""
+
+
 def is_traced() -> bool:
     """Return whether calls are recorded or transformed: compiled, exported, on fake tensors, by ``torch.func``."""
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or (torch._C._len_torch_dispatch_stack() and not _is_only_watched())
         or torch._C._are_functorch_transforms_active()
         or is_jit_tracing()
     )
+
+
+def _is_only_watched() -> bool:
+    return all(isinstance(mode, WatchingMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def in_backward() -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from factorized.files.checkpoint import check_target, load, save, writing_rank
 from factorized.files.folder import MANIFEST, read_plan_of_transformers, write_plan
+from factorized.nn.layer import FactorizedLayer
 from factorized.nn.model import Model, check_model
 from factorized.planning.plan import Plan
 from factorized.surgery.describe import describe
@@ -165,6 +166,9 @@ def _loaded_by_transformers(cls: Any, path: Path, plan: Plan, config: Any, dtype
     if getattr(cls, "config_class", None) is None:
         with torch.device("meta"):
             cls = type(cls.from_config(config, dtype=dtype, trust_remote_code=False))
+    says_untied = getattr(config, "tie_word_embeddings", None) is False and _plans_tied_embeddings(cls, plan, config)
+    if says_untied:  # but transformers wrote them once, and has to fill both
+        config.tie_word_embeddings = True
 
     def build(self: Any, *arguments: Any, **keywords: Any) -> None:
         cls.__init__(self, *arguments, **keywords)
@@ -188,7 +192,27 @@ def _loaded_by_transformers(cls: Any, path: Path, plan: Plan, config: Any, dtype
     if wrong:
         raise ValueError(f"the weights in {path} do not fit its {MANIFEST}: {'; '.join(wrong)}. Save the model again")
     model.__class__ = cls
+    if says_untied:
+        model.config.tie_word_embeddings = False
     return model
+
+
+def _plans_tied_embeddings(cls: Any, plan: Plan, config: Any) -> bool:
+    """Return whether input and output embeddings share their factors.
+
+    Their composed weights are two tensors, so that peft, after a merge, says in the config that they are not tied.
+    """
+    if not any(entry.tied_to for entry in plan.layers):
+        return False
+    with torch.device("meta"):
+        dense = cls(config)
+    model: Any = install(dense, plan, build_layers(dense, plan, init=None))
+    try:
+        first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return False
+    both = isinstance(first, FactorizedLayer) and isinstance(last, FactorizedLayer)
+    return both and first.factors[0] is last.factors[0]
 
 
 def refuse_own_code(folder: Path, remedy: str) -> None:

@@ -224,3 +224,40 @@ def test_a_transformers_model_with_factorized_layers_is_adapted_trained_and_merg
     merged = model.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=tokens).logits, expected)
     assert merged.model.layers[0].mlp.up_proj.rank == 8
+
+
+TIED: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")  # peft compares composed weights
+@pytest.mark.parametrize("saved_by", ["factorized", "transformers"])
+@pytest.mark.parametrize(
+    ("make", "layer"),
+    [
+        (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**TIED, intermediate_size=24)), "query"),
+        (
+            lambda: transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(**TIED, intermediate_size=24, tie_word_embeddings=True)
+            ),
+            "q_proj",
+        ),
+    ],
+    ids=["bert", "llama"],
+)
+def test_tied_embeddings_of_a_merged_model_come_back_tied(
+    make: Callable[[], Any], layer: str, saved_by: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    dense = make().eval()
+    base = fz.factorize(dense, rank=4, min_size=0, keep_first_and_last=False)
+    merged = peft.get_peft_model(base, config(target_modules=[layer], init_lora_weights=False)).merge_and_unload()
+    if saved_by == "transformers":
+        merged.save_pretrained(tmp_path)
+        fz.save_plan(merged, tmp_path)
+    else:
+        fz.save_pretrained(merged, tmp_path)
+    back, ids = fz.from_pretrained(type(dense), tmp_path), torch.arange(10).reshape(2, 5)
+    torch.testing.assert_close(back(ids).logits, merged(ids).logits)
+    ends = back.get_input_embeddings(), back.get_output_embeddings()
+    assert ends[0].factors[0] is ends[1].factors[0]
+    assert back.config.tie_word_embeddings == merged.config.tie_word_embeddings

@@ -8,12 +8,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from factorized._torch import WatchingMode
 
-class TensorMemory(TorchDispatchMode):
-    """While entered, follows the bytes of all tensors that are made, until they are freed."""
+
+class TensorMemory(WatchingMode):
+    """While entered, follows the bytes of all tensors that are made, until they are freed.
+
+    Left out is what torch's and oneDNN's functions take inside, such as reordered weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
