@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from factorized._torch import computable, full_precision, not_compiled, on_one_device, without_autocast
 from factorized.decay.forms import Factor, Form, check_have_values, forms
 from factorized.decay.guard import LaterLayers, check_hookable, check_still_held
+from factorized.decay.hook import Step
 from factorized.decay.strength import check_number
 
 Norms = dict[str, float]  # by form name
@@ -120,6 +121,8 @@ class NormMatcher:
 
     @not_compiled  # like the steps of decays
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if Step(optimizer).is_skipped():
+            return
         if self._step >= len(self._recorded):
             raise ValueError(
                 f"only {len(self._recorded)} steps were recorded, and this is step {self._step + 1}; record every step "

@@ -30,7 +30,8 @@ class Lamb(Optimizer):
         eps: ε.
         weight_decay: λ.
         max_grad_norm: the norm of all gradients together is clipped to this first, including what an attached decay has
-            added; None does not clip.
+            added; None does not clip. An optimizer that holds only a part of the model (a stage of a pipeline, or in
+            torch's ``ZeroRedundancyOptimizer``) would clip that part alone: pass None, and clip before the step.
         bias_correction: divide the moments by 1 - βᵗ.
         trust_clip: an upper bound for the trust ratio.
         capturable: never wait for a GPU, also for CUDA graphs. Without it every step waits once, to see whether the

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,23 @@ def test_more_steps_than_were_recorded_are_refused() -> None:
     step(model, optimizer, 0)
     with pytest.raises(ValueError, match="only 1 steps were recorded, and this is step 2"):
         step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])  # a fused optimizer takes its step, and changes nothing
+def test_a_step_that_a_gradient_scaler_skips_is_none_of_the_recorded(fused: bool) -> None:
+    model = build().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    matcher = fz.NormMatcher(model)
+    recorded = [{name: norm * factor for name, norm in matcher.record().items()} for factor in (2.0, 3.0)]
+    matcher.attach(optimizer, recorded)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for factor in (math.inf, 1.0):
+        optimizer.zero_grad()
+        loss: Tensor = scaler.scale(model(torch.ones(8, 4, 4, 4)).square().mean() * factor)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert matcher.record() == pytest.approx(recorded[0], rel=1e-5)
 
 
 def test_a_missing_name_is_named_and_nothing_changed() -> None:

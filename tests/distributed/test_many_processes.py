@@ -36,16 +36,17 @@ def run(scenario: str, folder: Path, worker: str = "tests/distributed/worker.py"
 DECAYS = ("sgd", "adamw", "flambe", "inside", "penalty")  # in gradients, decoupled, in backward, in the loss
 TRAINED = [f"{kind}-{decay}" for kind in ("ddp", "fsdp") for decay in DECAYS]
 TENSORS = ["ddp-sgd-tensors", "fsdp-adamw-tensors", "fsdp-flambe-tensors"]
+PIPELINES = ["pipeline-sgd", "pipeline-adamw"]
 OTHERS = ["count", "checkpoint", "unwritable", "stages", "held", "late", "wrapped"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one start of two processes reports: starting them takes longer than what they do."""
-    return run(",".join([*TRAINED, *TENSORS, *OTHERS]), tmp_path_factory.mktemp("two"))
+    return run(",".join([*TRAINED, *TENSORS, *PIPELINES, *OTHERS]), tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("scenario", [*TRAINED, *TENSORS])
+@pytest.mark.parametrize("scenario", [*TRAINED, *TENSORS, *PIPELINES])
 def test_two_processes_end_where_one_does(scenario: str, results: dict[str, Any]) -> None:
     assert results[scenario]["difference"] < 1e-12
 

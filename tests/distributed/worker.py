@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,6 +177,27 @@ def compare(scenario: str, folder: Path) -> dict[str, float]:
     return {"difference": largest_difference(model, expected)}
 
 
+def pipeline(scenario: str, folder: Path) -> dict[str, float]:
+    """Train two stages, each on a rank of its own."""
+    rank, make = dist.get_rank(), OPTIMIZERS[scenario.partition("-")[2]]
+    torch.manual_seed(0)
+    expected = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    expected = fz.factorize(expected, rank=2, keep_first_and_last=False)
+    own = slice(2 * rank, 2 * rank + 2)
+    stage = deepcopy(expected)[own]
+    optimizers = make(expected), make(stage)
+    schedule = Schedule1F1B(PipelineStage(stage, rank, 2, torch.device("cpu")), n_microbatches=4, loss_fn=F.mse_loss)
+    for _ in range(STEPS):
+        x, y = torch.randn(2, 8, 6, dtype=torch.float64)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.mse_loss(expected(x), y).backward()
+        schedule.step(x) if rank == 0 else schedule.step(target=y)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"difference": max(on_all_ranks(largest_difference(stage, expected[own])))}
+
+
 def count(scenario: str, folder: Path) -> dict[str, float]:
     model = shard(build())
     decay = fz.FrobeniusDecay(model, 0.1)
@@ -297,6 +319,8 @@ def main() -> None:
         "late": late,
         "stages": stages,
         "wrapped": wrapped,
+        "pipeline-sgd": pipeline,
+        "pipeline-adamw": pipeline,
     }
     result = {scenario: others.get(scenario, compare)(scenario, out.parent) for scenario in scenarios}
     if dist.get_rank() == 0:
