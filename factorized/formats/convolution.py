@@ -29,10 +29,12 @@ class Geometry:
     padding_mode: str = "zeros"
     output_padding: tuple[int, ...] = ()  # for transposed convolutions only
     even_padding: tuple[int, ...] | None = field(init=False, compare=False, repr=False)  # None: done beforehand
+    strided: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         even = self.padding_mode == "zeros" and all(before == after for before, after in self.padding)
         object.__setattr__(self, "even_padding", tuple([before for before, _ in self.padding]) if even else None)
+        object.__setattr__(self, "strided", any(stride > 1 for stride in self.stride))
 
     @property
     def unpadded(self) -> Geometry:
@@ -94,7 +96,7 @@ def convolve(
     groups: int,
 ) -> Tensor:  # (batch, out, *spatial)
     """Apply a dense kernel; asymmetric and non-zero padding is done beforehand."""
-    if _strides_are_slices(x, kernel, geometry):
+    if geometry.strided and _strides_are_slices(x, kernel):
         x = pad(x, geometry.padding, geometry.padding_mode).movedim(1, -1)
         # copied, or compiled code would return another layout
         x = x[tuple([slice(None, None, stride) for stride in (1, *geometry.stride)])].contiguous().movedim(-1, 1)
@@ -102,10 +104,11 @@ def convolve(
     padding = geometry.even_padding
     if padding is None:
         x, padding = pad(x, geometry.padding, geometry.padding_mode), (0,) * len(geometry.padding)
-    if groups == 1 and _would_be_copied(x, kernel, padding, geometry):
+    last = x.dim() == kernel.dim() and is_channels_last(x)
+    if last and kernel.numel() >= LARGE_KERNEL and _would_be_copied(x, kernel, padding, geometry, groups):
         return _convolve_mirrored(x, kernel, bias, padding, geometry.dilation)
-    apply = _CONVOLVE[len(geometry.stride)]
-    return apply(x, _fitted(kernel, x, groups), bias, geometry.stride, padding, geometry.dilation, groups)
+    kernel = _fitted(kernel, x, groups, last)
+    return _CONVOLVE[len(geometry.stride)](x, kernel, bias, geometry.stride, padding, geometry.dilation, groups)
 
 
 def _would_be_copied(
@@ -113,22 +116,21 @@ def _would_be_copied(
     kernel: Tensor,  # (out, in, *size), the outputs of a tap side by side
     padding: tuple[int, ...],
     geometry: Geometry,
+    groups: int,
 ) -> bool:
     """Return whether torch would copy the kernel, as a view of the ``V`` of a product, for longer than mirrors take."""
     size, strides = kernel.shape[2:], kernel.stride()
     return (
-        kernel.numel() >= LARGE_KERNEL
-        and type(x) is type(kernel) is Tensor
+        type(x) is type(kernel) is Tensor
         and not is_traced()  # before anything is asked of the batch, which a compiler would guard
         and (x.numel() < kernel.numel() or max(size) == 1)
         and x.is_cpu
         and x.dtype == kernel.dtype == torch.float32
-        and x.dim() == kernel.dim()
+        and groups == 1
         and x.shape[1] == kernel.shape[1]
         and strides[0] == 1
         and strides[1] * kernel.shape[1] == kernel.numel()
-        and is_channels_last(x)
-        and max(geometry.stride) == 1
+        and not geometry.strided
         and all(
             p <= (k - 1) * d < n + 2 * p
             for n, k, d, p in zip(x.shape[2:], size, geometry.dilation, padding, strict=True)
@@ -164,38 +166,48 @@ def convolve_transposed(
     """Apply the transpose of ``convolve`` with the same kernel, and torch's output padding."""
     padding = tuple(before for before, _ in geometry.padding)
     settings = (geometry.stride, padding, geometry.output_padding, groups, geometry.dilation)
-    return _TRANSPOSED[len(geometry.stride)](x, _fitted(kernel, x, groups), bias, *settings)
+    kernel = _fitted(kernel, x, groups, x.dim() == kernel.dim() and is_channels_last(x))
+    return _TRANSPOSED[len(geometry.stride)](x, kernel, bias, *settings)
 
 
-def _strides_are_slices(x: Tensor, kernel: Tensor, geometry: Geometry) -> bool:
+def _strides_are_slices(
+    x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+    kernel: Tensor,  # (out, in/groups, *size)
+) -> bool:
     """Return whether a pointwise kernel is to be applied to every so many positions, cut out beforehand.
 
     On CPUs torch 2.13 writes past the end of memory in the backward pass of strided pointwise convolutions of few
     channels, channels-last.
     """
-    if x.is_cuda or max(geometry.stride) == 1 or max(kernel.shape[2:]) > 1 or not is_channels_last(x):
+    if x.is_cuda or max(kernel.shape[2:]) > 1 or not is_channels_last(x):
         return False
     # a trace is recorded with gradients and checked without: the same in both
     return is_jit_tracing() or (torch.is_grad_enabled() and (x.requires_grad or kernel.requires_grad))
 
 
-def _fitted(kernel: Tensor, x: Tensor, groups: int) -> Tensor:
+def _fitted(
+    kernel: Tensor,  # (out, in/groups, *size)
+    x: Tensor,  # (batch, in, *spatial) or (in, *spatial)
+    groups: int,
+    last: bool,  # whether x has channels last
+) -> Tensor:
     """Return a kernel in the layout of its input; a view of factors may look channels-last, and so would the result.
 
     It is copied on a CPU where gradients are computed: float64 and float16 convolutions need that for correct ones. So
     are grouped ones there, whose strides oneDNN misreads unless they are those of a new tensor, even of dimensions with
     one entry.
     """
-    last = x.dim() == kernel.dim() and is_channels_last(x)
     if last and x.is_cuda:
         return kernel
     # compilers lay kernels out, with odd strides if they are permuted, and vmap has no copies in such a layout
     last = last and not (torch.compiler.is_compiling() or is_transformed())
     # a trace is recorded with gradients and checked without: the same in both
     learns = not x.is_cuda and (is_jit_tracing() or (torch.is_grad_enabled() and kernel.requires_grad))
-    if learns or (last and groups > 1):
+    if last and not learns and groups == 1:
+        return kernel
+    if learns or last or not kernel.is_contiguous():
         return kernel.clone(memory_format=CHANNELS_LAST[x.dim()] if last else torch.contiguous_format)
-    return kernel if last else kernel.reshape(-1).view(kernel.shape)  # contiguous() keeps strides of pointwise kernels
+    return kernel.view(-1).view(kernel.shape)  # contiguous() would keep the strides of pointwise kernels
 
 
 def is_channels_last(

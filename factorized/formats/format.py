@@ -344,17 +344,17 @@ def run_chain_transposed(
     """Apply the transposed weight of a chain, the last step first."""
     weights = _aligned(chain, weights, x, geometry)
     for place, (step, weight) in reversed(list(enumerate(zip(chain, weights, strict=True)))):
+        own_bias = bias if place == 0 else None
         channels = x.dim() - 1 - len(step.size)
         x = x if step.shuffle == 1 else _shuffled(x, x.shape[channels] // step.shuffle, channels)
         if geometry is not None:
-            own_bias = bias if place == 0 else None
             x = convolve_transposed(x, weight, own_bias, geometry.only(step.spans), step.groups)
         elif step.groups == 1:
-            x = F.linear(x, weight.mT)
+            x = F.linear(x, weight.mT, own_bias)
         else:
             blocks = weight.unflatten(0, (step.groups, -1)).transpose(1, 2)
-            x = _block_linear(x, blocks.flatten(0, 1), None, step.groups)
-    return x if bias is None or geometry is not None else x + bias.to(x.dtype)
+            x = _block_linear(x, blocks.flatten(0, 1), own_bias, step.groups)
+    return x
 
 
 def _aligned(

@@ -11,9 +11,9 @@ The factors of all groups are stacked by rows, so that they stay two-dimensional
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +21,13 @@ from factorized._checks import check_choice
 
 Kind = Literal["spatial", "channel"]
 KINDS = ("spatial", "channel")
+
+
+class View(NamedTuple):
+    """How a factor is read as a kernel: the extents that it is reshaped to, then the order of these dimensions."""
+
+    extents: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,20 @@ class KernelShape:
     size: tuple[int, ...] = ()  # the spatial dimensions, empty for linear and embedding weights
     groups: int = 1
     row_dims: int = 0  # how many of the leading spatial dimensions belong to the rows, and so to U
+    row_view: View = field(init=False, compare=False, repr=False)  # of ``U`` as a kernel
+    column_view: View = field(init=False, compare=False, repr=False)  # of ``V``
+
+    def __post_init__(self) -> None:
+        dims, g = len(self.size), self.groups
+        rows = (self.out_channels, *self.row_size, *(1,) * (dims - self.row_dims), -1)
+        columns = (self.in_channels // g, *(1,) * self.row_dims, *self.column_size, -1)
+        taps = range(1, dims + 1)
+        row_view = View(rows, (0, dims + 1, *taps))
+        column_view = View(columns, (dims + 1, 0, *taps))
+        if g > 1:
+            column_view = View((g, *columns), (0, *[d + 1 for d in column_view.order]))
+        object.__setattr__(self, "row_view", row_view)
+        object.__setattr__(self, "column_view", column_view)
 
     @staticmethod
     def of(weight_shape: Sequence[int], groups: int = 1, kind: Kind = "spatial") -> KernelShape:
@@ -127,8 +148,8 @@ def row_kernel(
     shape: KernelShape,
 ) -> Tensor:  # (out, rank, *row_size, 1…)
     """Return the kernel of the convolution groups·rank → out that ``U`` stands for: the second of the two."""
-    first = shape.row_dims
-    return U.reshape(-1, *shape.size[:first], *(1,) * (len(shape.size) - first), U.shape[1]).movedim(-1, 1)
+    extents, order = shape.row_view
+    return U.reshape(*extents).permute(*order)
 
 
 def column_kernel(
@@ -136,11 +157,9 @@ def column_kernel(
     shape: KernelShape,
 ) -> Tensor:  # (groups·rank, in/groups, 1…, *column_size)
     """Return the kernel of the convolution in → groups·rank that ``V`` stands for: the first of the two."""
-    first = shape.row_dims
-    if shape.groups == 1:
-        return V.reshape(-1, *(1,) * first, *shape.size[first:], V.shape[1]).movedim(-1, 0)
-    taps = V.reshape(shape.groups, -1, *(1,) * first, *shape.size[first:], V.shape[1])
-    return taps.movedim(-1, 1).flatten(0, 1)
+    extents, order = shape.column_view
+    kernel = V.reshape(*extents).permute(*order)
+    return kernel if shape.groups == 1 else kernel.flatten(0, 1)
 
 
 def inner_kernel(

@@ -77,8 +77,7 @@ class FactorizedLayer(nn.Module):
                 lists[holder].append(core)
             else:
                 self.add_module(holder, lists.setdefault(holder, nn.ParameterList([core])))
-        self._holders = tuple(dict.fromkeys(name.partition(".")[0] for name in format.cores))
-        self._has_lists = self._holders != tuple(format.cores)
+        self._homes = tuple([name.rpartition(".")[::2] for name in format.cores])  # lists of factors, and names there
         self.drop_connect = 0.0  # share of the product's entries dropped in training, see fz.drop_connect
         self.carried: tuple[str, ...] = ()  # attributes that were set on the dense layer, see ``carry``
         self.dense_class: type[nn.Module] | None = None  # of the layer that it replaced, where that is known
@@ -135,13 +134,11 @@ class FactorizedLayer(nn.Module):
     @property
     def factors(self) -> tuple[nn.Parameter, ...]:
         """Every core, in the order of the format."""
-        if not self._has_lists:
-            return tuple([getattr(self, holder) for holder in self._holders])
-        found: list[nn.Parameter] = []
-        for holder in self._holders:
-            held = getattr(self, holder)
-            # torch 2.11 traces a list, not a ParameterList
-            found.extend(list(held) if isinstance(held, nn.ParameterList) else [held])
+        found: list[Any] = []
+        for holder, name in self._homes:
+            module = getattr(self, holder) if holder else self
+            held = module._parameters  # torch's lookup takes longer; parametrized and sharded factors are attributes
+            found.append(held[name] if name in held else getattr(module, name))
         return tuple(found)
 
     @property
@@ -185,10 +182,12 @@ class FactorizedLayer(nn.Module):
         if self.execution != "auto":
             self.check_execution()
             return self.execution
+        if self._settled is not None:
+            return self._settled
         compiled = torch.compiler.is_compiling()
         if input is not None and input.is_cpu and not (compiled or is_jit_tracing()):
             return self._cheapest[cpu_of(input, self.shape.in_channels), False]
-        return self._settled or self._cheapest[cpu_of() if self.factors[0].device.type == "cpu" else "cuda", compiled]
+        return self._cheapest[cpu_of() if self.factors[0].device.type == "cpu" else "cuda", compiled]
 
     def check_execution(self) -> None:
         """Raise unless this layer can run in the way that is set."""

@@ -57,6 +57,17 @@ def test_a_factor_that_is_computed_is_refused_by_its_name(name: str, entry: Call
         entry(model)
 
 
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_layer_reads_the_factor_that_is_computed(name: str) -> None:
+    model = four().eval()
+    COMPUTED[name](model)
+    layer, core = model[int(name[0])], name[2:]
+    holder, _, own = core.rpartition(".")
+    factor = layer.factors[list(layer.format.cores).index(core)]
+    assert not isinstance(factor, nn.Parameter)
+    assert torch.equal(factor, getattr(layer.get_submodule(holder), own))
+
+
 SETTERS: dict[str, Callable[[nn.Module, int], object]] = {
     "the weight": lambda model, place: setattr(model[place], "weight", torch.randn(8, 8)),
     "a tie": lambda model, place: model[place].share_factors(four()[place]),

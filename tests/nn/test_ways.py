@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from factorized import FactorizedConv1d, FactorizedConv2d, FactorizedConv3d, FactorizedLinear
 from factorized.formats import cost
@@ -128,6 +130,25 @@ def count_convolutions(layer: nn.Module, x: Tensor) -> int:
     with Watch() as watch, torch.no_grad():
         layer(x)
     return sum(func is torch.ops.aten.convolution.default for func, _ in watch.calls)
+
+
+def count_operators(layer: nn.Module, x: Tensor) -> Counter[str]:
+    with Watch() as watch, torch.no_grad():
+        layer(x)
+    return Counter(str(func.overloadpacket).removeprefix("aten.") for func, _ in watch.calls)
+
+
+@pytest.mark.parametrize(("last", "copies"), [(False, 2), (True, 0)])
+def test_a_chain_makes_two_views_of_each_factor_and_at_most_one_copy(last: bool, copies: int) -> None:
+    layer = FactorizedConv2d(64, 64, 3, 9, padding=1, execution="chain", init="kaiming")
+    operators = count_operators(layer, images(1, 64, 8, 8, last=last))
+    assert operators == Counter(view=2, permute=2, clone=copies, convolution=2)
+
+
+def test_a_transposed_chain_adds_its_bias_within_the_last_product() -> None:
+    layer = FactorizedLinear(6, 5, 3, execution="chain", dense_type=Conv1D)
+    operators = count_operators(layer, torch.randn(2, 6))
+    assert (operators["mm"], operators["addmm"], operators["add"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("execution", ["chain", "composed"])
