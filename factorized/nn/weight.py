@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -33,9 +34,12 @@ def read_weight(owner: nn.Module, format: Format, factors: Sequence[Tensor]) -> 
     In eager mode this is a ``ComposedWeight``. While a program is traced it is a plain tensor: a trace drops what is
     not used, and knows torch's own classes only.
     """
-    if isinstance(factors[0], Proxy):
-        return recorded_weight(owner, factors[0])
-    if is_traced() or not all(type(factor) in PLAIN for factor in factors):
+    if is_traced():
+        return _compose(format, factors)
+    factor = attrgetter(next(iter(format.cores)))(owner)  # while torch.fx traces, it returns proxies of parameters
+    if isinstance(factor, Proxy):
+        return recorded_weight(owner, factor)
+    if not all(type(factor) in PLAIN for factor in factors):
         return _compose(format, factors)
     trains = any(factor.requires_grad for factor in factors)
     like = factors[0]
